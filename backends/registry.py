@@ -140,7 +140,8 @@ def load_object(obj: object) -> LoadedBackend:
     """
     name = getattr(obj, "__qualname__", type(obj).__name__)
     module = getattr(obj, "__module__", "") or ""  # None for code run by exec
-    by_file = module == "__main__" or module.startswith(_FILE_MODULE)  # names that another process cannot import
+    # Names that another process cannot import.
+    by_file = module == "__main__" or module.rpartition(".")[2].startswith(_FILE_MODULE)
     place = getattr(sys.modules.get(module), "__file__", None) if by_file else None
     ref = f"{place or module}:{name}"
     return _checked(ref, getattr(obj, "__name__", name), obj, f"object of {place or module}")
@@ -169,7 +170,7 @@ def _load_registered(ref: str, name: str, argument: str | None, target: str, ori
             except ValueError as error:
                 raise BackendLoadError(ref, str(error)) from error
             except Exception as error:
-                raise BackendLoadError(ref, import_failure(error)) from error
+                raise BackendLoadError(ref, import_failure(error), raised=type(error).__name__) from error
         return _checked(ref, full_name, found, origin)
     except ImportError as error:
         raise BackendUnavailableError(full_name, [f"{target} cannot be imported: {error}"]) from error
@@ -200,7 +201,7 @@ def _checked(ref: str, name: str, found: Any, origin: str) -> LoadedBackend:
     except ImportError as error:  # factories import their library when called, as they should
         raise BackendUnavailableError(name, [f"its library cannot be imported: {error}"]) from error
     if problems:
-        raise BackendLoadError(ref, f"breaks the contract: {'; '.join(problems)}")
+        raise BackendLoadError(ref, f"breaks the contract: {'; '.join(problems)}", raised=BackendLoadError.__name__)
     return LoadedBackend(name=name, ref=ref, backend=found, version=found.version(), origin=origin)
 
 
@@ -227,22 +228,27 @@ def _import_module(ref: str, name: str, *, missing_is_unavailable: bool = False)
 def import_file(ref: str, path: Path) -> ModuleType:
     """Return the module of a file, imported under a unique name, so that it shadows no package.
 
-    It can import the modules beside it: its folder is the last of ``sys.path`` from then on. The name covers the file's
-    state: importing the same file twice gives one module, an edited file a new one.
+    It can import the modules beside it: its folder is the last of ``sys.path`` from then on. A file of a package can
+    import relatively, since the folder of the package is there, too. The name covers the file's state: importing the
+    same file twice gives one module, an edited file a new one.
     """
     try:
         state = path.stat()
     except OSError as error:
         raise BackendLoadError(ref, f"cannot read {path}: {error.strerror}") from error
     identity = f"{path.resolve()}:{state.st_mtime_ns}:{state.st_size}"
-    name = f"{_FILE_MODULE}{path.stem}_{hashlib.sha256(identity.encode()).hexdigest()[:12]}"
+    folder, package = path.resolve().parent, ""
+    folders = [folder]
+    while (folder / "__init__.py").is_file() and folder.name.isidentifier():
+        folder, package = folder.parent, f"{folder.name}.{package}"
+        folders = [path.resolve().parent, folder]
+    name = f"{package}{_FILE_MODULE}{path.stem}_{hashlib.sha256(identity.encode()).hexdigest()[:12]}"
     if name in sys.modules:
         return sys.modules[name]
     spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None:
         raise BackendLoadError(ref, f"{path} is no Python file")
-    if (folder := str(path.resolve().parent)) not in sys.path:
-        sys.path.append(folder)
+    sys.path += [each for each in map(str, folders) if each not in sys.path]
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module  # dataclasses and pickling look their module up
     try:

@@ -29,7 +29,7 @@ from attncheck.errors import (
 from attncheck.harness.checks.findings import TimingSettings
 from attncheck.harness.device import accelerators_in_use
 from attncheck.harness.run.backend_loading import ThisProcess, load_backend
-from attncheck.harness.run.options import RunOptions
+from attncheck.harness.run.options import RunOptions, listed
 from attncheck.harness.run.outcomes import Backend, not_loaded
 from attncheck.harness.run.run import Run
 from attncheck.harness.run.selection import check_timed, select_cases
@@ -198,7 +198,7 @@ def examine(
         DeviceLostError: the candidate lost the GPU, for instance by an illegal memory access. Every later CUDA call of
             this process raises. ``error.record`` is the record of the check.
     """
-    selection = select_cases(_listed(suite), _listed(cases), _listed(checks))
+    selection = select_cases(listed(suite), listed(cases), listed(checks))
     if timing is not None:
         check_timed(selection, "timing=")
     with ExitStack() as stack:
@@ -233,10 +233,6 @@ def _apart(candidate: Candidate, kernel_options: dict[str, Any], timeout: float)
         )
     work = partial(serve_cases, handed_over=backend)
     return backend.ref, WorkerPool(settings=settings, start=lambda _: fork_worker(partial(serve, work=work)))
-
-
-def _listed(names: str | Iterable[str]) -> tuple[str, ...]:
-    return (names,) if isinstance(names, str) else tuple(names)
 
 
 def _check_options(kernel_options: Iterable[str]) -> None:

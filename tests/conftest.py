@@ -50,6 +50,21 @@ def pytest_collect_file() -> Generator[None, list[pytest.Collector], list[pytest
     return [each for each in found if type(each).__name__ != "DoctestModule"]
 
 
+_DIRECTORIES = pytest.StashKey[dict[Path, pytest.Collector | None]]()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collect_directory(
+    path: Path, parent: pytest.Collector
+) -> Generator[None, pytest.Collector | None, pytest.Collector | None]:
+    """Make one node for each folder.
+
+    pytest 9.1 makes others after a file of a folder above is named (its issue 14635). They lack the folder's fixtures.
+    """
+    made = yield
+    return parent.session.stash.setdefault(_DIRECTORIES, {}).setdefault(path, made)
+
+
 @pytest.fixture(autouse=True)
 def own_module_path() -> Iterator[None]:
     """Take back the folders that backends' files add to ``sys.path``, so that no test finds modules of another."""

@@ -20,6 +20,7 @@ Only multi-head latent attention uses ``latent``: it has no heads, and a single 
 import inspect
 import math
 import mmap
+import operator
 import os
 import sys
 from collections.abc import Sequence
@@ -92,11 +93,18 @@ def kv_cache_shape(
     num_blocks: int,
     num_kv_heads: int | None = None,
 ) -> tuple[int, ...]:
-    """Return ``backend.get_kv_cache_shape`` for a layer; ``head_size_v`` is passed only if it differs."""
+    """Return ``backend.get_kv_cache_shape`` for a layer; ``head_size_v`` is passed only if it differs.
+
+    Raise ``ValueError`` if an extent is no integer.
+    """
     heads = layer.num_kv_heads if num_kv_heads is None else num_kv_heads
     extra = {} if layer.value_head_size == layer.head_size else {"head_size_v": layer.value_head_size}
     shape = backend.get_kv_cache_shape(num_blocks, block_size, heads, layer.head_size, **extra)
-    return tuple(int(extent) for extent in shape)
+    try:
+        return tuple(map(operator.index, shape))
+    except TypeError:
+        name = backend.get_name()
+        raise ValueError(f"{name}.get_kv_cache_shape() returned {shape!r}: every extent must be an integer") from None
 
 
 def detect_packing(backend: CacheGeometry, layer: LayerSpec, cache: CacheSpec) -> Packing | None:

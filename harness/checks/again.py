@@ -19,8 +19,6 @@ from attncheck.harness.problem.storage import output_error
 from attncheck.harness.truth.truth import Truth
 from attncheck.harness.truth.unpaged import share_of_budget
 
-# Combined changes that must not matter, and a search for the smallest set of them that makes an output wrong.
-
 T = TypeVar("T")
 
 _KEPT = "something is kept from an earlier step, of other requests"
@@ -28,34 +26,33 @@ _KEPT = "something is kept from an earlier step, of other requests"
 _STATE = "something is kept from an earlier call, or the backend is not deterministic"
 
 
-def failure_of(play: Callable[[], Broken | None]) -> Broken | Raised | None:
-    """Return what is wrong with the steps that ``play`` runs, or what they raise; None if they are right."""
+def _failure_of(run: Callable[[Sequence[T]], Broken | None], parts: Sequence[T]) -> Broken | Raised | None:
     try:
-        return play()
+        return run(parts)
     except StageError as failure:
         return failure.raised
 
 
 def least_failing(
-    parts: Sequence[T], play: Callable[[Sequence[T]], Broken | None]
+    parts: Sequence[T], run: Callable[[Sequence[T]], Broken | None]
 ) -> tuple[Broken | Raised, Sequence[T]] | None:
-    """Return what is wrong if ``parts`` are played, and the smallest set of them with which something is wrong.
+    """Return what is wrong in steps with ``parts``, and the smallest set of them with which something is wrong.
 
-    Return None if nothing is wrong. The set is empty if steps are wrong without any part. ``play`` returns what is
-    wrong with some of the parts, or raises StageError. Parts are left out in turn, the first one first.
+    Return None if nothing is wrong. The set is empty if steps are wrong without any part. ``run`` returns what is wrong
+    with some of the parts, or raises StageError. Parts are left out one after another, the first one first.
     """
-    wrong = failure_of(partial(play, parts))
+    wrong = _failure_of(run, parts)
     if wrong is None:
         return None
     if isinstance(wrong, Raised) and wrong.may_end_the_device:  # a further step could hide this one
         return wrong, parts
-    unchanged = failure_of(partial(play, ()))
+    unchanged = _failure_of(run, ())
     if unchanged is not None:
         return unchanged, ()
-    needed = tuple(parts)
+    needed = parts
     for part in parts:
         fewer = tuple(each for each in needed if each is not part)
-        still = failure_of(partial(play, fewer)) if fewer else None
+        still = _failure_of(run, fewer) if fewer else None
         if still is not None:
             wrong, needed = still, fewer
     return wrong, needed
@@ -76,54 +73,57 @@ class Change(Generic[T]):
 
 
 @dataclass(frozen=True)
-class Variation(Generic[T]):
-    """A step passed in another way. ``plain``: the step without changes. ``judge``: returns what is wrong with a step.
+class Variation:
+    """The rows of a case in further steps, whose difference must not matter. ``what``: these steps in words.
 
-    ``instead``: the variation to try if this one raises StageError. ``afresh``: judges with an impl and a builder that
-    have seen no other step.
+    ``wrong``: runs them, and returns what is wrong, or raises StageError. ``instead``: the variation to try if it
+    raises.
     """
 
-    plain: T
-    changes: tuple[Change[T], ...]
-    judge: Callable[[T], Broken | None]
-    instead: "Variation[T] | None" = None
-    afresh: Callable[[T], Broken | None] | None = None
+    what: str
+    wrong: Callable[[], Broken | None]
+    instead: "Variation | None" = None
 
-    @property
-    def what(self) -> str:
-        """The changes in words."""
-        return _listed(self.changes)
 
-    def wrong(self) -> Broken | None:
-        """Return what is wrong with the step, with the smallest set of changes that causes it; None if it is right.
+def changed_step(
+    plain: T,
+    changes: Sequence[Change[T]],
+    judge: Callable[[T], Broken | None],
+    *,
+    instead: Variation | None = None,
+    afresh: Callable[[T], Broken | None] | None = None,
+) -> Variation:
+    """Return the variation of one step, ``plain``, that is passed with ``changes``.
 
-        Raise StageError if the step raises.
-        """
-        found = least_failing(self.changes, lambda changes: self.judge(self._with(changes)))
+    Its finding names the smallest set of changes that causes it. ``judge``: runs a step, and returns what is wrong with
+    it. ``afresh``: the same with an impl and a builder that have seen no other step.
+    """
+
+    def judged(by: Callable[[T], Broken | None], some: Sequence[Change[T]]) -> Broken | None:
+        step = plain
+        for change in some:
+            step = change.alter(step)
+        return by(step)
+
+    def wrong() -> Broken | None:
+        found = least_failing(changes, partial(judged, judge))
         if found is None:
             return None
-        wrong, needed = found
+        fault, needed = found
         how = f"with {_listed(needed)}" if needed else "when it is repeated unchanged"
-        if isinstance(wrong, Raised):
-            raise StageError(replace(wrong, stage=f"{wrong.stage} of the step {how}"))
-        if not needed:
-            return later_fault(wrong, how, _STATE)
-        is_kept = self.afresh is not None and failure_of(partial(self.afresh, self._with(needed))) is None
-        meaning = _KEPT if is_kept else "; ".join(dict.fromkeys(change.meaning for change in needed))
-        return later_fault(wrong, how, meaning)
+        if isinstance(fault, Raised):
+            raise StageError(replace(fault, stage=f"{fault.stage} of the step {how}"))
+        meaning = "; ".join(dict.fromkeys(change.meaning for change in needed)) or _STATE
+        if needed and afresh is not None and _failure_of(partial(judged, afresh), needed) is None:
+            meaning = _KEPT
+        return later_fault(fault, how, meaning)
 
-    def _with(self, changes: Sequence[Change[T]]) -> T:
-        put = self.plain
-        for change in changes:
-            put = change.alter(put)
-        return put
+    return Variation(_listed(changes), wrong, instead)
 
 
 def _listed(changes: Sequence[Change[T]]) -> str:
     return " and ".join(change.what for change in changes)
 
-
-# Runs with something that must not matter, such as poison, beside clean runs of the same input.
 
 Seen = TypeVar("Seen")
 Fill = TypeVar("Fill")
@@ -212,7 +212,6 @@ class Repeats(Generic[Seen, Fill]):
             self._worst = max(self._worst, _largest(self._shares(again)))
 
     def _refuse_contradiction(self, again: Seen) -> None:
-        """Raise FindingError if exactly one of the first run and ``again`` is right."""
         shares = self._shares(again)
         is_right = not bool((shares > 1).any())
         if not is_right and self._worst <= 1:
@@ -225,9 +224,6 @@ class Repeats(Generic[Seen, Fill]):
 
 def _largest(shares: Tensor) -> float:
     return float(shares.max()) if shares.numel() else 0.0
-
-
-# Judge later steps on the rows that were right in the first step; other checks judge rows wrong in the first.
 
 
 @dataclass(frozen=True)
@@ -291,17 +287,13 @@ class RightRows:
             if bool((judged > 1).any()):
                 figures = {"budget_share": float(judged.max()), "rows_wrong": int((judged > 1).any(dim=1).sum())}
                 return Broken(f"{name}{summarize(self.problem, judged)}", figures, details=seen.protocol)
-        if how is None and self._cache_differs(seen):
+        was, now = self.first.pool_after, seen.pool_after
+        if how is None and was is not None and now is not None and not same_bytes(was, now):
             return Broken("the cache holds other bytes than after the first step")
         exact = self.conventions.batch_invariant and self.conventions.deterministic
         return self._other_bits(compared) if exact else None
 
-    def _cache_differs(self, seen: Observation) -> bool:
-        was, now = self.first.pool_after, seen.pool_after
-        return was is not None and now is not None and not same_bytes(was, now)
-
     def _other_bits(self, compared: ComparedRows) -> Broken | None:
-        """Return the rows that differ in any bit, as a failure of a backend that declares ``batch_invariant``."""
         wrong = compared.rows[compared.moved.cpu()]
         if not len(wrong):
             return None

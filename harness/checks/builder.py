@@ -17,9 +17,10 @@ from attncheck.backends.contract import (
     CommonAttentionMetadata,
 )
 from attncheck.cases.model import Case
+from attncheck.harness.checks.cudagraph.capture import allocate_inputs, dummy_call, parts_of, trace
 from attncheck.harness.checks.cudagraph.check import level_for
-from attncheck.harness.checks.cudagraph.emulation import Args, Kwargs, TorchFunction, Watch
-from attncheck.harness.checks.cudagraph.play import allocate_inputs, dummy_call, parts_of, trace
+from attncheck.harness.checks.cudagraph.emulation import Watch, run
+from attncheck.harness.checks.cudagraph.operators import Args, Kwargs, TorchFunction
 from attncheck.harness.checks.cudagraph.probes import Bucket
 from attncheck.harness.checks.cudagraph.recorder import Violation, ViolationKind, first_wait
 from attncheck.harness.checks.findings import Broken, Finding, Holds, NotExamined
@@ -94,17 +95,12 @@ class WaitFinder:
             return () if found is None else None if found.kind == "error" else (found,)
         for twin in (common.query_start_loc_cpu, common.seq_lens_cpu, common.num_computed_tokens_cpu):
             self._watch.host.mark(twin)
-        with self._watch.recording(_run.__code__) as (_, report):
+        with self._watch.recording(run.__code__) as tape:
             try:
-                _run(build)
+                run(build)
             except Exception:  # noqa: BLE001 (the caller repeats the build without the watch, to see if it raises too)
                 return None
-        return tuple(report.violations)
-
-
-def _run(build: Callable[[], object]) -> None:
-    """Call ``build``. Its frame marks the boundary between the backend's code and ours."""
-    build()
+        return tuple(tape.violations)
 
 
 # Steps for which several builders build metadata before any of them runs; each must give right outputs.
@@ -115,7 +111,7 @@ _MEANING = "builders share memory, or one of them keeps for all what it found fo
 
 
 @dataclass(frozen=True)
-class _Play:
+class _Sequence:
     """The steps of two builders (0: the case's, 1: with the requests reversed), and the order in which they run."""
 
     steps: tuple[int, int]
@@ -123,14 +119,14 @@ class _Play:
 
     @property
     def in_words(self) -> str:
-        """The play in words, for a reader who repeats it."""
+        """The sequence in words, for a reader who repeats it."""
         is_shared = self.steps[0] == self.steps[1]
         what = "from one CommonAttentionMetadata" if is_shared else "the second from the requests in the opposite order"
         first, second = (index + 1 for index in self.forwards)
         return f"two builders built, {what}; then forward ran with the metadata of builder {first}, then of {second}"
 
 
-_PLAYS = (_Play((0, 1), (0, 1)), _Play((0, 1), (1, 0)), _Play((0, 0), (0, 1)))
+_SEQUENCES = (_Sequence((0, 1), (0, 1)), _Sequence((0, 1), (1, 0)), _Sequence((0, 0), (0, 1)))
 
 
 @dataclass(frozen=True)
@@ -148,17 +144,17 @@ def wrong_beside_others(session: Session, truth: Truth) -> Broken | None:
     The case's hash selects whether both builders receive one CommonAttentionMetadata or the second receives the same
     requests in reverse order, and which runs first. Return None for a step of several calls. Raise StageError.
     """
-    play = _PLAYS[int(session.problem.case.hash, 16) % len(_PLAYS)]
+    sequence = _SEQUENCES[int(session.problem.case.hash, 16) % len(_SEQUENCES)]
     sessions = [session.in_order(order) for order in (session.order, _opposite(session))]
     calls = [copied_calls(each.prepared().calls) for each in sessions]
     if any(len(each) > 1 for each in calls):
         return None
     with stage_named("beside another builder"):
-        built = [_built(sessions[which], calls[which][0]) for which in play.steps]
-        for index in play.forwards:
+        built = [_built(sessions[which], calls[which][0]) for which in sequence.steps]
+        for index in sequence.forwards:
             wrong = _fault(built[index], truth)
             if wrong is not None:
-                return _finding(session, truth, play, index, built[index].session, wrong)
+                return _finding(session, truth, sequence, index, built[index].session, wrong)
     return None
 
 
@@ -171,11 +167,13 @@ def wrong_draft(session: Session, truth: Truth) -> Broken | None:
     return wrong and replace(wrong, summary=f"with the metadata of build_for_drafting: {wrong.summary}")
 
 
-def _finding(session: Session, truth: Truth, play: _Play, index: int, ordered: Session, wrong: Broken) -> Broken | None:
+def _finding(
+    session: Session, truth: Truth, sequence: _Sequence, index: int, ordered: Session, wrong: Broken
+) -> Broken | None:
     """Return the finding for a wrong output, or None if the step is also wrong alone, which other checks report."""
     (call,) = copied_calls(ordered.prepared().calls)
     if _fault(_built(ordered, call), truth) is None:
-        what = f"{play.in_words}; the answer by builder {index + 1} was wrong"
+        what = f"{sequence.in_words}; the answer by builder {index + 1} was wrong"
         summary = f"wrong beside the metadata of another builder: {wrong.summary}"
         return Broken(summary, wrong.figures, _MEANING, (what, *wrong.details))
     if session.threshold is None or ordered.order == session.order:
@@ -199,7 +197,6 @@ def _opposite(session: Session) -> list[int]:
 
 
 def _built(session: Session, call: ForwardCall) -> _Built:
-    """Build from ``call`` with a builder of its own."""
     ((_, metadata),) = session.in_flight(session.problem).built((call,))
     return _Built(session, call, metadata)
 
@@ -207,9 +204,9 @@ def _built(session: Session, call: ForwardCall) -> _Built:
 def _fault(built: _Built, truth: Truth) -> Broken | None:
     """Run ``forward`` over a freshly filled cache, and return what is wrong with its output."""
     session = built.session
-    turn = session.begin(images=False)
-    session.take(turn, built.call, built.metadata)
-    finding = check_numerics(session.problem, truth, session.finish(turn), explains=False)
+    begun = session.begin(images=False)
+    session.take(begun, built.call, built.metadata)
+    finding = check_numerics(session.problem, truth, session.finish(begun), explains=False)
     return finding if isinstance(finding, Broken) else None
 
 
@@ -237,8 +234,11 @@ _UNSEEN = "where build waits for the device is unknown: it does not run while to
 def _check(case: CheckedCase) -> Finding:
     session, seen = case.first_step()
     notes: list[str] = []
-    fault = next((fault for fault in _faults(case, session, seen, notes) if fault is not None), None)
-    return Holds(notes=tuple(dict.fromkeys(notes))) if fault is None else fault
+    return _first_fault(_faults(case, session, seen, notes), notes)
+
+
+def _first_fault(faults: Iterator[Broken | None], notes: list[str]) -> Holds | Broken:
+    return next((fault for fault in faults if fault is not None), None) or Holds(notes=tuple(dict.fromkeys(notes)))
 
 
 def _faults(case: CheckedCase, session: Session, seen: Observation, notes: list[str]) -> Iterator[Broken | None]:
@@ -246,15 +246,7 @@ def _faults(case: CheckedCase, session: Session, seen: Observation, notes: list[
     finder = WaitFinder(case.device)
     builders = finder.construct(partial(session.in_flight, session.problem)).builders
     calls = session.prepared().calls
-    for call in calls:
-        (lent,) = copied_calls((call,))
-        waits = waits_while_building(finder, builders[call.builder], lent)
-        yield metadata_fault("build", call, lent)
-        yield _waiting_fault(session, waits, notes)
-    for name, call, build in builds_of(session.backend, case.problem, builders[0], calls[0], case.device):
-        (lent,) = copied_calls((call,))
-        call_backend(name, partial(build, lent.common))
-        yield metadata_fault(name, call, lent)
+    yield from _build_faults(session.backend, case.problem, builders, calls, finder, notes)
     changed = [name for name in seen.changed if name.startswith("metadata.")]
     yield Broken(f"forward changed {', '.join(changed)}", meaning=_SHARED) if changed else None
     yield _cascade_fault(session, builders[0], calls[0])
@@ -263,20 +255,32 @@ def _faults(case: CheckedCase, session: Session, seen: Observation, notes: list[
         yield wrong_draft(session, case.truth) if _is_draft(case.problem, builders[0]) else None
 
 
-def waits_while_building(finder: WaitFinder, builder: Any, lent: ForwardCall) -> tuple[Violation, ...] | None:
-    """Build from ``lent`` and return where that waits for the device, or None if ``build`` raises under watch.
-
-    A build that waits may have been aborted, so it is repeated without watch.
-    """
-    build = partial(builder.build, common_prefix_len=lent.common_prefix_len, common_attn_metadata=lent.common)
-    waits = finder.waits_of(build, lent.common)
-    if waits != ():
-        call_backend("build", build)
-    return waits
+def _build_faults(
+    backend: type[AttentionBackend],
+    problem: Problem,
+    builders: Sequence[Any],
+    calls: Sequence[ForwardCall],
+    finder: WaitFinder,
+    notes: list[str],
+) -> Iterator[Broken | None]:
+    """Build from each of ``calls``, and by each further method; yield faults, or None, and append to ``notes``."""
+    for call in calls:
+        (lent,) = copied_calls((call,))
+        own = builders[call.builder]
+        watched = partial(own.build, common_prefix_len=call.common_prefix_len, common_attn_metadata=lent.common)
+        waits = finder.waits_of(watched, lent.common)
+        if waits != ():  # a build that waits may have been aborted
+            call_backend("build", watched)
+        yield metadata_fault("build", call, lent)
+        yield _waiting_fault(backend, problem, waits, notes)
+    for name, call, build in builds_of(backend, problem, builders[0], calls[0]):
+        (lent,) = copied_calls((call,))
+        call_backend(name, partial(build, lent.common))
+        yield metadata_fault(name, call, lent)
 
 
 def builds_of(
-    backend: type[AttentionBackend], problem: Problem, builder: Any, call: ForwardCall, device: torch.device
+    backend: type[AttentionBackend], problem: Problem, builder: Any, call: ForwardCall
 ) -> Iterator[tuple[str, ForwardCall, Build]]:
     """Yield (name, call, function that builds from its metadata) for builder methods that are overridden.
 
@@ -290,7 +294,7 @@ def builds_of(
         and level_for(backend, problem) is not AttentionCGSupport.NEVER
     ):
         size, room = batch.num_requests, max_model_len(backend, [problem])
-        inputs = allocate_inputs(problem, size, size, room, device)
+        inputs = allocate_inputs(problem, size, size, room, call.query.device)
         dummy = inputs.load(dummy_call(problem, Bucket(size, size, query_len=1), room, longest=True))
         yield "build_for_cudagraph_capture", dummy, builder.build_for_cudagraph_capture
     if _is_draft(problem, builder):
@@ -319,16 +323,18 @@ def metadata_fault(name: str, call: ForwardCall, lent: ForwardCall) -> Broken | 
     return Broken(f"{name} changed {', '.join(changed)}", meaning=_SHARED, details=tuple(details))
 
 
-def _waiting_fault(session: Session, waits: tuple[Violation, ...] | None, notes: list[str]) -> Broken | None:
+def _waiting_fault(
+    backend: type[AttentionBackend], problem: Problem, waits: tuple[Violation, ...] | None, notes: list[str]
+) -> Broken | None:
     """Return the fault of a build that waits if it must not; otherwise add notes and return None.
 
     Does not apply to fast prefill, whose wrapper around the builder reads the device, as in vLLM.
     """
-    if isinstance(session.problem.case.batch.path.options, FastPrefillOptions):
+    if isinstance(problem.case.batch.path.options, FastPrefillOptions):
         return None
     if waits is None:
         notes.append(_UNSEEN)
-    elif waits and session.backend.conventions.sync_free_build:
+    elif waits and backend.conventions.sync_free_build:
         return Broken(
             f"build waits for the device, although sync_free_build is declared: {waits[0]}",
             {"waits": len(waits)},
@@ -417,15 +423,9 @@ class BuilderChecks:
         make = partial(construct_builder, self._backend, (problem,), self._device, capture_sizes=sizes)
         builder = finder.construct(lambda: call_backend("builder", make))
         order = request_order(problem, builder.reorder_batch_threshold)
-        call = forward_calls_of(make_step(problem, self._device, order), self._backend.features)[0]
-        (lent,) = copied_calls((call,))
-        waits = waits_while_building(finder, builder, lent)
-        fault = metadata_fault("build", call, lent)
-        for name, other, build in builds_of(self._backend, problem, builder, call, self._device):
-            (lent,) = copied_calls((other,))
-            call_backend(name, partial(build, lent.common))
-            fault = fault or metadata_fault(name, other, lent)
-        return fault or Holds(notes=tuple(f"build waits for the device: {wait}" for wait in waits or ()))
+        calls = forward_calls_of(make_step(problem, self._device, order), self._backend.features)[:1]
+        notes: list[str] = []
+        return _first_fault(_build_faults(self._backend, problem, (builder,), calls, finder, notes), notes)
 
     def _levels(self) -> Finding:
         steps = [
@@ -473,7 +473,6 @@ class BuilderChecks:
             yield from _wrong_states(built, problem)
 
     def _of(self, count: int, longer: int) -> Case:
-        """Return a case with ``count`` decodes on the layer and cache of the case."""
         requests = tuple(RequestSpec(query_len=1, seq_len=length + longer) for length in _LENGTHS[:count])
         return replace(self._case, batch=BatchSpec(requests=requests))
 
@@ -486,7 +485,7 @@ def _padded(problem: Problem) -> Problem:
 
 
 def _is_empty(part: object) -> bool:
-    return isinstance(part, Tensor) and not part.numel()
+    return type(part) is Tensor and not part.numel()
 
 
 def _wrong_states(built: dict[str, Any], problem: Problem) -> Iterator[str]:
@@ -494,7 +493,7 @@ def _wrong_states(built: dict[str, Any], problem: Problem) -> Iterator[str]:
     count, own = len(problem.requests), problem.block_table[:, 0].tolist()
     owned = {page for row in problem.block_table.tolist() for page in row} - {0}
     for path, value in built.items():
-        if _STATES not in path or not isinstance(value, Tensor) or value.dim() not in (1, 2) or not len(value):
+        if _STATES not in path or type(value) is not Tensor or value.dim() not in (1, 2) or not len(value):
             continue
         first = (value if value.dim() == 1 else value[:, 0]).tolist()
         if first[:count] != own[: len(first)]:

@@ -144,17 +144,17 @@ def check_handed_keys(session: Session, truth: Truth, finding: Holds) -> Finding
         return finding
     try:
         own = session.in_flight(problem)
-        turn = own.begin()
-        calls = [_with_keys(call, problem.keys, problem.values) for call in turn.calls]
+        begun = own.begin()
+        calls = [_with_keys(call, problem.keys, problem.values) for call in begun.calls]
         for call, metadata in own.built(calls):
-            own.take(turn, call, metadata)
-        seen = own.finish(turn)
+            own.take(begun, call, metadata)
+        seen = own.finish(begun)
     except StageError as failure:
         if failure.raised.is_refusal:
             return finding
         with stage_named("with keys for a shared cache"):
             raise
-    if turn.before is not None and not same_bytes(turn.before, pool.bytes()):
+    if begun.before is not None and pool.differs_from(begun.before):
         return Broken(
             "a layer that shares another's cache wrote the keys it was passed",
             finding.figures,
@@ -369,17 +369,26 @@ _EXPLAINED = 0.98
 """Share of the wrong bytes that a fault must explain to be reported."""
 
 
-def check_cache_write(problem: Problem, session: Session, seen: Observation) -> Finding:
+def check_cache_write(case: CheckedCase) -> Finding:
     """Judge the effect of one step on cache and inputs, a step with extreme rows, and the backend's page functions."""
-    finding = _examine_steps(problem, session, seen)
-    pool = session.pool
-    if isinstance(finding, Holds) and pool is not None and pool.note:
-        finding = replace(finding, notes=(*finding.notes, pool.note))
-    if isinstance(finding, Broken) and pool is not None and pool.note:
-        finding = replace(finding, details=(*finding.details, pool.note))
-    if isinstance(finding, Broken) or pool is None:
-        return finding
-    return check_block_moves(problem, session.backend, session.device, finding)
+    problem, (session, seen) = case.problem, case.first_step()
+    finding, pool = _examine_steps(problem, session, seen), session.pool
+    if pool is not None and pool.note:
+        finding = _with_note(finding, pool.note)
+    if pool is not None and not isinstance(finding, Broken):
+        finding = check_block_moves(problem, session.backend, session.device, finding)
+    if isinstance(finding, Holds) and problem.writes_nothing:
+        return check_handed_keys(session, case.truth, finding)
+    if isinstance(finding, NotExamined) and seen.changed:
+        changed = f"inputs were changed: {', '.join(seen.changed)}"
+        return Broken(changed, meaning=changed + _CHANGED, details=finding.reasons)
+    return finding
+
+
+def _with_note(finding: Finding, note: str) -> Finding:
+    if isinstance(finding, Holds):
+        return replace(finding, notes=(*finding.notes, note))
+    return replace(finding, details=(*finding.details, note)) if isinstance(finding, Broken) else finding
 
 
 def _examine_steps(problem: Problem, session: Session, seen: Observation) -> Finding:
@@ -552,15 +561,4 @@ def _fault_of_writer(problem: Problem, pool: KVPool, rows: Rows, images: tuple[T
     return None
 
 
-def _check(case: CheckedCase) -> Finding:
-    session, seen = case.first_step()
-    finding = check_cache_write(case.problem, session, seen)
-    if isinstance(finding, Holds) and case.problem.writes_nothing:
-        return check_handed_keys(session, case.truth, finding)
-    if isinstance(finding, NotExamined) and seen.changed:
-        changed = f"inputs were changed: {', '.join(seen.changed)}"
-        return Broken(changed, meaning=changed + _CHANGED, details=finding.reasons)
-    return finding
-
-
-CHECKS = {"cache_write": Check(_check)}
+CHECKS = {"cache_write": Check(check_cache_write)}

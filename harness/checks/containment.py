@@ -26,17 +26,17 @@ from attncheck.harness.driver.outputs import CANARY
 from attncheck.harness.driver.session import Fill, Session
 from attncheck.harness.problem.problem import Problem
 from attncheck.harness.problem.storage import key_storage
-from attncheck.harness.truth.truth import Truth
 from attncheck.reports.run_file.graph_levels import PADDING_EFFECT, PADDING_FAULTS, PaddingRows
 
 _TAIL, _LEFT_BEHIND = "the unused tail of a last page", "pages the window has left behind"
 
 
-def check_containment(problem: Problem, truth: Truth, session: Session, seen: Observation) -> Finding:
-    """Judge ``seen`` and several more steps, each with other poison in memory that must not be read.
+def check_containment(case: CheckedCase) -> Finding:
+    """Judge the first step and several more, each with other poison in memory that must not be read.
 
     Raise FindingError if equal steps contradict each other.
     """
+    problem, truth, (session, seen) = case.problem, case.truth, case.first_step()
     fills = list(_fills(problem, session))
     if not fills:
         return NotExamined(("no cache and no padding: the batch owns all it is given",), "attncheck")
@@ -92,7 +92,6 @@ def _effect(repeats: Repeats[Observation, Fill], fill: Fill) -> StageError | boo
 
 
 def _padding_fault(session: Session, seen: Observation, fill: Fill | None) -> Broken | None:
-    """Return what is wrong with the padding rows of the output of a step with ``fill``, or None."""
     problem = session.problem
     state, count = padding_rows(problem, seen, session.backend.conventions)
     if state not in PADDING_FAULTS:
@@ -105,7 +104,6 @@ def _padding_fault(session: Session, seen: Observation, fill: Fill | None) -> Br
 
 
 def _fills(problem: Problem, session: Session) -> Iterator[Fill]:
-    """Yield the fill of each poisoning."""
     if session.pool is not None and session.pool.regions:
         held = key_storage(problem.layer, problem.cache).held
         for value in (math.nan, math.inf, -math.inf, _huge(problem)):
@@ -190,8 +188,4 @@ def _huge(problem: Problem) -> float:
     return torch.finfo(problem.dtype).max / 4
 
 
-def _check(case: CheckedCase) -> Finding:
-    return check_containment(case.problem, case.truth, *case.first_step())
-
-
-CHECKS = {"containment": Check(_check)}
+CHECKS = {"containment": Check(check_containment)}

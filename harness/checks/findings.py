@@ -9,8 +9,6 @@ from attncheck.errors import InternalError, SelectionError
 from attncheck.reports.run_file.graph_levels import GraphLevels
 from attncheck.reports.run_file.timings import Timing
 
-# Results of a check: `Holds`, `Broken` or `NotExamined`. If the backend raised, a check raises StageError.
-
 Figures = Mapping[str, float | int]
 
 
@@ -68,9 +66,6 @@ class FindingError(InternalError):
     def __init__(self, finding: Broken) -> None:
         self.finding = finding
         super().__init__(finding.summary)
-
-
-# How a case is timed, as set on the command line.
 
 
 @dataclass(frozen=True)

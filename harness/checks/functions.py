@@ -5,7 +5,6 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -134,10 +133,10 @@ def build_merge(case: Case, seed: int) -> MergeProblem:
     noise_a, noise_b = stream.uniform(*shape), stream.uniform(*shape)
     lse_a, lse_b = _log(before) + noise_a, _log(new) + noise_b
     inputs = planted_inputs(case)
-    turn = (torch.arange(shape[0])[:, None] * 5 + torch.arange(shape[1])) % len(_KINDS)
+    kind_of = (torch.arange(shape[0])[:, None] * 5 + torch.arange(shape[1])) % len(_KINDS)
     for number, (kind, needed) in enumerate(_KINDS):
         if needed is None or needed in inputs:
-            here = turn == number
+            here = kind_of == number
             a, b = _states_of(kind, noise_a[here], noise_b[here], lse_a[here], lse_b[here])
             lse_a[here], lse_b[here] = a, b
     dtype = DTYPES[layer.dtype]
@@ -557,7 +556,6 @@ def convolve(problem: ConvProblem, device: torch.device, **changes: object) -> t
 
 
 def _convolve_sizes(problem: ConvProblem, device: torch.device, power: int) -> Tensor:
-    """Return the sums of the absolute terms, each raised to ``power``."""
     arguments = problem.arguments(device)
     sizes = {
         name: None if (tensor := arguments[name]) is None else tensor.double().abs() ** power
@@ -786,38 +784,7 @@ class Convolution:
         return None
 
 
-# The paths that examine a function instead of attention: the function of each, and how each check examines it.
-
-
-class FunctionUnderTest(Protocol):
-    """One function on one problem. Most methods are checks.
-
-    They may raise StageError if the function raises, and FindingError if its result has the wrong form.
-    """
-
-    def run(self) -> None:
-        """Run the first call."""
-
-    def tensors(self) -> Mapping[str, Tensor | None]:
-        """Return arguments, truth and budget, by name."""
-
-    def numerics(self) -> Finding:
-        """Judge the values that the function returns."""
-
-    def lse(self) -> Finding:
-        """Judge the log-sum-exp."""
-
-    def cache_write(self) -> Finding:
-        """Judge which memory is written, and its contents."""
-
-    def containment(self) -> Finding:
-        """Judge whether memory outside the problem influences the result."""
-
-
-Examiner = Callable[[type[AttentionBackend], Function, Case, int, torch.device], FunctionUnderTest]
-"""(backend, its function, case, seed, device): returns the examination."""
-
-EXAMINATIONS: Mapping[str, tuple[str, Examiner]] = {
+EXAMINATIONS: Mapping[str, tuple[str, type[Merging | Convolution]]] = {
     "merge": (MERGE, Merging),
     "causal_conv1d": (CONVOLUTION, Convolution),
 }
@@ -860,7 +827,7 @@ class FunctionChecks:
         if self._examination is not None:
             dump_tensors(folder, self._case, self._seed, backend, self._examination.tensors())
 
-    def _numerics(self, examination: FunctionUnderTest) -> Finding:
+    def _numerics(self, examination: Merging | Convolution) -> Finding:
         """Judge the first call, and a second one with other numbers in the same shapes."""
         first = examination.numerics()
         if self._later is None or not isinstance(first, Holds):
@@ -876,7 +843,7 @@ class FunctionChecks:
         )
 
 
-def _refusals(examination: FunctionUnderTest) -> Finding:
+def _refusals(examination: Merging | Convolution) -> Finding:
     """Judge whether an offered function can be called as documented. Other checks judge its result."""
     try:
         examination.run()

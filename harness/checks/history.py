@@ -13,13 +13,13 @@ from attncheck.cases.consistency import implied_path
 from attncheck.cases.keys import differences
 from attncheck.cases.model import Case
 from attncheck.cases.outline import batch_of
-from attncheck.harness.checks.again import RightRows, least_failing
+from attncheck.harness.checks.again import RightRows, Variation, least_failing
 from attncheck.harness.checks.findings import Broken
 from attncheck.harness.driver.foreign_code import StageError, stage_named, unsupported_reasons
 from attncheck.harness.driver.observation import Raised
 from attncheck.harness.driver.session import OtherLayer, Session, run_step
-from attncheck.harness.problem.pages import PageLayout
-from attncheck.harness.problem.problem import Problem, Request, build_problem, shares_cache
+from attncheck.harness.problem.pages import PageLayout, Request
+from attncheck.harness.problem.problem import Problem, build_problem, shares_cache
 from attncheck.harness.truth.truth import truth_of
 from attncheck.reference.spec import AttentionType, BatchSpec, LayerSpec, PaddingSpec, RequestSpec
 
@@ -147,7 +147,6 @@ def _has_fixed_rows(case: Case) -> bool:
 
 
 def _rows(case: Case, query_len: int, request: RequestSpec) -> int:
-    """Return ``query_len``, or the request's own if the path fixes it."""
     return request.query_len if _has_fixed_rows(case) else query_len
 
 
@@ -428,12 +427,12 @@ def _judged(rows: RightRows, step: LoopStep) -> RightRows:
 
 
 def _as_finding(wrong: Broken, steps: tuple[LoopStep, ...], number: int) -> Broken:
-    played = [f"step {n} of the loop: {step.in_words}" for n, step in enumerate(steps[: number + 1], start=1)]
+    done = [f"step {n} of the loop: {step.in_words}" for n, step in enumerate(steps[: number + 1], start=1)]
     return replace(
         wrong,
         summary=f"right in one step, wrong in step {number + 1} of a decode loop: {wrong.summary}",
         meaning="something of an earlier step is kept, or what it wrote is not read, when requests gain rows and pages",
-        details=(*wrong.details, *played),
+        details=(*wrong.details, *done),
     )
 
 
@@ -486,21 +485,13 @@ class History:
         return cls(before, layers, next((part.flight for part in parts if part.flight is not None), None))
 
 
-@dataclass(frozen=True)
-class Repetition:
-    """The case's rows in further steps. ``what``: the steps in words. ``wrong``: runs them; returns what is wrong."""
-
-    what: str
-    wrong: Callable[[], Broken | None]
-
-
-def repetitions(rows: RightRows, session: Session) -> Iterator[Repetition]:
+def repetitions(rows: RightRows, session: Session) -> Iterator[Variation]:
     """Yield the case's step with a history, and in most cases a decode loop. Raise StageError."""
     history = history_of(rows, session)
-    yield Repetition(history.in_words, partial(check_step, rows, session, history))
+    yield Variation(history.in_words, partial(check_step, rows, session, history))
     steps = loop_steps(rows.problem)
     if len(steps) > 1 and _chosen(rows.problem.case, among=3) < 2:
-        yield Repetition(f"a decode loop of {len(steps)} steps", partial(check_decode_loop, rows, session))
+        yield Variation(f"a decode loop of {len(steps)} steps", partial(check_decode_loop, rows, session))
 
 
 def history_of(rows: RightRows, session: Session) -> History:
@@ -539,11 +530,11 @@ def check_step(rows: RightRows, session: Session, history: History) -> Broken | 
     Raise StageError if a step raises.
     """
 
-    def play(backwards: Sequence[History]) -> Broken | None:
-        return _played(rows, session, History.joined(backwards[::-1]))
+    def run(backwards: Sequence[History]) -> Broken | None:
+        return _wrong_under(rows, session, History.joined(backwards[::-1]))
 
     # The last part is left out first, so that the first of several that suffice is named.
-    found = least_failing(tuple(history.parts())[::-1], play)
+    found = least_failing(tuple(history.parts())[::-1], run)
     if found is None:
         return None
     wrong, needed = found
@@ -551,7 +542,7 @@ def check_step(rows: RightRows, session: Session, history: History) -> Broken | 
     if isinstance(wrong, Raised):
         raise StageError(replace(wrong, stage=f"{wrong.stage}, {least.in_words}"))
     changes: list[str] = []
-    wrong = _played(rows, session, least, changes) or wrong
+    wrong = _wrong_under(rows, session, least, changes) or wrong
     beside = bool(least.layers or least.flight)
     return replace(
         wrong,
@@ -577,19 +568,21 @@ def _meaning(least: History, changes: list[str]) -> str:
     return "something is kept from an earlier call"
 
 
-def _played(rows: RightRows, session: Session, history: History, changes: list[str] | None = None) -> Broken | None:
+def _wrong_under(
+    rows: RightRows, session: Session, history: History, changes: list[str] | None = None
+) -> Broken | None:
     """Return what is wrong with the step on a new impl and builder. The backend may refuse some of its layers."""
     try:
-        return _played_once(rows, session, history, changes)
+        return _run_under(rows, session, history, changes)
     except StageError as failure:
         kept = tuple(beside for beside in history.layers if beside.rows is not None and not beside.layer.shares_cache)
         less = replace(history, layers=kept)
         if failure.raised.is_refusal and less != history:
-            return _played(rows, session, less, changes)
+            return _wrong_under(rows, session, less, changes)
         raise
 
 
-def _played_once(rows: RightRows, session: Session, history: History, changes: list[str] | None) -> Broken | None:
+def _run_under(rows: RightRows, session: Session, history: History, changes: list[str] | None) -> Broken | None:
     problem, backend, device = rows.problem, session.backend, session.device
     drawn = [
         build_problem(other.case, problem.seed + 1 + number, rows_of=problem)
@@ -603,30 +596,33 @@ def _played_once(rows: RightRows, session: Session, history: History, changes: l
         earlier_step = own.beside(batch)
         with stage_named(f"of {other.in_words}"):
             earlier_step.run(images=False)
-    earlier: list[tuple[Session, RightRows | None]] = []
-    later: list[tuple[Session, RightRows | None]] = []
+    earlier: list[_JudgedLayer] = []
+    later: list[_JudgedLayer] = []
     for beside, layer in zip(in_group, own.layers, strict=True):
         is_later = beside.comes_after and history.flight is None
         (later if is_later else earlier).append((layer, beside.rows))
-    turns = [*earlier, (own, rows), *later]
+    layers_in_order = [*earlier, (own, rows), *later]
     if history.flight is not None:
-        turns = list(_with_flight(own, turns, drawn[-1], history.flight.in_words))
+        layers_in_order = list(_with_flight(own, layers_in_order, drawn[-1], history.flight.in_words))
     for beside in history.layers:
         if beside.layer.has_own_group:
-            turns.insert(0, (Session(backend, beside.layer.problem, device, role=beside.layer.role), beside.rows))
-    observations = run_step([turn for turn, _ in turns], changes)
-    for seen, (turn, judge) in zip(observations, turns, strict=True):
+            other_group = Session(backend, beside.layer.problem, device, role=beside.layer.role)
+            layers_in_order.insert(0, (other_group, beside.rows))
+    observations = run_step([layer for layer, _ in layers_in_order], changes)
+    for seen, (layer, judge) in zip(observations, layers_in_order, strict=True):
         wrong = None if judge is None else judge.wrong_in(seen)
         if wrong is not None:
-            return replace(wrong, summary=f"{turn.role}: {wrong.summary}") if turn.role else wrong
+            return replace(wrong, summary=f"{layer.role}: {wrong.summary}") if layer.role else wrong
     return None
 
 
-def _with_flight(
-    own: Session, turns: list[tuple[Session, RightRows | None]], other: Problem, role: str
-) -> Iterator[tuple[Session, RightRows | None]]:
-    """Yield each layer's turn for the case's micro-batch, then for the other one, which a second builder serves."""
+_JudgedLayer = tuple[Session, RightRows | None]
+"""A layer of a step, and its right rows; None if it is not judged."""
+
+
+def _with_flight(own: Session, layers: list[_JudgedLayer], other: Problem, role: str) -> Iterator[_JudgedLayer]:
+    """Yield each layer with the case's micro-batch, then with the other one, which a second builder serves."""
     second = own.in_flight(other, role)
-    for layer, judge in turns:
+    for layer, judge in layers:
         yield layer, judge
         yield second if layer is own else layer.in_flight(mirrored(other), role, second), None

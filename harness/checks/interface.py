@@ -14,7 +14,7 @@ from attncheck.backends.contract import AttentionBackend
 from attncheck.backends.registry import LoadedBackend
 from attncheck.cases.model import Case
 from attncheck.harness.checks.findings import Broken, Finding, FindingError, NotExamined
-from attncheck.harness.driver.foreign_code import StageError, call_backend
+from attncheck.harness.driver.foreign_code import StageError, call_backend, has_its_memory, require_memory
 from attncheck.harness.driver.observation import Observation, Raised
 from attncheck.harness.driver.pool import flat_bytes
 from attncheck.harness.driver.session import Session
@@ -113,8 +113,6 @@ class Check:
     tries_undeclared: bool = False
 
 
-# Call functions that a backend offers, validate what they return, and detect poison that reaches it.
-
 Function = Callable[..., Any]
 
 
@@ -137,6 +135,9 @@ def call(
 
     devices = [value.device for value in arguments.values() if value is not None]
     returned = call_backend(name, enter, devices[0] if devices else None)
+    for key, tensor in arguments.items():
+        if tensor is not None:
+            require_memory(tensor, key, name)
     return returned, tuple(key for key, tensor in watched.items() if not torch.equal(flat_bytes(tensor), before[key]))
 
 
@@ -145,7 +146,7 @@ def as_tensor(name: str, value: object, like: Tensor, dtype: torch.dtype) -> Ten
 
     Its dtype must be ``dtype``, float32 or float64, since an unrounded result is allowed. Otherwise raise FindingError.
     """
-    if not isinstance(value, Tensor):
+    if type(value) is not Tensor or not has_its_memory(value):
         raise FindingError(Broken(f"{name} is a {type(value).__name__}, not a tensor"))
     dtypes = tuple(dict.fromkeys((dtype, torch.float32, torch.float64)))
     *most, last = (str(wide).removeprefix("torch.") for wide in dtypes)
@@ -170,9 +171,6 @@ def is_answer(got: Tensor, answer: Tensor, budget: Budget, dtype: torch.dtype) -
     error = torch.linalg.vector_norm(got - answer, dim=-1)
     rounding = 2 * torch.finfo(dtype).eps * torch.linalg.vector_norm(answer, dim=-1)
     return bool(((share_of_budget(got - answer, budget) <= 1) | (error <= rounding)).all())
-
-
-# Write a failing case to one file of plain tensors, which `torch.load(path, weights_only=True)` reads.
 
 
 def dump_case(folder: Path, problem: Problem, truth: Truth, backend: str, seen: Observation | None) -> Path:

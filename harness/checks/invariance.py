@@ -5,14 +5,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import chain, islice
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from attncheck.harness.checks.again import Change, RightRows, Variation, later_fault
+from attncheck.harness.checks.again import Change, RightRows, Variation, changed_step, later_fault
 from attncheck.harness.checks.findings import Broken, Finding, Holds
-from attncheck.harness.checks.history import Repetition, repetitions
+from attncheck.harness.checks.history import repetitions
 from attncheck.harness.checks.interface import Check, CheckedCase
 from attncheck.harness.checks.numerics import differing_rows, lse_shares, rows_in_words
 from attncheck.harness.driver.foreign_code import StageError, unsupported_reasons
@@ -21,7 +20,6 @@ from attncheck.harness.driver.session import Fill, Session
 from attncheck.harness.driver.step import strides_of
 from attncheck.harness.problem.problem import Arrangement, Problem, arranged
 from attncheck.harness.problem.storage import output_values
-from attncheck.harness.truth.truth import Truth
 from attncheck.harness.truth.unpaged import share_of_budget
 from attncheck.reference.spec import PaddingSpec, StrideForm, StridesSpec
 from attncheck.reports.run_file.causes import UNKNOWN
@@ -53,20 +51,20 @@ _ROW_FORMS: tuple[tuple[StrideForm, ...], ...] = (
 """Forms of query, key and value in which the heads of a row are contiguous."""
 
 
-def same_step(rows: RightRows, session: Session) -> Iterator[Variation[Fill]]:
+def same_step(rows: RightRows, session: Session) -> Iterator[Variation]:
     """Yield two variations, with different strides: one raises ``max_seq_len``, the other ``max_query_len``."""
     number = int(rows.problem.case.hash, 16)
 
     def judge(fill: Fill) -> Broken | None:
         return rows.wrong_in(session.run(fill))
 
-    for turn, maximum in enumerate(("max_seq_len", "max_query_len")):
+    for index, maximum in enumerate(("max_seq_len", "max_query_len"), start=number):
         loosened = Change(f"{maximum} above the batch's", _BOUNDS, partial(_loosened, maximum))
-        by_rows = Variation(Fill(), (*_stride_changes(rows, _ROW_FORMS, number + turn), loosened), judge)
+        by_rows = changed_step(Fill(), (*_stride_changes(rows, _ROW_FORMS, index), loosened), judge)
         if rows.conventions.operand_strides == "rows":
             yield by_rows
         else:
-            yield replace(by_rows, changes=(*_stride_changes(rows, _FORMS, number + turn), loosened), instead=by_rows)
+            yield changed_step(Fill(), (*_stride_changes(rows, _FORMS, index), loosened), judge, instead=by_rows)
 
 
 def _loosened(maximum: str, fill: Fill) -> Fill:
@@ -110,12 +108,13 @@ _UNCUT = ("paged", "encoder_only", "cross", "mla", "local", "spec_decode", "tree
 _UNPADDED = ("encoder_only", "cross", "micro_batch")
 
 
-def same_requests(rows: RightRows, session: Session) -> Iterator[Variation[Arrangement]]:
+def same_requests(rows: RightRows, session: Session) -> Iterator[Variation]:
     """Yield variations of the batch's arrangement."""
     problem = rows.problem
     plain = Arrangement(tuple(range(len(problem.requests))))
     for change in _alone(problem):  # within the builder's bounds, on an impl that has seen the batch
-        yield Variation(plain, (change,), partial(_judge, rows, session), afresh=partial(_judge_afresh, rows, session))
+        afresh = partial(_judge_afresh, rows, session)
+        yield changed_step(plain, (change,), partial(_judge, rows, session), afresh=afresh)
     changes = tuple(_recomposed(problem, _padding_for(session)))
     if changes:
         largest = plain
@@ -123,7 +122,7 @@ def same_requests(rows: RightRows, session: Session) -> Iterator[Variation[Arran
             largest = change.alter(largest)
         bounds = tuple(arranged(problem, how) for how in (largest, replace(largest, which=plain.which)))
         made = Session(session.backend, problem, session.device, bounds, pool=session.pool)
-        yield Variation(plain, changes, partial(_judge, rows, made))
+        yield changed_step(plain, changes, partial(_judge, rows, made))
 
 
 def _judge(rows: RightRows, session: Session, how: Arrangement) -> Broken | None:
@@ -206,11 +205,12 @@ _BEYOND_ROUNDING = (
 )
 
 
-def check_determinism(problem: Problem, truth: Truth, session: Session, first: Observation) -> Finding:
-    """Compare two more steps of the same problem with ``first``: one on the same impl, one on a new impl."""
-    rows = RightRows.of(problem, truth, first, session.backend.conventions)
+def check_determinism(case: CheckedCase) -> Finding:
+    """Compare two more steps with the first: one on the same impl, one on a new impl and builder."""
+    session, first = case.first_step()
+    rows = RightRows.of(case.problem, case.truth, first, case.backend.conventions)
     exact = rows.conventions.deterministic
-    for how, again in _same_again(problem, session):
+    for how, again in _same_again(case.problem, session):
         fault = _other_bits(rows, again, how) if exact else None
         if fault is not None:
             return fault
@@ -218,7 +218,7 @@ def check_determinism(problem: Problem, truth: Truth, session: Session, first: O
         if wrong is not None:
             return later_fault(wrong, how, _BEYOND_ROUNDING)
     notes = () if exact else ("compared within the allowed error: the backend declares deterministic=False",)
-    return Holds({"rows": len(truth.out), "repeats": 2, "bitwise": int(exact)}, notes)
+    return Holds({"rows": len(case.truth.out), "repeats": 2, "bitwise": int(exact)}, notes)
 
 
 def _same_again(problem: Problem, session: Session) -> Iterator[tuple[str, Observation]]:
@@ -228,7 +228,6 @@ def _same_again(problem: Problem, session: Session) -> Iterator[tuple[str, Obser
 
 
 def _other_bits(rows: RightRows, again: Observation, how: str) -> Broken | None:
-    """Return the rows of output or LSE that differ in any bit, or None."""
     for name, moved, changes in _moved_rows(rows, again):
         if not bool(moved.any()):
             continue
@@ -259,10 +258,6 @@ def _change(was: Tensor, now: Tensor) -> Tensor:
     return (now - was).masked_fill((now == was) | (torch.isnan(now) & torch.isnan(was)), 0.0)
 
 
-def _check_determinism(case: CheckedCase) -> Finding:
-    return check_determinism(case.problem, case.truth, *case.first_step())
-
-
 # `invariance`: an output does not depend on anything that must not matter.
 #
 # The same step runs again in other ways, and the rows that were right in the first step must be right again. If several
@@ -270,20 +265,19 @@ def _check_determinism(case: CheckedCase) -> Finding:
 # case does not use, and rows that are wrong in the first step.
 
 
-def _check(case: CheckedCase) -> Finding:
+def check_invariance(case: CheckedCase) -> Finding:
+    """Run the case in further steps, until one is wrong in rows that were right in the first."""
     session, seen = case.first_step()
     rows = RightRows.of(case.problem, case.truth, seen, case.backend.conventions)
     done: list[str] = []
     others = repetitions(rows, session)
     # State kept from other steps disturbs every variation, so run one repetition first, which reports it as such.
-    variations: Iterator[Variation[Any] | Repetition] = chain(
-        islice(others, 1), same_step(rows, session), same_requests(rows, session), others
-    )
-    for variation in variations:
+    for variation in chain(islice(others, 1), same_step(rows, session), same_requests(rows, session), others):
+        what = variation.what
         try:
-            wrong, what = variation.wrong(), variation.what
+            wrong = variation.wrong()
         except StageError as failure:
-            if failure.raised.may_end_the_device or not isinstance(variation, Variation) or variation.instead is None:
+            if failure.raised.may_end_the_device or variation.instead is None:
                 raise
             done.append(f"not held against the backend: {failure.raised.in_words}")
             wrong, what = variation.instead.wrong(), variation.instead.what
@@ -295,4 +289,4 @@ def _check(case: CheckedCase) -> Finding:
     return Holds({"rows": int(rows.is_right.all(dim=1).sum()), "variations": len(done)}, tuple(done))
 
 
-CHECKS = {"determinism": Check(_check_determinism), "invariance": Check(_check)}
+CHECKS = {"determinism": Check(check_determinism), "invariance": Check(check_invariance)}

@@ -12,7 +12,7 @@ from attncheck.cases.model import Case
 from attncheck.harness.checks.findings import Broken, Finding, Holds, NotExamined
 from attncheck.harness.checks.interface import Check, CheckedCase
 from attncheck.harness.diagnosis.explain import concerned_features, explain, explain_lse, faults_tried
-from attncheck.harness.diagnosis.fitted import places
+from attncheck.harness.diagnosis.patterns import places
 from attncheck.harness.diagnosis.scores import lse_explanations
 from attncheck.harness.driver.observation import Observation
 from attncheck.harness.driver.outputs import still_unwritten

@@ -121,7 +121,6 @@ def _with_fields(case: Case, layer: Changes, cache: Changes) -> Case:
 
 
 def _layers(layer: LayerSpec) -> Iterator[tuple[Changes, Changes]]:
-    """Yield changes of the layer. For a latent layer, yield other dtypes only."""
     for dtype in ("float16", "bfloat16", "float32"):
         yield {"dtype": dtype}, {}
     if layer.mla is not None:
@@ -338,16 +337,16 @@ def other_layers(layer: LayerSpec, number: int) -> Iterator[tuple[ChangedLayer, 
     """
     modifiers = layer.modifiers if layer.mla is None else ()
     if not modifiers:
-        yield _turned(list(_unmodified(layer)), number)
+        yield _rotated(list(_unmodified(layer)), number)
         return
     name = modifiers[number % len(modifiers)]
     default = next(field.default for field in fields(layer) if field.name == name)
     yield (ChangedLayer(f"without {name}", _with_layer_field(layer, name, default)),)
     others = [ChangedLayer(f"with {what}", other) for what, other in moved(layer, name)]
-    yield _turned(others, number // len(modifiers))
+    yield _rotated(others, number // len(modifiers))
 
 
-def _turned(layers: list[ChangedLayer], number: int) -> tuple[ChangedLayer, ...]:
+def _rotated(layers: list[ChangedLayer], number: int) -> tuple[ChangedLayer, ...]:
     first = number % len(layers)
     return (*layers[first:], *layers[:first])
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attncheck.harness.checks.cudagraph.play import step_fault
+from attncheck.harness.checks.cudagraph.replay import step_fault
 from attncheck.harness.checks.findings import Broken, Finding, Holds, NotExamined
 from attncheck.harness.checks.interface import Check, CheckedCase
 from attncheck.harness.checks.numerics import output_shares
@@ -23,9 +23,8 @@ from attncheck.harness.driver.foreign_code import call_backend
 from attncheck.harness.driver.observation import Observation
 from attncheck.harness.driver.outputs import read_result
 from attncheck.harness.driver.pool import same_bytes
-from attncheck.harness.driver.session import Session, Turn
+from attncheck.harness.driver.session import BegunStep, Session
 from attncheck.harness.driver.step import ForwardCall, PersistentInputs
-from attncheck.harness.problem.problem import Problem
 from attncheck.harness.truth.truth import Truth
 
 FIRST_DELAY_NS, LONGEST_DELAY_NS = 2_000_000, 1_000_000_000
@@ -58,7 +57,7 @@ class DelayedSteps:
 
     def __init__(self, device: torch.device, accelerator: Accelerator) -> None:
         self._device, self._api, self._torch = device, accelerator, accelerator.module()
-        # torch hands out 32 streams of a priority in turns. Backends use the default priority, so they get others.
+        # torch hands out 32 streams of a priority, again and again. Backends use the default one, so they get others.
         self._stream: Any = self._torch.Stream(device, priority=-1)
 
     def run(self, session: Session, delay_ns: int) -> tuple[Observation, list[DelayedCall]]:
@@ -68,22 +67,22 @@ class DelayedSteps:
         """
         self._api.synchronize()
         with self._torch.stream(self._stream):
-            turn = session.begin()
+            begun = session.begin()
             calls = [
-                self._call(session, turn, call, fresh, metadata, delay_ns)
-                for (call, metadata), fresh in zip(session.built(turn.calls), turn.lent.pristine, strict=True)
+                self._call(session, begun, call, fresh, metadata, delay_ns)
+                for (call, metadata), fresh in zip(session.built(begun.calls), begun.lent.pristine, strict=True)
             ]
-            seen = replace(session.finish(turn), pool_after=calls[-1].image)
+            seen = replace(session.finish(begun), pool_after=calls[-1].image)
             self._api.synchronize()
         return seen, calls
 
     def _call(
-        self, session: Session, turn: Turn, call: ForwardCall, fresh: ForwardCall, metadata: object, delay_ns: int
+        self, session: Session, begun: BegunStep, call: ForwardCall, fresh: ForwardCall, metadata: object, delay_ns: int
     ) -> DelayedCall:
-        """Make one call of the turn. ``fresh``: the call with the rows that are written behind the delay."""
+        """Make one call of the step. ``fresh``: the call with the rows that are written behind the delay."""
         api, layer, pool = self._api, session.layer_of(call), session.pool
         buffers = layer.output_buffers(session.problem, call)
-        forward = layer.bind(call, turn.kv_cache, metadata, buffers)
+        forward = layer.bind(call, begun.kv_cache, metadata, buffers)
         for rows in (call.query, call.key, call.value):
             if rows is not None:
                 rows.fill_(math.nan)
@@ -96,6 +95,7 @@ class DelayedSteps:
             returned = call_backend("forward", forward)
         is_ahead = not api.is_done(written)
         took_ns = api.now_ns() - began_ns
+        buffers.require_memory()
         with self._torch.stream(self._stream):  # the backend may have made another one current
             result, _ = read_result(returned, buffers.out, must_be_buffer=session.backend.accept_output_buffer)
             results = [result] if buffers.lse is None else [result, buffers.lse.rows]
@@ -108,12 +108,17 @@ class DelayedSteps:
                     rows.copy_(copy)
             if pool is not None and image is not None:
                 changed_later |= not same_bytes(image, pool.bytes())
-            turn.results.append(layer.result_of(call, returned, buffers))
+            begun.results.append(layer.result_of(call, returned, buffers))
         return DelayedCall(image, took_ns, is_ahead, changed_later)
 
 
-def check_streams(problem: Problem, truth: Truth, session: Session, first: Observation, steps: DelayedSteps) -> Finding:
-    """Judge a step behind delays, unless the step ``first`` is wrong without them."""
+def check_streams(case: CheckedCase) -> Finding:
+    """Judge a step behind delays, unless the first step is wrong without them."""
+    accelerator = accelerator_of(case.device)
+    if accelerator is None:
+        return NotExamined(("it needs a CUDA device",), "attncheck")
+    steps = case.shared.get(DelayedSteps, lambda: DelayedSteps(case.device, accelerator))
+    problem, truth, (session, first) = case.problem, case.truth, case.first_step()
 
     def judge(seen: Observation) -> str | None:
         return step_fault(problem, truth, session.backend.conventions, seen, session.pool)
@@ -153,12 +158,4 @@ def _likely_cause(truth: Truth, seen: Observation, calls: list[DelayedCall]) -> 
     return "probably one of two streams does not wait for the other"
 
 
-def _check(case: CheckedCase) -> Finding:
-    accelerator = accelerator_of(case.device)
-    if accelerator is None:
-        return NotExamined(("it needs a CUDA device",), "attncheck")
-    steps = case.shared.get(DelayedSteps, lambda: DelayedSteps(case.device, accelerator))
-    return check_streams(case.problem, case.truth, *case.first_step(), steps)
-
-
-CHECKS = {"streams": Check(_check)}
+CHECKS = {"streams": Check(check_streams)}

@@ -23,7 +23,7 @@ from typing import Annotated, Any, ParamSpec
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from attncheck.errors import BackendUnavailableError, QuestionError, WriteError
+from attncheck.errors import BackendUnavailableError, QuestionError, WriteError, shorten
 from attncheck.harness.cli.common import (
     Color,
     ColorChoice,
@@ -115,6 +115,9 @@ _SIGNALLED = 128
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 """Errors of the disk or terminal that attncheck writes to, which are not faults of attncheck."""
 
+_NO_THREAD = "can't start new thread"
+"""Python's message if the system starts no further thread."""
+
 SHOW_TRACEBACK = "ATTNCHECK_TRACEBACK"
 """Environment variable; set it to 1 for the traceback of a failure of attncheck itself."""
 
@@ -156,6 +159,16 @@ def exit_code_of(error: BaseException) -> int:
     if isinstance(error, OSError) and error.errno in _NO_ROOM:
         print_stderr(f"error: {error.filename or 'stdout'} cannot be written: {error.strerror}")
         drop_stdout()
+        return OWN_FAULT
+    if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:
+        print_stderr(f"error: {shorten(str(error.filename))}: this name is too long for the file system")
+        return WRONG_QUESTION
+    number = error.errno if isinstance(error, OSError) else None
+    if number == errno.EAGAIN or str(error) == _NO_THREAD:
+        print_stderr("error: no further process or thread can be started; raise `ulimit -u`, or the container's limit")
+        return OWN_FAULT
+    if number == errno.EMFILE:
+        print_stderr("error: no further file can be opened; raise `ulimit -n`")
         return OWN_FAULT
     if os.environ.get(SHOW_TRACEBACK):
         traceback.print_exception(error)

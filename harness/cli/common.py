@@ -116,10 +116,23 @@ def printing_to_stdout(run_file: Path | None = None) -> Iterator[None]:
         raise WriteError("stdout", error, safe=safe) from error
 
 
+def print_foreign(text: str) -> None:
+    """Print lines to stdout that may hold text of backends or files, without its control characters."""
+    typer.echo(_printable(text))
+
+
 def print_stderr(text: str) -> None:
-    """Print a line to stderr; errors of stderr are ignored."""
+    """Print lines to stderr, without control characters; errors of stderr are ignored."""
     with contextlib.suppress(OSError):
-        typer.echo(text, err=True)
+        typer.echo(_printable(text), err=True)
+
+
+def _printable(text: str) -> str:
+    if text.isascii() and text.isprintable():
+        return text
+    from attncheck.reports.analysis.phrases import printable
+
+    return printable(text)
 
 
 def show_printed(backend: str, lines: str) -> None:
@@ -201,7 +214,7 @@ def cases(context: typer.Context, incomplete: str) -> list[str]:
     from attncheck.harness.run.options import split_commas
 
     names: list[str] = []
-    for suite in split_commas(context.params.get("suites") or context.params.get("suite") or ["smoke"]):
+    for suite in split_commas(context.params.get("suites") or ["smoke"]):
         try:
             names += [name for case in load_suite(suite) for name in (case.id, case.key)]
         except QuestionError:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from attncheck.errors import QuestionError
-from attncheck.harness.cli.common import terminal_width
+from attncheck.harness.cli.common import print_foreign, terminal_width
 from attncheck.harness.cli.options import Given, read_options, with_options
 from attncheck.harness.recording.traffic import DEFAULT_CASES, RecordingSettings
 from attncheck.reports.analysis.phrases import plural
@@ -105,7 +105,7 @@ def _line(name: str, text: str) -> None:
     folded = textwrap.fill(
         text, terminal_width(), initial_indent=begin, subsequent_indent=" " * len(begin), break_on_hyphens=False
     )
-    typer.echo(folded)
+    print_foreign(folded)
 
 
 def _system() -> str:
@@ -245,7 +245,7 @@ def warm(_context: typer.Context, given: Given) -> int:
             if each.is_loaded and not each.unavailable_reasons:
                 _warm(each, run.plan, pool)
             else:
-                typer.echo(f"{each.name}: not here: {each.reason}")
+                print_foreign(f"{each.name}: not here: {each.reason}")
     return 0
 
 

@@ -2,6 +2,7 @@
 
 import math
 import os
+import shlex
 import sys
 import time
 from collections import Counter
@@ -12,13 +13,14 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from attncheck.backends.registry import known_names
 from attncheck.cases.loader import load_suite
 from attncheck.cases.yaml_text import case_yaml
 from attncheck.errors import SelectionError, unwritable
 from attncheck.harness.cli import common
-from attncheck.harness.cli.common import interruptible, make_folder
+from attncheck.harness.cli.common import interruptible, make_folder, print_foreign
 from attncheck.harness.cli.options import Given, read_options, with_options
-from attncheck.harness.cli.run_files import kept_folder, run_path
+from attncheck.harness.cli.run_files import is_kept, kept_folder, run_path
 from attncheck.harness.fuzz.shrink import (
     BackendProcess,
     Failure,
@@ -71,7 +73,9 @@ def print_small(process: BackendProcess, failure: SmallFailure, folder: Path) ->
     """Write the small case and its stand-alone file, print how it was reduced, and return the exit code."""
     first, small, shrunk = failure.first, failure.small, failure.shrunk
     record = small.record
-    typer.echo(f"\n{record.outcome}  {process.backend.name}  {record.check}: {small.case.description or first.way[2]}")
+    print_foreign(
+        f"\n{record.outcome}  {process.backend.name}  {record.check}: {small.case.description or first.way[2]}"
+    )
     typer.echo(f"  found: {size_in_words(first.case)}")
     if shrunk is None:
         typer.echo("  does not fail again by itself: it depends on the cases before it, or on chance")
@@ -79,7 +83,7 @@ def print_small(process: BackendProcess, failure: SmallFailure, folder: Path) ->
         tried = f"{shrunk.tried} steps tried in {shrunk.seconds:.1f} s{'' if shrunk.is_finished else ', out of time'}"
         typer.echo(f"  small: {size_in_words(small.case)} ({tried})")
     if isinstance(record, Failed) and record.meaning:
-        typer.echo(f"  {stated_cause(record)}")
+        print_foreign(f"  {stated_cause(record)}")
     written = _write_case(small, folder)
     repeat = record.model_copy(update={"suite": str(written), "case_id": small.case.id})
     environment = process.backend.info.required_environment
@@ -89,7 +93,7 @@ def print_small(process: BackendProcess, failure: SmallFailure, folder: Path) ->
         words = f"with {answer.needs}" if answer.needs else "without attncheck"
         typer.echo(f"  {words}: {assignments(environment)}python {written.with_suffix('.py')}")
     else:
-        typer.echo(f"  no stand-alone file: {answer.reason}")
+        print_foreign(f"  no stand-alone file: {answer.reason}")
     is_ours = isinstance(record, Errored) and record.stage == OURSELVES
     return 3 if is_ours else 1
 
@@ -234,7 +238,7 @@ def shrink(
         str | None,
         typer.Option(
             metavar="NAME",
-            help="The backend, if a case did not pass for several.",
+            help="The backend, if a case did not pass for several, or if a run file from elsewhere names its code.",
             autocompletion=common.backends,
         ),
     ] = None,
@@ -254,6 +258,8 @@ def shrink(
     case_id, _, check = rest.partition("::")
     run = read_run(run_path(word or "last"))
     failure = recorded_failure(run, case_id, check, backend)
+    if failure.record.backend_ref != backend and not is_kept(Path(run.path)):
+        _refuse_unnamed(failure.record.backend_ref, run.path)
     options = read_options(given, device=run.header.device, seed=failure.record.seed)
     with backend_process(failure.record.backend_ref, options) as process:
         typer.echo(f"reducing {failure.case.key} {failure.record.check} of {run.path}")
@@ -262,6 +268,19 @@ def shrink(
             typer.echo(f"{failure.case.key} {failure.record.check}: passes now, or fails in another way")
             return 0
         return print_small(process, small, folder_for(output, "shrink"))
+
+
+def _refuse_unnamed(ref: str, path: str) -> None:
+    """Raise SelectionError if a run file that may be foreign chooses code that is neither registered nor named.
+
+    Whoever writes a run file chooses its references, and loading one runs its code.
+    """
+    family, _, name = ref.partition(":")
+    if family not in known_names() or (name and not name.isidentifier()):
+        quoted = shlex.quote(ref)
+        raise SelectionError(
+            f"{path} names the code {ref}, which shrink would run; to allow it, add --backend {quoted}"
+        )
 
 
 def recorded_failure(run: Run, case_id: str, check: str, backend: str | None) -> Failure:

@@ -23,10 +23,9 @@ from tabulate import tabulate
 
 from attncheck.backends.mutants.catalogue import PREFIX, Mutant, catalogue
 from attncheck.errors import BackendUnavailableError, QuestionError, SelectionError
-from attncheck.harness.cli import options as arguments
-from attncheck.harness.cli import options as processes
 from attncheck.harness.cli.common import interruptible, print_stderr
-from attncheck.harness.run.options import RunOptions, read_jobs, split_commas
+from attncheck.harness.cli.options import Given, read_options, with_options
+from attncheck.harness.run.options import RunOptions
 from attncheck.reference.spec import CHECKS
 from attncheck.reports.analysis.phrases import plural
 from attncheck.reports.run_file.causes import UNEXPLAINED, likely_causes
@@ -283,7 +282,7 @@ def examine_groups(
                 pool.submit(_examine_group, group, options, folder / str(n), stopped) for n, group in enumerate(groups)
             ]
             for future in as_completed(tasks):
-                yield from future.result()
+                yield future.result()
         except BaseException:
             stopped.set()
             pool.shutdown(wait=False, cancel_futures=True)
@@ -292,30 +291,23 @@ def examine_groups(
             raise
 
 
-def _examine_group(
-    group: ExaminedGroup, options: RunOptions, files: Path, stopped: threading.Event
-) -> list[ExaminedGroup]:
-    """Examine the group in a process of its own, with run files in ``files``, and return the result.
+def _examine_group(group: ExaminedGroup, options: RunOptions, folder: Path, stopped: threading.Event) -> ExaminedGroup:
+    """Examine the group in a process of its own, with run files in ``folder``, and return the result.
 
-    If the process dies, each member is examined alone. If a member alone kills its process, it is examined as
-    `attncheck run` does, which records the crash. If ``stopped`` is set, BrokenProcessPool is raised instead.
+    If one of it ends the process, all of it is examined as `attncheck run` does, which records the crash. If
+    ``stopped`` is set, BrokenProcessPool is raised instead.
     """
-    files.mkdir()
-    run_options = _options_of(group, options, files / "run.jsonl")
+    folder.mkdir()
+    run_options = _options_of(group, options, folder / "run.jsonl")
     try:
         reason = _apart(run_options)
     except BrokenProcessPool:
         if stopped.is_set():
             raise
-        if len(group.refs) > 1:
-            alone = [replace(group, refs=(ref,)) for ref in group.refs]
-            return [
-                part for n, each in enumerate(alone) for part in _examine_group(each, options, files / str(n), stopped)
-            ]
-        run_options = replace(run_options, in_process=False, output=files / "ended.jsonl")
+        run_options = replace(run_options, in_process=False, output=folder / "apart.jsonl")
         reason = _apart(run_options)
-    output = None if reason else run_options.output
-    return [replace(group, run=None if output is None else read_run(output), reason=reason)]
+    run = read_run(run_options.output) if not reason and run_options.output is not None else None
+    return replace(group, run=run, reason=reason)
 
 
 def _apart(options: RunOptions) -> str:
@@ -389,25 +381,21 @@ class MatrixFormat(StrEnum):
     json = "json"
 
 
+@with_options("suites", "cases", "shard", "jobs", "device", "seed", "output")
 def mutants(
     context: typer.Context,
+    given: Given,
+    *,
     names: Annotated[
         list[str] | None,
         typer.Argument(metavar="NAME", help="Names, or shell patterns of them. Default: all.", show_default=False),
     ] = None,
-    suite: arguments.Suites = None,
-    case: arguments.Cases = None,
     kind: Annotated[
         list[str] | None,
         typer.Option(
             metavar="KIND", help="Examine only mutants of this kind of fault, such as window. May be repeated."
         ),
     ] = None,
-    shard: Annotated[str | None, typer.Option(metavar="I/N", help="Examine shard I of N of the mutants.")] = None,
-    jobs: processes.Jobs = None,
-    device: arguments.Device = None,
-    seed: arguments.Seed = None,
-    output: arguments.Output = None,
     runs: Annotated[
         list[Path] | None,
         typer.Option(
@@ -421,29 +409,22 @@ def mutants(
     """Show which checks detect which mutants.
 
     A mutant is a correct backend with one deliberate fault. The result shows how many faults the suites detect. Each
-    check of a mutant runs until its first failure. The correct backends are examined as well. Exit code 0: every mutant
-    is caught, and every correct backend passes; 1: a mutant survives, or a correct backend fails.
+    check of a mutant runs until its first failure. The correct backends are examined as well. A shard has a part of the
+    mutants, and all cases. Exit code 0: every mutant is caught, and every correct backend passes; 1: a mutant survives,
+    or a correct backend fails.
     """
-    from attncheck.harness.run.selection import read_shard
-
     began = time.monotonic()
-    chosen = choose_mutants(catalogue(), names or (), kind or (), read_shard(shard) if shard else None)
+    asked = read_options(given, until_failure="check", command=tuple(context.obj or ()))
+    chosen = choose_mutants(catalogue(), names or (), kind or (), asked.shard)
     if runs:
         matrix = _matrix([read_run(path) for path in runs], chosen, {}, is_part=True)
     else:
         context.with_resource(interruptible())
-        options = RunOptions(
-            suites=split_commas(suite or ()),
-            cases=split_commas(case or ()),
-            device=device,
-            seed=seed or 0,
-            until_failure="check",
-            command=tuple(context.obj or ()),
-        )
-        matrix = _examine_mutants(chosen, options, read_jobs("--jobs", jobs or "auto"), output)
+        options = replace(asked, shard=None, jobs=None, output=None)
+        matrix = _examine_mutants(chosen, options, asked.jobs, asked.output)
     typer.echo(json.dumps(as_json(matrix), indent=2) if form == MatrixFormat.json else as_text(matrix))
     if form != MatrixFormat.json and not runs:
-        typer.echo(f"\n{time.monotonic() - began:.0f} s" + (f", run file: {output}" if output else ""))
+        typer.echo(f"\n{time.monotonic() - began:.0f} s" + (f", run file: {asked.output}" if asked.output else ""))
     if not matrix.examined:
         raise SelectionError("no mutant was examined; see the reasons above")
     return 0 if matrix.is_clean else 1

@@ -26,8 +26,7 @@ Given = dict[str, Any]
 """What a user gives, as text or TOML value, by the name of the field; a field without an entry is not given."""
 
 
-def parameter(name: str) -> Any:
-    """Return typer's description of the option for this field of :class:`RunOptions`."""
+def _parameter(name: str) -> Any:
     option = OPTIONS[name]
     return typer.Option(
         *option.names,
@@ -57,7 +56,7 @@ def with_options(*names: str) -> Callable[[Callable[..., int]], Callable[..., in
 
     def decorate(command: Callable[..., int]) -> Callable[..., int]:
         context, _, *own = inspect.signature(command, eval_str=True).parameters.values()
-        taken = [_keyword(name, kind_of(name), parameter(name)) for name in names]
+        taken = [_keyword(name, kind_of(name), _parameter(name)) for name in names]
         if "backends" in names:
             taken.insert(0, _keyword("arguments", list[str], _BACKENDS))
 
@@ -93,17 +92,6 @@ def read_options(given: Mapping[str, Any], **fixed: Any) -> RunOptions:
     """
     return RunOptions(**{name: read_given(name, value) for name, value in given.items()} | fixed)
 
-
-# Parameters of commands with few of the options.
-
-Suites = Annotated[list[str] | None, parameter("suites")]
-Settings = Annotated[list[str] | None, parameter("settings")]
-Cases = Annotated[list[str] | None, parameter("cases")]
-Keywords = Annotated[str | None, parameter("keywords")]
-Device = Annotated[str | None, parameter("device")]
-Seed = Annotated[int | None, parameter("seed")]
-Output = Annotated[Path | None, parameter("output")]
-Jobs = Annotated[str | None, parameter("jobs")]
 
 # Reads `[tool.attncheck]` of pyproject.toml: values for options that the command line omits.
 

@@ -3,64 +3,45 @@
 This module joins the packages ``providers`` and ``workers``, which do not import each other.
 """
 
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Sequence
 from functools import partial
-from typing import Self
 
-import attncheck
 from attncheck.cases.model import Case
 from attncheck.errors import ProviderLoadError, QuestionError
-from attncheck.harness.providers.examine import (
-    PlannedProviders,
-    ProviderPlan,
-    SubjectIdentity,
-    describe_plan,
-    examine_providers,
-    plan_providers,
-)
+from attncheck.harness.providers.examine import Function, Providers
 from attncheck.harness.run.options import RunOptions
 from attncheck.harness.run.outcomes import BackendDescription, Circumstances, ended
-from attncheck.harness.run.run import DeviceChooser
-from attncheck.harness.workers.executor import WAITING
-from attncheck.harness.workers.limits import worker_settings
+from attncheck.harness.run.run import Run
+from attncheck.harness.workers.limits import Limit, worker_settings
 from attncheck.harness.workers.pool import WorkerError, chosen_device_of
 from attncheck.harness.workers.process import ProcessEndedError, Show, WorkerProcess, fork_worker
 from attncheck.harness.workers.protocol import (
-    Begun,
+    Answer,
     ChooseDevice,
-    Done,
-    ExamineProviders,
+    ExamineFunction,
     HarnessFailure,
-    PlanProviders,
-    ProvidersPlanned,
+    LoadProviders,
+    ProvidersLoaded,
     Refused,
 )
 from attncheck.harness.workers.worker import WorkerPipes, next_request, serve
-from attncheck.reports.run_file.header import Environment
+from attncheck.reports.run_file.header import BackendInfo, Environment
 from attncheck.reports.run_file.records import UTILITIES, Record
 
 
-class ProviderExaminer:
-    """Examines the providers of ``options`` on the batches of ``cases``, in a forked process; a context manager."""
+class ProviderProcess:
+    """Imports and examines providers as :class:`Providers` does, in a fork of this process that :meth:`close` ends.
 
-    def __init__(self, options: RunOptions, cases: Sequence[Case], show: Show | None = None) -> None:
-        self._options, self._cases, self._show = options, cases, show
+    After the fork has ended, the next function gets another one.
+    """
+
+    def __init__(self, options: RunOptions, show: Show | None = None) -> None:
+        self._refs, self._show = options.providers, show
         self._limits = worker_settings(options).limits
         self._process: WorkerProcess | None = None
-        self._request: PlanProviders | None = None
-        self._planned = PlannedProviders()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._close()
-
-    @property
-    def chooser(self) -> DeviceChooser | None:
-        """The object that chooses the device of a run without backends: this one."""
-        return self
+        self._load: LoadProviders | None = None
+        self.infos: tuple[BackendInfo, ...] = ()
+        self.notes: tuple[str, ...] = ()
 
     def choose_device(self, wishes: Sequence[str], wanted: str | None) -> tuple[str, tuple[str, ...], Environment]:
         """Return the device of the run, notes on the choice, and the environment on it.
@@ -74,132 +55,102 @@ class ProviderExaminer:
         chosen = chosen_device_of(process, self._limits.of_loading)
         return chosen.device, chosen.notes, chosen.environment
 
-    def plan(self, cases: Sequence[Case], device: str) -> PlannedProviders:
-        """Plan and return the functions to examine; ``cases``: those of the run.
+    def load(self, cases: Sequence[Case], device: str, circumstances: Circumstances) -> None:
+        """Import the providers; they are examined on ``device``, with the batches of ``cases``.
 
         Raises:
-            QuestionError: a provider cannot be imported, or a function is unknown.
+            QuestionError: a provider cannot be imported.
             WorkerError: attncheck itself failed in the process.
         """
-        if cases != self._cases:
-            self._cases = cases
-            self._close()
-        self._request = PlanProviders(device=device, seed=self._options.seed)
-        self._planned = self._plan()
-        return self._planned
+        self._load = LoadProviders(refs=self._refs, cases=tuple(cases), device=device, circumstances=circumstances)
+        loaded = self._loaded(self._started(), self._load)
+        self.infos, self.notes = loaded.infos, loaded.notes
 
-    def run(self, circumstances: Circumstances) -> Iterator[Record]:
-        """Yield a record for each provider and function; start a fresh process after one that ended.
+    def examine(self, provider: BackendInfo, function: Function) -> Record:
+        """Return the record of one function of a provider; call :meth:`load` before.
 
         Raises:
             QuestionError: a provider can no longer be imported.
             WorkerError: attncheck itself failed in the process.
         """
-        pairs = [(info, subject) for info in self._planned.infos for subject in self._planned.subjects]
-        first = 0
-        while first < len(pairs):
-            if self._process is None:
-                self._plan()
-            process, stage = self._started(), WAITING
-            process.send(ExamineProviders(first=first, environment=circumstances.environment))
-            try:
-                while not isinstance(answer := process.receive(self._limits.of_function), Done):
-                    match answer:
-                        case Begun():
-                            stage = answer.stage
-                        case HarnessFailure():
-                            raise WorkerError(process.ref, answer)
-                        case _ if answer.kind == "record":
-                            yield answer
-                            first += 1
-            except ProcessEndedError as stopped:
-                info, subject = pairs[first]
-                identity, backend = SubjectIdentity(subject), BackendDescription(info=info)
-                yield ended(circumstances, identity, backend, UTILITIES, stage, stopped.end)
-                first += 1
-                self._close()
-
-    def _plan(self) -> PlannedProviders:
-        process, refs = self._started(), ", ".join(self._options.providers)
-        if self._request is None:
-            raise RuntimeError("plan() comes before run()")
-        process.send(self._request)
-        try:
-            answer = process.receive(self._limits.of_loading)
-        except ProcessEndedError as stopped:
-            self._close()
-            reason = f"its process ended while it was imported: {stopped.end.cause}"
-            raise ProviderLoadError(refs, reason) from None
-        match answer:
-            case ProvidersPlanned():
-                return PlannedProviders(answer.infos, answer.subjects, answer.known, answer.notes)
-            case Refused():
-                raise QuestionError(answer.reason)
-            case HarnessFailure():
-                raise WorkerError(refs, answer)
-            case _:
-                raise RuntimeError(f"the process of {refs} planned by {answer.kind!r}")
-
-    def _started(self) -> WorkerProcess:
+        assert self._load is not None
         if self._process is None:
-            work = partial(_serve_providers, self._options, self._cases)
-            self._process = WorkerProcess(show=self._show, start=lambda _: fork_worker(partial(serve, work=work)))
-            self._process.ref = self._process.printed.label = ", ".join(self._options.providers)
-        return self._process
+            self._loaded(self._started(), self._load)
+        process = self._started()
+        process.send(ExamineFunction(provider=provider, function=function.id))
+        try:
+            answer = _answer(process, self._limits.of_function)
+        except ProcessEndedError as stopped:
+            self.close()
+            backend, stage = BackendDescription(info=provider), f"function {function.id}"
+            return ended(self._load.circumstances, function, backend, UTILITIES, stage, stopped.end)
+        if answer.kind != "record":
+            raise _unexpected(process, answer)
+        return answer
 
-    def _close(self) -> None:
+    def close(self) -> None:
+        """End the process at once."""
         if self._process is not None:
             self._process.close(at_once=True)
             self._process = None
 
+    def _started(self) -> WorkerProcess:
+        if self._process is None:
+            work = partial(serve, work=_serve_providers)
+            self._process = WorkerProcess(show=self._show, start=lambda _: fork_worker(work))
+            self._process.ref = self._process.printed.label = ", ".join(self._refs)
+        return self._process
 
-class InProcessProviders:
-    """Examines the providers of ``options`` in this process, without the limits of :class:`ProviderExaminer`."""
-
-    chooser: DeviceChooser | None = None
-
-    def __init__(self, options: RunOptions) -> None:
-        self._options = options
-        self._plan = ProviderPlan()
-
-    def plan(self, cases: Sequence[Case], device: str) -> PlannedProviders:
-        """Plan and return the functions to examine; raises QuestionError like :meth:`ProviderExaminer.plan`."""
-        self._plan = plan_providers(self._options.providers, self._options.functions, cases, device, self._options.seed)
-        return describe_plan(self._plan)
-
-    def run(self, circumstances: Circumstances) -> Iterator[Record]:
-        """Yield a record for each provider and function."""
-        return examine_providers(self._plan, circumstances)
-
-
-def providers_of(
-    options: RunOptions, cases: Sequence[Case], show: Show | None
-) -> AbstractContextManager[ProviderExaminer | InProcessProviders]:
-    """Return a context manager for the examiner of the providers in ``options``."""
-    return nullcontext(InProcessProviders(options)) if options.in_process else ProviderExaminer(options, cases, show)
+    def _loaded(self, process: WorkerProcess, load: LoadProviders) -> ProvidersLoaded:
+        process.send(load)
+        try:
+            answer = _answer(process, self._limits.of_loading)
+        except ProcessEndedError as stopped:
+            self.close()
+            reason = f"its process ended while it was imported: {stopped.end.cause}"
+            raise ProviderLoadError(process.ref, reason) from None
+        if not isinstance(answer, ProvidersLoaded):
+            raise _unexpected(process, answer)
+        return answer
 
 
-def _serve_providers(options: RunOptions, cases: Sequence[Case], pipes: WorkerPipes) -> None:
-    """Import the providers and examine them, on request of the run; the main function of the process."""
-    request = next_request(pipes)
-    if not isinstance(request, PlanProviders):
+def load_providers(run: Run, process: ProviderProcess | None) -> Providers | ProviderProcess:
+    """Import the providers of ``run`` in ``process``, or in this process if it is None.
+
+    Raises:
+        QuestionError, WorkerError: as :meth:`ProviderProcess.load`.
+    """
+    plan, circumstances = run.plan, Circumstances(run.options.seed, run.environment.digest, run.environment.attncheck)
+    if process is None:
+        return Providers(run.options.providers, plan.cases, plan.device, circumstances)
+    process.load(plan.cases, plan.device, circumstances)
+    return process
+
+
+def _answer(process: WorkerProcess, limit: Limit) -> Answer:
+    match answer := process.receive(limit):
+        case Refused():
+            raise QuestionError(answer.reason)
+        case HarnessFailure():
+            raise WorkerError(process.ref, answer)
+        case _:
+            return answer
+
+
+def _unexpected(process: WorkerProcess, answer: Answer) -> RuntimeError:
+    return RuntimeError(f"the process of {process.ref} answered by {answer.kind!r}")
+
+
+def _serve_providers(pipes: WorkerPipes) -> None:
+    """Import and examine providers on request of the run; the main function of the process."""
+    load = next_request(pipes)
+    if not isinstance(load, LoadProviders):
         return
-    seed = request.seed
     try:
-        plan = plan_providers(options.providers, options.functions, cases, request.device, seed)
+        providers = Providers(load.refs, load.cases, load.device, load.circumstances)
     except QuestionError as error:
         pipes.send(Refused(reason=str(error)))
         return
-    described = describe_plan(plan)
-    pipes.send(
-        ProvidersPlanned(
-            infos=described.infos, subjects=described.subjects, known=described.known, notes=described.notes
-        )
-    )
-    request = pipes.receive()
-    if not isinstance(request, ExamineProviders):
-        return
-    circumstances = Circumstances(seed, request.environment, attncheck.__version__)
-    for record in examine_providers(plan, circumstances, request.first, lambda stage: pipes.send(Begun(stage=stage))):
-        pipes.send(record)
-    pipes.send(Done())
+    pipes.send(ProvidersLoaded(infos=providers.infos, notes=providers.notes))
+    while isinstance(request := pipes.receive(), ExamineFunction):
+        pipes.send(providers.examine(request.provider, Function(request.function)))

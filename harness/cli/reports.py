@@ -8,9 +8,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import partial
+from http import HTTPStatus
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, get_args
+from typing import TYPE_CHECKING, Annotated, Any, get_args
 
 import typer
 
@@ -453,7 +454,7 @@ class _Sources:
 def _serve(sources: _Sources, output: Path, port: int) -> int:
     sources.read()
     sources.write(reloads=True)
-    handler = partial(_QuietHandler, directory=str(output))
+    handler = partial(_SiteHandler, directory=str(output))
     try:
         server = ThreadingHTTPServer(("127.0.0.1", port), handler)
     except OSError as error:
@@ -476,8 +477,24 @@ def _state(path: Path) -> tuple[int, int]:
     return status.st_mtime_ns, status.st_size
 
 
-class _QuietHandler(SimpleHTTPRequestHandler):
-    """Serves files without a log line for each."""
+class _SiteHandler(SimpleHTTPRequestHandler):
+    """Serves the files of a site to its own pages alone.
+
+    A foreign page may reach this server by a name that it resolves to this machine, but then ``Host`` has that name.
+    """
+
+    def send_head(self) -> Any:
+        """Send the head of an answer, and return the file to send, or None."""
+        own = {f"{name}:{self.server.server_port}" for name in ("127.0.0.1", "localhost")}  # type: ignore[attr-defined]
+        origin = self.headers.get("Origin")
+        if self.headers.get("Host") not in own or origin not in (None, *(f"http://{name}" for name in own)):
+            self.send_error(HTTPStatus.FORBIDDEN, "only the pages of this site are answered")
+            return None
+        return super().send_head()
+
+    def list_directory(self, _path: Any) -> None:
+        """Send an error: the files of a folder are not listed."""
+        self.send_error(HTTPStatus.NOT_FOUND)
 
     def log_message(self, *_args: object) -> None:
-        """Print nothing."""
+        """Print no line for each file."""

@@ -8,13 +8,13 @@ import os
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import islice
+from itertools import islice, product, starmap
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import typer
 from rich.console import Console
@@ -24,6 +24,7 @@ from attncheck.errors import BackendLoadError, ClusterError, SelectionError, Wri
 from attncheck.harness.cli.common import (
     ColorChoice,
     make_folder,
+    print_foreign,
     print_stderr,
     printing_to_stdout,
     show_printed,
@@ -43,7 +44,7 @@ from attncheck.harness.cli.run_files import (
     read_part,
 )
 from attncheck.harness.run.options import RunOptions
-from attncheck.harness.run.outcomes import Circumstances, DeviceLostError
+from attncheck.harness.run.outcomes import DeviceLostError
 from attncheck.harness.run.preparation import first_refs
 from attncheck.harness.run.run import Executor, Run, See
 from attncheck.harness.run.selection import Selection
@@ -52,15 +53,15 @@ from attncheck.harness.workers.pool import WorkerPool, preparation_of
 from attncheck.harness.workers.process import WorkerProcess
 from attncheck.harness.workers.ray import RayCluster
 from attncheck.reports.analysis.phrases import plural, what_happened
-from attncheck.reports.run_file.header import RunHeader, SurveyedBackend
+from attncheck.reports.run_file.header import MOST, RunHeader, SurveyedBackend
 from attncheck.reports.run_file.records import EXAMINED, FALLEN_SHORT, Ended, Record, RunFooter, is_out_of_time
 from attncheck.reports.run_file.store import Run as StoredRun
-from attncheck.reports.run_file.store import count_outcomes, now
+from attncheck.reports.run_file.store import count_outcomes, lacking_in_words, now
 from attncheck.reports.run_file.timings import TIMING
 
 if TYPE_CHECKING:
-    from attncheck.harness.cli.provider_process import InProcessProviders, ProviderExaminer
-    from attncheck.harness.run.expectations import HasNames
+    from attncheck.harness.cli.provider_process import ProviderProcess
+    from attncheck.harness.providers.examine import Function, Providers
 
 # Expands references such as `vllm:*` to the backends of the library that can run here.
 
@@ -72,7 +73,8 @@ def with_families(options: RunOptions, selection: Selection) -> tuple[RunOptions
     """Return the options with each ``NAME:*`` expanded, and a survey of all backends of these families.
 
     Raises:
-        QuestionError: there is no such family, its library cannot be imported, or none of its backends can run here.
+        QuestionError: there is no such family, its library cannot be imported, none of its backends can run here, or
+            there are too many backends or suites.
     """
     refs: dict[str, None] = {}
     surveyed: list[SurveyedBackend] = []
@@ -91,6 +93,9 @@ def with_families(options: RunOptions, selection: Selection) -> tuple[RunOptions
             )
         refs.update(dict.fromkeys(able))
         surveyed += found
+    for what, count in (("backends", len(refs) + len(options.providers)), ("suites", len(selection.suites))):
+        if count > MOST:
+            raise SelectionError(f"{count} {what}: a run has at most {MOST}; split them into several runs")
     return (replace(options, backends=tuple(refs)) if surveyed else options), tuple(surveyed)
 
 
@@ -123,13 +128,6 @@ PRINTED_AT_ONCE = 10
 """Number of failed records that are printed as they arrive; the report lists all of them."""
 
 
-class NoProgress:
-    """Shows nothing, for a run inside a debugger."""
-
-    def see(self, record: Record) -> None:
-        """Ignore the record."""
-
-
 class Tally:
     """Counts how many cases of the run have begun, and how many records failed.
 
@@ -159,6 +157,11 @@ class Tally:
             self._spent[record.outcome in FALLEN_SHORT].append(record.duration_s)
 
     @property
+    def rest(self) -> str:
+        """The half of a sentence about the cases that have not begun; empty if there are none."""
+        return "; the remaining cases were not examined" if self.done < self.cases else ""
+
+    @property
     def left(self) -> str:
         """The estimated time left, as ``about 2 min left``, if no further check fails and is explained.
 
@@ -183,16 +186,15 @@ class ProgressLines:
     What one end of the process prevents shares a line. ``verbose``: print a line for each record, whatever its outcome.
     """
 
-    def __init__(self, cases: int, rounds: int, *, verbose: bool = False) -> None:
-        self._tally = Tally(cases, rounds)
+    def __init__(self, tally: Tally, *, verbose: bool = False) -> None:
+        self._tally = tally
         self._verbose = verbose
         self._printed = 0
         self._latest_end: tuple[str, str, str] | None = None
         self._last_line_s = time.monotonic()
 
     def see(self, record: Record) -> None:
-        """Count one record, and print it if it is due."""
-        self._tally.see(record)
+        """Print a record that the tally has counted, if it is due."""
         is_short = record.outcome in FALLEN_SHORT
         where = "" if is_out_of_time(record) else record.case
         end = (record.backend, where, record.cause) if isinstance(record, Ended) else None
@@ -210,56 +212,24 @@ class ProgressLines:
             print_stderr(", ".join(part for part in (done, self._tally.left) if part))
 
 
-class ProgressBar:
-    """A progress bar over the cases of all backends, updated with each record."""
-
-    def __init__(self, progress: Progress, cases: int, rounds: int) -> None:
-        self._progress = progress
-        self._tally = Tally(cases, rounds)
-        self._task = progress.add_task("", total=cases)
-
-    def see(self, record: Record) -> None:
-        """Count one record, and update the bar."""
-        self._tally.see(record)
-        short = f"{self._tally.short} did not pass" if self._tally.short else ""
-        parts = (f"{record.backend}  {record.case}", short, self._tally.left)
-        description = ", ".join(part for part in parts if part)
-        self._progress.update(self._task, completed=max(self._tally.done - 1, 0), description=description)
-        if not self._progress.live.auto_refresh:
-            self._progress.refresh()
-
-
 @contextmanager
-def progress_for(
-    cases: int,
-    *,
-    rounds: int = 1,
-    silent: bool = False,
-    verbose: bool = False,
-    is_timed: bool = False,
-    color: bool = True,
-) -> Iterator[NoProgress | ProgressLines | ProgressBar]:
-    """Yield the progress display that suits stderr; ``cases``: the number of cases, summed over all backends.
+def progress_bar(tally: Tally, *, is_timed: bool, color: bool) -> Iterator[See]:
+    """Yield what redraws a bar on stderr for each record, once the tally has counted it.
 
-    ``rounds``: the rounds of the check ``timing``; its cases count in each of them.
-    ``verbose``: print one line per record.
     ``is_timed``: whether the run takes timings; then the bar is redrawn only between them.
-    ``color``: whether the bar may have colours.
     """
-    if silent:
-        yield NoProgress()
-    elif verbose or not sys.stderr.isatty():
-        yield ProgressLines(cases, rounds, verbose=verbose)
-    else:
-        columns = (
-            BarColumn(20),
-            MofNCompleteColumn(),
-            TimeElapsedColumn(),
-            TextColumn("{task.description}", markup=False),
-        )
-        screen = Console(stderr=True, no_color=None if color else True)
-        with Progress(*columns, console=screen, transient=True, auto_refresh=not is_timed) as progress:
-            yield ProgressBar(progress, cases, rounds)
+    columns = (BarColumn(20), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}", markup=False))
+    screen = Console(stderr=True, no_color=None if color else True)
+    with Progress(*columns, console=screen, transient=True, auto_refresh=not is_timed) as progress:
+        task = progress.add_task("", total=tally.cases)
+
+        def see(record: Record) -> None:
+            short = f"{tally.short} did not pass" if tally.short else ""
+            parts = (f"{record.backend}  {record.case}", short, tally.left)
+            description = ", ".join(part for part in parts if part)
+            progress.update(task, completed=max(tally.done - 1, 0), description=description, refresh=is_timed)
+
+        yield see
 
 
 # Where the cases of a run are examined: in processes on this machine, on a Ray cluster, or in this process.
@@ -288,7 +258,12 @@ def open_executor(options: RunOptions, selection: Selection, spare: WorkerProces
             reason = f"the check {TIMING} compares times of one device, and a cluster has many"
             raise SelectionError(f"--executor ray: {reason}; take times by a run on one machine")
         with RayCluster(
-            options.ray, prepare, _note, device=options.device, jobs=options.jobs, workers=settings
+            options.ray,
+            prepare,
+            lambda line: print_stderr(f"note: {line}"),
+            device=options.device,
+            jobs=options.jobs,
+            workers=settings,
         ) as cluster:
             yield cluster
         return
@@ -298,19 +273,19 @@ def open_executor(options: RunOptions, selection: Selection, spare: WorkerProces
         yield pool
 
 
-def _note(line: str) -> None:
-    typer.echo(f"note: {line}", err=True)
+def _display(options: RunOptions, tally: Tally, *, is_timed: bool) -> AbstractContextManager[See]:
+    """Return the progress that suits stderr: a bar on a terminal, else lines; nothing inside a debugger."""
+    if options.verbose:
+        return nullcontext(ProgressLines(tally, verbose=True).see)
+    if options.in_process:
+        return nullcontext(_ignore)
+    if sys.stderr.isatty():
+        return progress_bar(tally, is_timed=is_timed, color=options.color)
+    return nullcontext(ProgressLines(tally).see)
 
 
-def open_providers(
-    options: RunOptions, selection: Selection
-) -> "AbstractContextManager[ProviderExaminer | InProcessProviders | None]":
-    """Return a context manager whose value is the examiner of the providers in ``options``, or None without any."""
-    if not options.providers:
-        return nullcontext()
-    from attncheck.harness.cli.provider_process import providers_of
-
-    return providers_of(options, selection.cases, show_printed if options.show_output else None)
+def _ignore(_found: object) -> None:
+    """Do nothing with a header, a record or a result."""
 
 
 # Executes one run: selects, prepares, examines, and writes each record to the run file as it arrives.
@@ -329,7 +304,7 @@ class FinishedRun:
     ``blind``: errors of cases that could not be examined.
     ``unmet``: a line for each expectation that fails the run.
     ``unseen``: a line for each expectation that was not confirmed but does not fail the run.
-    ``stopped``: why the run ended early; empty if it did not.
+    ``stopped``: a sentence on why the run ended early; empty if it did not.
     ``ended_by``: the exception to raise after the report: a signal, an unwritable run file or stdout, or a lost
     cluster.
     """
@@ -355,8 +330,8 @@ class FinishedRun:
 
 def execute_run(
     options: RunOptions,
-    begin: Callable[[RunHeader], None] | None = None,
-    end: Callable[[FinishedRun], None] | None = None,
+    begin: Callable[[RunHeader], None] = _ignore,
+    end: Callable[[FinishedRun], None] = _ignore,
     spare: WorkerProcess | None = None,
     see: See | None = None,
 ) -> FinishedRun:
@@ -369,33 +344,28 @@ def execute_run(
     Raises:
         QuestionError: the options name something that does not exist, cannot be loaded, or examines nothing.
     """
-    with _opened(options, spare, begin) as (execution, executor):
-        finished = execution.as_it_ended() if execution.is_complete else execution.finish(see)
+    with _opened(options, spare) as execution:
+        finished = execution.finish(begin, see)
         if finished.ended_by is not None:
-            executor.close(at_once=True)
-        if end is not None:
-            end(finished)
+            execution.executor.close(at_once=True)
+        end(finished)
         return finished
 
 
 @contextmanager
-def _opened(
-    options: RunOptions, spare: WorkerProcess | None, begin: Callable[[RunHeader], None] | None = None
-) -> Iterator[tuple["_Execution", Executor]]:
-    """Yield the run of ``options``, ready to begin, and its executor; end all processes on leaving."""
+def _opened(options: RunOptions, spare: WorkerProcess | None) -> Iterator["_Execution"]:
+    """Yield the run of ``options``, ready to begin; end all processes on leaving."""
     selection = options.select()
     options, surveyed = with_families(options, selection)
     if options.dump is not None and not options.dry_run:  # early: an unwritable path must not end a run at a failure
         make_folder(options.dump, f"--dump {options.dump}")
-    with (
-        open_executor(options, selection, spare) as executor,
-        open_providers(options, selection) as providers,
-    ):
-        yield _Execution(options, selection, executor, providers, surveyed, begin or _begin_silently), executor
+    opening: AbstractContextManager[Any] = nullcontext()
+    if options.providers and not options.in_process:
+        from attncheck.harness.cli.provider_process import ProviderProcess
 
-
-def _begin_silently(_header: RunHeader) -> None:
-    """Print nothing."""
+        opening = closing(ProviderProcess(options, show_printed if options.show_output else None))
+    with open_executor(options, selection, spare) as executor, opening as process:
+        yield _Execution(options, selection, executor, process, surveyed)
 
 
 class _Execution:
@@ -406,57 +376,44 @@ class _Execution:
         options: RunOptions,
         selection: Selection,
         executor: Executor,
-        providers: "ProviderExaminer | InProcessProviders | None",
+        process: "ProviderProcess | None",
         surveyed: Sequence[SurveyedBackend],
-        begin: Callable[[RunHeader], None],
     ) -> None:
-        chooser = None if providers is None or options.backend_refs is not None else providers.chooser
         run = Run.open(
             selection,
             options,
             executor,
-            chooser=chooser,
+            chooser=process if options.backend_refs is None else None,
             keeps_unavailable=bool(surveyed),
             fits_pages=executor.fits_pages,
         )
-        self._options, self._begin, self._providers = options, begin, providers
+        self.executor, self._options = executor, options
         self._is_timed = options.backend_refs is not None and run.selection.is_timed
-        functions = None if providers is None else providers.plan(run.plan.cases, run.plan.device)
         one_process = (_ONE_PROCESS,) if self._is_timed and options.in_process else ()
         notes = (*run.notes, *one_process, *run.choice_notes, *survey_notes(surveyed), *options.notes)
         self._header = run.header(notes, surveyed)
-        names: list[tuple[HasNames, ...]] = []
-        if functions is not None:
-            from attncheck.harness.providers.examine import SubjectIdentity, header_with_providers
+        self._providers: Providers | ProviderProcess | None = None
+        self._functions: tuple[Function, ...] = ()
+        all_functions: tuple[Function, ...] = ()
+        if options.providers:
+            from attncheck.harness.cli.provider_process import load_providers
+            from attncheck.harness.providers.examine import functions_of, header_with_providers
 
-            self._header = header_with_providers(self._header, functions)
-            names = [tuple(map(SubjectIdentity, keys)) for keys in (functions.known, functions.subjects)]
+            self._providers = load_providers(run, process)
+            all_functions, self._functions = functions_of(), functions_of(options.functions)
+            self._header = header_with_providers(
+                self._header, self._providers.infos, self._functions, self._providers.notes
+            )
         self._earlier = None if options.resume is None else read_part(options.resume, self._header)
         if self._earlier is not None:
             records = list(self._earlier.records)
             plan = replace(run.plan, found=found_in(records, run.plan.rounds))
             run = replace(run, plan=plan, records=records)
-        self._run, self._functions = run, () if functions is None else functions.subjects
-        self._expectations = run.expectations(self._header, *names)
+        self._run = run
+        self._expectations = run.expectations(self._header, all_functions, self._functions)
         self._examiner = executor.examiner(run, partial(measured_costs, options.folder, run.environment.device_name))
-        self._tally = Tally(run.num_questions + (functions.count if functions else 0), run.plan.rounds)
-
-    @property
-    def is_complete(self) -> bool:
-        """Whether the run is resumed, and nothing is left to examine."""
-        return self._earlier is not None and self._earlier.complete
-
-    def as_it_ended(self) -> FinishedRun:
-        """Return the result of a run that is complete already, so that the command ends as that run did."""
-        stored, expectations = self._earlier, self._expectations
-        assert stored is not None
-        self._begin(self._header)
-        print_stderr(f"note: {stored.path} is complete: nothing is left to examine")
-        lines = expectations.unmet() if expectations else ()
-        unmet = tuple(error for error in stored.errors if error in lines)
-        blind = tuple(error for error in stored.errors if error not in lines)
-        unseen = tuple(expectations.unseen()) if expectations else ()
-        return FinishedRun(Path(stored.path), stored.header, stored.records, blind, unmet, unseen)
+        num_providers = len(self._providers.infos) if self._providers else 0
+        self._tally = Tally(run.num_questions + num_providers * len(self._functions), run.plan.rounds)
 
     @property
     def plan_text(self) -> str:
@@ -482,36 +439,33 @@ class _Execution:
         lines.append(f"cases: {', '.join(cases) or 'none'}")
         return "\n".join([*lines, _estimate(seconds)])
 
-    def finish(self, see: See | None) -> FinishedRun:
-        """Examine what is left, and write the run file. ``see``: as in :func:`execute_run`."""
-        options, run, expectations = self._options, self._run, self._expectations
+    def finish(self, begin: Callable[[RunHeader], None], see: See | None) -> FinishedRun:
+        """Examine what is left, and write the run file. ``begin``, ``see``: as in :func:`execute_run`."""
+        if self._earlier is not None and self._earlier.complete:
+            begin(self._header)
+            return self._as_it_ended(self._earlier)
+        options, run, expectations, tally = self._options, self._run, self._expectations, self._tally
         with contextlib.suppress(io.UnsupportedOperation):  # a captured stderr has no descriptor to write to
             faulthandler.enable()  # print where a kernel killed the process
         if options.in_process:
             gc.freeze()  # as in a backend's process: skip torch's many objects in later collections
-        circumstances = Circumstances(options.seed, run.environment.digest, run.environment.attncheck)
-        functions = self._providers.run(circumstances) if self._providers else ()
-        display = progress_for(
-            self._tally.cases,
-            rounds=run.plan.rounds,
-            silent=see is not None or (options.in_process and not options.verbose),
-            verbose=options.verbose,
-            is_timed=self._is_timed,
-            color=options.color,
-        )
+        functions: Iterable[Record] = ()
+        if self._providers is not None:
+            functions = starmap(self._providers.examine, product(self._providers.infos, self._functions))
+        display = _display(options, tally, is_timed=self._is_timed) if see is None else nullcontext(see)
         path: Path | None = None
         stopped = ""
         try:
             with open_run(options.output, options.folder, self._header, options.keep, self._earlier) as writer:
                 path = writer.path
-                self._begin(self._header)
-                with display as progress:
+                begin(self._header)
+                with display as shown:
                     try:
-                        sees = (self._tally.see, writer.add, see or progress.see)
+                        sees = (tally.see, writer.add, shown)
                         if run.examine(self._examiner, *sees, functions=functions, expectations=expectations):
-                            stopped = _after_failures(options.maxfail)
+                            stopped = f"stopped {_after_failures(options.maxfail)}{tally.rest}"
                     except DeviceLostError:
-                        stopped = _DEVICE_LOST
+                        stopped = f"stopped {_DEVICE_LOST}{tally.rest}"
                 blind = tuple(map(str, self._examiner.blind))
                 unmet = tuple(expectations.unmet(stopped_early=bool(stopped))) if expectations else ()
                 unseen = tuple(expectations.unseen()) if expectations and not stopped else ()
@@ -521,14 +475,26 @@ class _Execution:
         except (KeyboardInterrupt, WriteError, ClusterError) as error:
             if not run.records and path is None:
                 raise
-            if isinstance(error, KeyboardInterrupt):
-                how = f"interrupted by {signal_of(error).name}"
-            elif isinstance(error, ClusterError):
-                how = "stopped, since the cluster is lost"
-            else:
-                how = f"stopped, since {error.name} cannot be written"
-            stopped = f"{how}: {self._tally.done} of {self._tally.cases} cases"
+            stopped = f"{_ended_by(error)}: {tally.done} of {tally.cases} cases begun{tally.rest}"
             return FinishedRun(path, self._header, tuple(run.records), stopped=stopped, ended_by=error)
+
+    def _as_it_ended(self, stored: StoredRun) -> FinishedRun:
+        """Return the result of a run that is complete already, so that the command ends as that run did."""
+        expectations = self._expectations
+        print_stderr(f"note: {stored.path} is complete: nothing is left to examine")
+        lines = expectations.unmet() if expectations else ()
+        unmet = tuple(error for error in stored.errors if error in lines)
+        blind = tuple(error for error in stored.errors if error not in lines)
+        unseen = tuple(expectations.unseen()) if expectations else ()
+        return FinishedRun(Path(stored.path), stored.header, stored.records, blind, unmet, unseen)
+
+
+def _ended_by(error: KeyboardInterrupt | WriteError | ClusterError) -> str:
+    if isinstance(error, KeyboardInterrupt):
+        return f"interrupted by {signal_of(error).name}"
+    if isinstance(error, ClusterError):
+        return "stopped, since the cluster is lost"
+    return f"stopped, since {error.name} cannot be written"
 
 
 def _estimate(seconds: Mapping[str, Sequence[float | None]]) -> str:
@@ -570,8 +536,8 @@ def run_command(
     if options.in_process:
         context.with_resource(only_passed(options.pass_env))
     if options.dry_run:
-        with _opened(options, spare) as (execution, _):
-            typer.echo(execution.plan_text)
+        with _opened(options, spare) as execution:
+            print_foreign(execution.plan_text)
         return 0
     if options.watch:
         from attncheck.harness.cli.watch import watch_run
@@ -589,7 +555,7 @@ def run_command(
             typer.echo(f"{time.monotonic() - began:.1f} s, {where}")
             write_reports(reports, finished.stored)
 
-    finished = execute_run(options, None if options.quiet else _print_opening, print_result, spare)
+    finished = execute_run(options, _ignore if options.quiet else _print_opening, print_result, spare)
     if finished.ended_by is not None:
         raise finished.ended_by
     return _exit_code(finished, by_name="backends" in given or "providers" in given)
@@ -637,7 +603,7 @@ def _print_report(finished: "FinishedRun", *, quiet: bool, verbose: bool, color:
         finished.header,
         finished.records,
         errors=errors,
-        complete=finished.ended_by is None,
+        complete=finished.stored.complete,
         color=color,
         width=terminal_width(),
         quiet=quiet,
@@ -645,14 +611,10 @@ def _print_report(finished: "FinishedRun", *, quiet: bool, verbose: bool, color:
         reader=report_command(finished.path) if finished.path else "",
     )
     typer.echo(text, color=color)
-    for line in finished.unseen:
-        typer.echo(line)
-    if finished.ended_by is not None:
-        typer.echo(f"{finished.stopped}; the remaining cases were not examined")
-        if finished.path is not None and finished.path.suffix == ".jsonl":
-            typer.echo(f"resume: {resume_command(finished.header.command, finished.path)}")
-    elif finished.stopped:
-        typer.echo(f"stopped {finished.stopped}; the remaining cases were not examined")
+    for line in (*finished.unseen, *filter(None, [finished.stopped])):
+        print_foreign(line)
+    if finished.ended_by is not None and finished.path is not None and finished.path.suffix == ".jsonl":
+        typer.echo(f"resume: {resume_command(finished.header.command, finished.path)}")
 
 
 def _print_not_passed(ref: str, environment: Mapping[str, str], patterns: Sequence[str]) -> None:
@@ -691,6 +653,8 @@ def _exit_code(finished: "FinishedRun", *, by_name: bool) -> int:
         return 1
     if finished.blind:
         raise SelectionError("some cases are too weak to detect the feature they test; fix them (see the errors above)")
+    if finished.stored.lacking:
+        raise SelectionError(f"the run is incomplete: {lacking_in_words(finished.stored)}; complete it by --resume")
     if not finished.header.shard:  # other shards may have cases to examine
         _refuse_empty_run(records, finished.header, by_name=by_name)
     return 0

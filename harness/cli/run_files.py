@@ -12,18 +12,26 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Protocol
+from stat import S_ISREG, S_IWOTH
 
 from attncheck.cases.keys import split_variant
-from attncheck.errors import RunFileError, SelectionError
+from attncheck.errors import RunFileError, SelectionError, WriteError
 from attncheck.harness.cli.common import print_stderr
 from attncheck.harness.cli.options import read_config
 from attncheck.harness.run.options import RunOptions
-from attncheck.harness.truth.shared_folder import user_cache
+from attncheck.harness.truth.shared_folder import SharedFolder, user_cache
 from attncheck.reports.analysis.phrases import plural
 from attncheck.reports.run_file.header import RunHeader
 from attncheck.reports.run_file.merging import question_differences
-from attncheck.reports.run_file.records import EXAMINED, FALLEN_SHORT, UTILITIES, Record, RunFooter, parse_line
+from attncheck.reports.run_file.records import (
+    EXAMINED,
+    FALLEN_SHORT,
+    UTILITIES,
+    Record,
+    RunFooter,
+    format_line,
+    parse_line,
+)
 from attncheck.reports.run_file.store import Run, RunWriter, lacks_header, read_run
 from attncheck.reports.run_file.timings import TIMING
 
@@ -39,22 +47,11 @@ _NEWEST, _READ_S = 4, 0.05
 _NAME = re.compile(r"\d{8}-\d{6}-\d+(-\d+)?\.jsonl")
 """Names of run files that attncheck chose: date, time, process, and a number if needed. No other file is deleted."""
 
+_ROOM = 2**16
+"""Bytes of records that must fit on the disk when a run begins."""
+
 _KEPT = re.compile(r"last(~(?P<before>\d+))?|(?P<number>[1-9]\d*)")
 """A word for a kept run."""
-
-
-class RecordWriter(Protocol):
-    """Writes the records of a run."""
-
-    @property
-    def path(self) -> Path | None:
-        """The run file, or None if none is written."""
-
-    def add(self, record: Record) -> None:
-        """Write one record."""
-
-    def fail(self, error: str) -> None:
-        """Write an error that belongs to no record."""
 
 
 class NoWriter:
@@ -95,7 +92,7 @@ def drop_old_runs(folder: Path, keep: int) -> None:
 
     In the user's cache, the runs of all folders count together, and folders that become empty are deleted.
     """
-    is_cache = folder.is_relative_to(user_cache())
+    is_cache = _is_cached(folder)
     with contextlib.suppress(OSError):
         folders = folder.parent.iterdir() if is_cache else [folder]
         runs = sorted((path for each in folders for path in kept_runs(each)), key=_age)
@@ -114,6 +111,8 @@ def measured_costs(folder: Path | None, device_name: str) -> dict[tuple[str, str
     deadline = time.monotonic() + _READ_S
     for path in kept_runs(folder)[: -_NEWEST - 1 : -1] if folder else ():
         with contextlib.suppress(OSError, ValueError), path.open(encoding="utf-8") as lines:
+            if _fault_of_owner(path):
+                continue
             for line in lines:
                 found = parse_line(line)
                 if time.monotonic() > deadline:
@@ -128,7 +127,7 @@ def measured_costs(folder: Path | None, device_name: str) -> dict[tuple[str, str
 @contextlib.contextmanager
 def open_run(
     output: Path | None, folder: Path | None, header: RunHeader, keep: int, earlier: Run | None = None
-) -> Iterator[RecordWriter]:
+) -> Iterator[RunWriter | NoWriter]:
     """Yield the writer of the run file ``output``, or of a new file in ``folder``; if both are None, write nothing.
 
     ``earlier``: a run that was cut off; its file is continued. ``output`` may be a folder. If ``folder`` is not
@@ -156,19 +155,32 @@ def _writer(output: Path | None, folder: Path | None, header: RunHeader) -> RunW
     if output is not None:
         return RunWriter(_free_path(output) if output.is_dir() else output, header)
     assert folder is not None
+    reason = _fault_of_folder(folder) or _fault_of_writing(folder, len(format_line(header)))
+    if not reason:
+        return RunWriter(_free_path(folder), header)
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        handle, probe = tempfile.mkstemp(prefix=".attncheck-", dir=folder)
-        os.close(handle)
-        Path(probe).unlink()
-    except OSError as error:
         path = _free_path(Path(tempfile.mkdtemp(prefix="attncheck-")))
-        print_stderr(
-            f"note: no run file can be written in {folder}: {error.strerror}; it is {path} instead. "
-            "--output FILE names another, --no-output writes none"
-        )
-        return RunWriter(path, header)
-    return RunWriter(_free_path(folder), header)
+    except OSError as error:
+        other = "--output FILE names another place, --no-output writes none"
+        raise WriteError(f"a run file in {folder}, or in a temporary folder,", error, safe=other) from error
+    print_stderr(
+        f"note: no run file can be written in {folder}: {reason}; it is {path} instead. "
+        "--output FILE names another, --no-output writes none"
+    )
+    return RunWriter(path, header)
+
+
+def _fault_of_writing(folder: Path, num_bytes: int) -> str:
+    """Return why no file of ``num_bytes`` can be written in ``folder``, which is made first; empty if one can."""
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(mode=0o700 if _is_cached(folder) else 0o777, exist_ok=True)
+        with tempfile.NamedTemporaryFile(prefix=".attncheck-", dir=folder) as probe:
+            probe.write(bytes(num_bytes + _ROOM))  # an empty file fits on a full disk
+            probe.flush()
+    except OSError as error:
+        return error.strerror or str(error)
+    return ""
 
 
 def _free_path(folder: Path) -> Path:
@@ -209,7 +221,36 @@ def kept_run(folder: Path, number: int = 1) -> Path:
         raise RunFileError(str(folder), "holds no run yet; `attncheck run` without --output writes one")
     if number > len(runs):
         raise RunFileError(str(folder), f"holds {plural(len(runs), 'run')}; the oldest is number {len(runs)}")
+    if reason := _fault_of_owner(runs[-number]):
+        raise RunFileError(str(runs[-number]), f"{reason}; to read it nevertheless, name the file")
     return runs[-number]
+
+
+def _is_cached(folder: Path) -> bool:
+    return folder.is_relative_to(user_cache())
+
+
+def _fault_of_folder(folder: Path) -> str | None:
+    """Return why runs in ``folder`` of the user's cache may be those of another user, or None."""
+    return SharedFolder(folder).fault() if _is_cached(folder) else None
+
+
+def _fault_of_owner(path: Path) -> str | None:
+    """Return why another user may have written the kept run ``path``, which names code to execute; None if not."""
+    if reason := _fault_of_folder(path.parent):
+        return f"is not read, since its folder {reason}"
+    state = path.lstat()
+    if not S_ISREG(state.st_mode):
+        return "is no file"
+    if state.st_uid != os.geteuid():
+        return f"belongs to the user {state.st_uid}, and attncheck runs as {os.geteuid()}"
+    return "can be written by every user" if state.st_mode & S_IWOTH else None
+
+
+def is_kept(path: Path) -> bool:
+    """Return whether ``path`` is a run file that attncheck kept for the current folder and this user."""
+    own = (each for each in kept_runs(runs_folder()) if not _fault_of_owner(each))
+    return path.resolve() in {each.resolve() for each in own}
 
 
 def report_command(path: Path) -> str:
@@ -234,9 +275,9 @@ def read_part(path: Path, header: RunHeader) -> Run:
         raise RunFileError(str(path), "cannot be resumed: its name does not end in .jsonl")
     if lacks_header(path):
         print_stderr(f"note: {path}: its header was cut off; the run starts from the beginning")
-        return Run(str(path), header, ())
+        return Run(str(path), header, (), size=path.stat().st_size)
     run = read_run(path)
-    if not run.complete and not path.read_bytes().endswith(b"\n"):
+    if run.footer is None and run.size > run.end:
         if not run.cut_line:  # its last record has no end of line, and is examined again
             run = replace(run, records=run.records[:-1])
         print_stderr(f"note: {path}: the last line was cut off, and is written again")

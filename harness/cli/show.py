@@ -18,8 +18,8 @@ import typer
 
 from attncheck.errors import QuestionError, SelectionError, unwritable
 from attncheck.harness.cli import common
-from attncheck.harness.cli import options as arguments
-from attncheck.harness.cli.common import terminal_width
+from attncheck.harness.cli.common import print_foreign, terminal_width
+from attncheck.harness.cli.options import Given, with_options
 from attncheck.reference.spec import LayerSpec, PathSpec, RequestSpec, TreeOptions
 from attncheck.reports.analysis.phrases import plural
 
@@ -115,10 +115,12 @@ _ALWAYS = ("dtype", "block_size", "layout")
 """Fields that are shown even at their defaults."""
 
 
+@with_options("suites", "settings")
 def show(
+    _context: typer.Context,
+    given: Given,
+    *,
     case: Annotated[str, typer.Argument(metavar="CASE", help="Its id or suite/id.", autocompletion=common.cases)],
-    suite: arguments.Suites = None,
-    settings: arguments.Settings = None,
     as_yaml: Annotated[bool, typer.Option("--yaml", help="Print the case as a complete case file.")] = False,
 ) -> int:
     """Show a case: layer, cache, requests, masks and checks.
@@ -126,13 +128,13 @@ def show(
     Without --suite, all built-in suites are searched, smoke first. If several cases match, the first one is shown and
     the others are listed.
     """
-    found = _find(case, suite or [], settings or [])
+    found = _find(case, given.get("suites", []), given.get("settings", []))
     if as_yaml:
         from attncheck.cases.yaml_text import case_yaml
 
         typer.echo(case_yaml(found[0]), nl=False)
     else:
-        typer.echo("\n".join(case_lines(found[0], terminal_width())))
+        print_foreign("\n".join(case_lines(found[0], terminal_width())))
     if len(found) > 1:
         names = ", ".join(other.id for other in found[1:9])
         more = ", ..." if len(found) > 9 else ""
@@ -256,34 +258,29 @@ class SchemaSubject(StrEnum):
     RUN = "run"
 
 
+@with_options("suites", "cases", "keywords")
 def list_names(
+    _context: typer.Context,
+    given: Given,
+    *,
     what: Annotated[
         Listable | None, typer.Argument(help="Default: backends, suites and checks. schema: a JSON schema.")
     ] = None,
-    suite: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="NAME|FILE",
-            help="List only these suites, or their cases, separated by commas. May be repeated. Default: all built-in "
-            "suites; for cases, smoke.",
-            autocompletion=common.suites,
-        ),
-    ] = None,
-    case: arguments.Cases = None,
-    keywords: arguments.Keywords = None,
     of: Annotated[
         SchemaSubject, typer.Option("--of", help="The schema of a case file, or of a line of a run file.")
     ] = SchemaSubject.CASES,
 ) -> int:
     """List backends, suites, cases or checks, or print a JSON schema.
 
-    `attncheck doctor` shows which backends can run on this machine.
+    Without --suite, all built-in suites are listed, and the cases of smoke. `attncheck doctor` shows which backends can
+    run on this machine.
     """
-    if what is None and (suite or case or keywords):
+    suites = given.get("suites", [])
+    if what is None and given:
         what = Listable.CASES
-    tables = {Listable.BACKENDS: _backends, Listable.SUITES: lambda: _suites(suite or []), Listable.CHECKS: _checks}
+    tables = {Listable.BACKENDS: _backends, Listable.SUITES: lambda: _suites(suites), Listable.CHECKS: _checks}
     if what == Listable.CASES:
-        _cases(suite or [], case or [], keywords or "")
+        _cases(suites, given.get("cases", []), given.get("keywords", ""))
     elif what == Listable.SCHEMA:
         _schema(of)
     elif what is not None:
@@ -300,7 +297,7 @@ def _print(rows: list[list[str]]) -> None:
 
     lead = sum(max(len(row[column]) for row in rows) + 2 for column in range(len(rows[0]) - 1))
     folded = [[*row[:-1], textwrap.fill(row[-1], max(terminal_width() - lead, 20))] for row in rows]
-    typer.echo(tabulate(folded, tablefmt="plain", disable_numparse=True))
+    print_foreign(tabulate(folded, tablefmt="plain", disable_numparse=True))
 
 
 def _backends() -> None:

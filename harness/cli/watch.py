@@ -24,7 +24,7 @@ from attncheck.harness.run.options import RunOptions
 from attncheck.harness.run.selection import Selection
 from attncheck.harness.workers.pool import preparation_of
 from attncheck.harness.workers.process import WorkerProcess
-from attncheck.reports.analysis.phrases import plural, title
+from attncheck.reports.analysis.phrases import plural, printable, title
 from attncheck.reports.run_file.header import RunHeader
 from attncheck.reports.run_file.records import FALLEN_SHORT, Record
 from attncheck.reports.terminal.watch import render_record, render_round
@@ -343,7 +343,7 @@ class _Watch:
             return False
         except QuestionError as error:
             self.is_short = True
-            self._show(f"error: {error}")
+            self._show(f"error: {printable(str(error))}")
             self._prepare_spare()
             return True
         self._keep(shown.records)

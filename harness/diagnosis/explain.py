@@ -14,23 +14,24 @@ from attncheck.harness.diagnosis.fitted import (
     FACTOR,
     WINDOW_START,
     fitted_numbers,
-    key_pattern,
-    lost_keys,
-    merging_explanations,
+    fitted_sinks,
     misplaced,
     other_factors,
     other_heads,
     other_spans,
+)
+from attncheck.harness.diagnosis.operands import (
+    common_explanations,
+    imprecisions,
+    latent_explanations,
     packed_queries,
-    pattern,
     query_explanations,
-    rescaled,
-    shared_by,
-    which_heads,
+    scale_explanations,
 )
 from attncheck.harness.diagnosis.paging import paging_explanations, path_explanations
+from attncheck.harness.diagnosis.patterns import key_pattern, lost_keys, pattern, shared_by, which_heads
 from attncheck.harness.diagnosis.scores import (
-    fitted_sinks,
+    merging_explanations,
     modifier_explanations,
     other_sinks,
     overflowing_caps,
@@ -39,13 +40,7 @@ from attncheck.harness.diagnosis.scores import (
 )
 from attncheck.harness.problem.problem import Problem
 from attncheck.harness.problem.storage import output_error, output_values
-from attncheck.harness.truth.faults import (
-    Hypothesis,
-    explanations,
-    imprecisions,
-    latent_explanations,
-    scale_explanations,
-)
+from attncheck.harness.truth.faults import Hypothesis
 from attncheck.harness.truth.truth import Truth
 from attncheck.harness.truth.unpaged import share_of_budget
 from attncheck.reports.run_file.causes import (
@@ -58,9 +53,9 @@ from attncheck.reports.run_file.causes import (
     without_figures,
 )
 
-# Select the answers that fit a wrong output: those that agree wherever it is wrong, far better than the truth does.
-#
-# On some batches a fault leaves the output right, and would "explain" any error. Such an answer is not named.
+# A fault is named only if its output is far from the truth where `output` is wrong, and `output` is far nearer to it
+# than to the truth: on some batches a fault leaves the output right, and would "explain" any error. This runs only
+# after a failure, so it may be slow. It names no fault rather than the wrong one.
 
 _APART = 3.0
 """Budgets between an answer and the truth from which on an output can distinguish them."""
@@ -201,12 +196,6 @@ def _size(shares: Tensor) -> float:
     return float(torch.linalg.vector_norm(shares.clamp(max=1e100)))
 
 
-# Explain a wrong output: name the fault that produces it, or the keys, rows, heads and channels that are wrong.
-#
-# This runs only after a failure, so it may be slow. It names no fault rather than the wrong one. A fault is named only
-# if its output is far from the truth where `output` is wrong, and `output` is far nearer to it than to the truth: on
-# some batches a fault leaves the output right, and would "explain" any error.
-
 _FEW_WORK = 2**31
 """Rows x keys x head size above which faults are not tried, because that would take longer than the run."""
 
@@ -229,6 +218,25 @@ _ROUNDED = 0.5
 """Share of an error (2-norm) that one factor on all wrong rows must leave unexplained for rounding to be named."""
 
 OutputAndLse = tuple[Tensor, Tensor]
+
+_SOURCES = (
+    scale_explanations,  # first, because leaving out a k_scale of 1/8 equals leaving out a softmax scale of 1/8
+    latent_explanations,
+    common_explanations,
+    modifier_explanations,
+    path_explanations,
+    paging_explanations,
+    rescaling_explanations,
+    merging_explanations,
+    score_explanations,
+    query_explanations,
+)
+"""Functions that yield the faults a case allows, in the order in which these are tried."""
+
+
+def known_faults(problem: Problem, truth: Truth) -> Iterator[Hypothesis]:
+    """Yield every fault of output and LSE that nothing is fitted for."""
+    return chain.from_iterable(faults(problem, truth) for faults in _SOURCES)
 
 
 def explain(
@@ -275,17 +283,17 @@ def explain(
         yield ZEROS, torch.zeros_like(truth.out)
         yield from ((h.meaning, h.compute()[0]) for h in _standing(problem, truth, output, shares, among))
         yield from ((h.meaning, h.compute()[0]) for h in packed_queries(truth))
-        yield from other_sinks(truth.params, truth.rows)
+        yield from other_sinks(truth)
 
     def fitted_by_row() -> Iterator[tuple[str, Tensor]]:
-        for nearest in (fitted_sinks, other_heads, other_spans, misplaced, rescaled):
+        for nearest in (fitted_sinks, other_heads, other_spans, misplaced):
             yield from nearest(problem, truth, values, shares)
 
     def repeated() -> Iterator[Misfit]:
         again = [cause for cause in earlier if without_figures(cause) in wanted]
         yield from misfits(other_factors(problem, truth, values, shares, again), "number")
         fitted = {cause for cause in wanted if not cause.endswith(FACTOR)}
-        for hypothesis in _explanations(problem, truth):
+        for hypothesis in known_faults(problem, truth):
             words = without_figures(hypothesis.meaning)
             fitted.discard(words)
             if counts[hypothesis.meaning] >= _SAME or families[words] >= _AKIN:
@@ -310,21 +318,19 @@ def explain(
         return f"{UNKNOWN}{'; '.join(filter(None, [described, ON_EARLIER]))}"
     if cause := best_fit(problem, misfits(lost_keys(problem, truth, values, shares), "rows"), shares):
         return cause
-    return _imprecision(
-        truth, problem.dtype, shares, values - truth.out, lambda answer: loss(answer[0].double())
-    ) or _described(problem, truth, values, shares)
+    coarse = _imprecision(problem, truth, shares, values - truth.out, lambda answer: loss(answer[0].double()))
+    return coarse or _described(problem, truth, values, shares)
 
 
 def faults_tried(problem: Problem, truth: Truth) -> frozenset[str]:
     """Return the faults that :func:`explain` tries on a case, in words without figures."""
     if _too_much_work(truth):
         return frozenset()
-    fixed = (without_figures(each.meaning) for each in _explanations(problem, truth))
+    fixed = (without_figures(each.meaning) for each in known_faults(problem, truth))
     return frozenset(fixed) | frozenset(fitted_numbers(truth.params))
 
 
 def _described(problem: Problem, truth: Truth, values: Tensor, shares: Tensor) -> str | None:
-    """Return which keys, rows, heads and channels are wrong, for an output that no known fault fits."""
     keys = None if _too_much_work(truth) else key_pattern(problem, truth, values, shares)
     words = [each for each in (keys, pattern(problem, truth, values - truth.out, shares)) if each]
     return f"{UNKNOWN}{'; '.join(words)}" if words else None
@@ -365,20 +371,14 @@ def explain_lse(
     described = f"{UNKNOWN}{where}" if where else None
     if (meaning := best(others)) or not tries_faults or _too_much_work(truth):
         return meaning or described
-    meaning = best(map(in_lse, _explanations(problem, truth)))
+    meaning = best(map(in_lse, known_faults(problem, truth)))
     if meaning and ALTERNATIVE in meaning and not output_holds:
         return described
-    return (
-        meaning
-        or _imprecision(
-            truth,
-            problem.dtype,
-            shares,
-            got - truth.lse,
-            lambda answer: _lse_error(answer[1].double(), truth.lse, truth),
-        )
-        or described
-    )
+
+    def loss(answer: OutputAndLse) -> Tensor:
+        return _lse_error(answer[1].double(), truth.lse, truth)
+
+    return meaning or _imprecision(problem, truth, shares, got - truth.lse, loss) or described
 
 
 def concerned_features(problem: Problem, truth: Truth, meaning: str | None) -> tuple[str, ...]:
@@ -388,21 +388,7 @@ def concerned_features(problem: Problem, truth: Truth, meaning: str | None) -> t
         return ()
     if words.startswith(WINDOW_START):
         return ("sliding_window",)
-    return next((each.features for each in _explanations(problem, truth) if each.meaning == words), ())
-
-
-def _explanations(problem: Problem, truth: Truth) -> Iterator[Hypothesis]:
-    # Scales come first, because leaving out a k_scale of 1/8 equals leaving out a softmax scale of 1/8.
-    yield from scale_explanations(problem, truth.params, truth.rows)
-    yield from latent_explanations(problem, truth.params, truth.rows)
-    yield from explanations(truth.params, truth.rows, problem.cache.block_size)
-    yield from modifier_explanations(truth.params, truth.rows)
-    yield from path_explanations(problem, truth.params, truth.rows)
-    yield from paging_explanations(problem, truth.params, truth.rows)
-    yield from rescaling_explanations(truth.params, truth.rows, problem.cache.block_size)
-    yield from merging_explanations(truth.params, truth.rows)
-    yield from score_explanations(truth.params, truth.rows)
-    yield from query_explanations(truth)
+    return next((each.features for each in known_faults(problem, truth) if each.meaning == words), ())
 
 
 def _standing(
@@ -422,7 +408,7 @@ def _standing(
             smallest.setdefault((request.query_len == 1, request.cached > 0), index)
 
     def faults(part: Truth) -> Iterator[Hypothesis]:
-        every = _explanations(problem, part)
+        every = known_faults(problem, part)
         return (each for each in every if among is None or without_figures(each.meaning) in among)
 
     if problem.layer.mla is not None or len(smallest) == len(problem.requests):
@@ -498,7 +484,7 @@ def _not_finite(problem: Problem, truth: Truth, output: Tensor) -> str:
 
 
 def _imprecision(
-    truth: Truth, dtype: torch.dtype, shares: Tensor, error: Tensor, measure: Callable[[OutputAndLse], Tensor]
+    problem: Problem, truth: Truth, shares: Tensor, error: Tensor, measure: Callable[[OutputAndLse], Tensor]
 ) -> str | None:
     """Return the coarser arithmetic whose error is about as large wherever either exceeds the budget, or None.
 
@@ -511,7 +497,7 @@ def _imprecision(
     if not float(rest.norm()) > _ROUNDED * float(wrong.norm()):
         return None  # one factor on every output, or the same term in every LSE, is no rounding
     found: list[tuple[float, str]] = []
-    for hypothesis in imprecisions(truth.params, truth.rows, dtype):
+    for hypothesis in imprecisions(problem, truth):
         loss = measure(hypothesis.compute())
         concerned = torch.maximum(shares, loss) > 1
         seen, own = (x[concerned].clamp(min=1e-9, max=1e100).log2() for x in (shares, loss))

@@ -11,15 +11,14 @@ from torch import Tensor
 
 from attncheck.harness.problem.problem import STALE_ROWS, Problem, RowsInPool, rows_in_pool, stale_rows
 from attncheck.harness.problem.storage import key_storage
-from attncheck.harness.truth.faults import Hypothesis, is_before, is_behind, masked
+from attncheck.harness.truth.faults import Hypothesis, altered, is_before, is_behind, of_parts
+from attncheck.harness.truth.truth import Truth
 from attncheck.harness.truth.unpaged import HiddenKeys, UnpagedAttention
 from attncheck.reference import AttentionParams, merge_many, visible
 from attncheck.reference.spec import FastPrefillOptions, MicroBatchOptions
 
-# Faults of pages and splits: keys read at wrong slots, and parts of the keys that are never read.
-#
 # A wrong slot holds a key of another position or request, or a stale row. Its contents are known, so the output of such
-# a kernel can be computed. Like :mod:`attncheck.harness.truth.faults`, these explain wrong outputs.
+# a kernel can be computed.
 
 _PAGE_SIZES = (1, 8, 16, 32, 64, 128, 256)
 """Page sizes in tokens that a kernel may assume without reading the cache's."""
@@ -40,54 +39,45 @@ _SPLIT_KEYS = (64, 128, 256, 512, 1024)
 """Keys per split, in kernels that fix this number."""
 
 
-def paging_explanations(problem: Problem, params: AttentionParams, rows: UnpagedAttention) -> Iterator[Hypothesis]:
+def paging_explanations(problem: Problem, truth: Truth) -> Iterator[Hypothesis]:
     """Yield the faults of a paged cache.
 
     There are none for layers without a pool, for latent attention, and for problems split into parts.
     """
+    params, rows = truth.params, truth.rows
     if not problem.has_pool or problem.parts or problem.layer.mla is not None:
         return
     for meaning, hidden in _unread_keys(problem):
-        yield masked(meaning, rows, params, hidden)
+        yield altered(meaning, rows, params, hidden=hidden)
     if key_storage(problem.layer, problem.cache).is_fp8:
         return  # the codes of a stale row depend on the backend's rounding
     read = rows_in_pool(problem)
     for meaning, slots in _wrong_slots(problem):
         found = None if slots is None or torch.equal(slots, problem.key_slots) else read(slots)
         if found is not None:
-            keys, values = (part.to(rows.keys) for part in found)
-            yield Hypothesis(meaning, partial(replace(rows, keys=keys, values=values).attend, params))
-            yield Hypothesis(f"{meaning}, for keys alone", partial(replace(rows, keys=keys).attend, params))
-            yield Hypothesis(f"{meaning}, for values alone", partial(replace(rows, values=values).attend, params))
-    yield from _stale_keys(problem, params, rows)
-    yield from _keys_behind(problem, params, rows, read)
-
-
-def _stale_keys(problem: Problem, params: AttentionParams, rows: UnpagedAttention) -> Iterator[Hypothesis]:
+            for part, made in of_parts(rows, *(each.to(rows.keys) for each in found)):
+                yield altered(f"{meaning}, for {part} alone" if part else meaning, made, params)
     new = problem.new_keys[problem.new_keys >= 0]
-    if not len(new):
-        return
-    made = []
-    for own, stale in zip((rows.keys, rows.values), stale_rows(problem), strict=True):
-        part = own.clone()
-        part[new.to(own.device)] = stale.to(own)[torch.arange(len(new)) % STALE_ROWS]
-        made.append(part)
-    meaning = "the cache is read before this step's keys and values are written"
-    for which, keys, values in (
-        ("", made[0], made[1]),
-        ("of keys alone: ", made[0], rows.values),
-        ("of values alone: ", rows.keys, made[1]),
-    ):
-        yield Hypothesis(f"{which}{meaning}", partial(replace(rows, keys=keys, values=values).attend, params))
+    if len(new):
+        for part, made in of_parts(rows, *_with_stale(problem, rows, new)):
+            meaning = "the cache is read before this step's keys and values are written"
+            yield altered(f"of {part} alone: {meaning}" if part else meaning, made, params)
+    yield from _keys_behind(problem, truth, read)
 
 
-def _keys_behind(
-    problem: Problem, params: AttentionParams, rows: UnpagedAttention, read: RowsInPool
-) -> Iterator[Hypothesis]:
+def _with_stale(problem: Problem, rows: UnpagedAttention, new: Tensor) -> tuple[Tensor, Tensor]:
+    keys, values = rows.keys.clone(), rows.values.clone()
+    for part, stale in zip((keys, values), stale_rows(problem), strict=True):
+        part[new.to(part.device)] = stale.to(part)[torch.arange(len(new)) % STALE_ROWS]
+    return keys, values
+
+
+def _keys_behind(problem: Problem, truth: Truth, read: RowsInPool) -> Iterator[Hypothesis]:
     """Yield the faults of reading slots after the last key.
 
     These are seen by every row, or counted as keys of the request.
     """
+    params, rows = truth.params, truth.rows
     if params.attn_chunk_size is not None or rows.tree is not None:
         return
     size, num_keys = problem.cache.block_size, rows.num_keys.tolist()
@@ -96,18 +86,17 @@ def _keys_behind(
     one = [min(1, width - n) for n in num_keys]
     page = [size if n % size == 0 and n + size <= width else 0 for n in num_keys]
     meaning = "where the last page is full, the next one is seen by every row"
-    yield from _longer(problem, params, rows, read, meaning, page)
-    yield from _longer(problem, params, rows, read, "seq_lens is taken to be one larger", one, seen_by_all=False)
-    yield from _longer(problem, params, rows, read, "the slot behind the last key is seen by every row", one)
+    yield from _longer(problem, truth, read, meaning, page)
+    yield from _longer(problem, truth, read, "seq_lens is taken to be one larger", one, seen_by_all=False)
+    yield from _longer(problem, truth, read, "the slot behind the last key is seen by every row", one)
     if room != one:
         meaning = "the slots behind the last key are seen by every row, to the end of the page"
-        yield from _longer(problem, params, rows, read, meaning, room)
+        yield from _longer(problem, truth, read, meaning, room)
 
 
 def _longer(
     problem: Problem,
-    params: AttentionParams,
-    rows: UnpagedAttention,
+    truth: Truth,
     read: RowsInPool,
     meaning: str,
     extra: list[int],
@@ -115,6 +104,7 @@ def _longer(
     seen_by_all: bool = True,
 ) -> Iterator[Hypothesis]:
     """Yield the fault of reading ``extra`` more keys for each request, from the slots after its own."""
+    params, rows = truth.params, truth.rows
     size, table, num_keys = problem.cache.block_size, problem.block_table.long(), rows.num_keys.tolist()
     slots = [
         table[r, position // size] * size + position % size
@@ -131,7 +121,7 @@ def _longer(
     starts = torch.tensor([0, *(n + more for n, more in zip(num_keys, extra, strict=True))]).cumsum(0)
     longer = replace(rows, keys=keys, values=values, cu_seqlens_k=starts.to(rows.cu_seqlens_k))
     if not seen_by_all:
-        yield Hypothesis(meaning, partial(longer.attend, params))
+        yield altered(meaning, longer, params)
         return
 
     def hidden(r: int, q: Tensor, k: Tensor) -> Tensor:
@@ -139,7 +129,7 @@ def _longer(
         end: int = num_keys[r]
         return ~(visible(params, q - extra[r], k) | (k >= end))
 
-    yield masked(meaning, longer, replace(params, causal=False, window=(-1, -1)), hidden)
+    yield altered(meaning, longer, replace(params, causal=False, window=(-1, -1)), hidden=hidden)
 
 
 def _wrong_slots(problem: Problem) -> Iterator[tuple[str, Tensor | None]]:
@@ -244,7 +234,6 @@ def _short_numbers(problem: Problem, pages: Tensor) -> Iterator[tuple[str, Tenso
 
 
 def _unread_keys(problem: Problem) -> Iterator[tuple[str, HiddenKeys]]:
-    """Yield (meaning, predicate of keys that are never read)."""
     size = problem.cache.block_size
     lengths = [request.num_keys for request in problem.requests]
     pages = [-(-n // size) for n in lengths]
@@ -261,16 +250,13 @@ def _unread_keys(problem: Problem) -> Iterator[tuple[str, HiddenKeys]]:
             yield f"only the last {what} is read", partial(is_before, begins)
 
 
-# Faults specific to an execution path: parts lost or counted twice, rows placed as if nothing had been cut.
-#
-# Like :mod:`attncheck.harness.truth.faults`, these explain wrong outputs.
-
 Places = Callable[[int, Tensor, Tensor], tuple[Tensor, Tensor]]
 """``(request, row positions, key positions)`` -> the positions that a faulty mask uses instead."""
 
 
-def path_explanations(problem: Problem, params: AttentionParams, rows: UnpagedAttention) -> Iterator[Hypothesis]:
-    """Yield the faults that the problem's path can have. ``params`` and ``rows`` are those of the truth."""
+def path_explanations(problem: Problem, truth: Truth) -> Iterator[Hypothesis]:
+    """Yield the faults that the problem's path can have."""
+    params, rows = truth.params, truth.rows
     if problem.layout.part_of_key is not None and len(problem.parts) > 1:
         yield from _part_explanations(problem.layout.part_of_key, params, rows)
     if params.alibi_slopes is not None:
@@ -346,13 +332,12 @@ def _pieces_before(
         start_of_piece = start[q - request.first_position + request.first_row] - request.first_row
         return (k >= request.first_position) & (k < request.first_position + start_of_piece)
 
-    return Hypothesis("the keys of the pieces before are missing", lambda: rows.attend(params, hidden=before))
+    return altered("the keys of the pieces before are missing", rows, params, hidden=before)
 
 
 def _placed(meaning: str, rows: UnpagedAttention, params: AttentionParams, places: Places) -> Hypothesis:
-    """Return the fault of using the mask of other positions, over the same keys."""
     every = replace(params, causal=False, window=(-1, -1), attn_chunk_size=None)
-    return Hypothesis(meaning, lambda: rows.attend(every, hidden=lambda r, q, k: ~visible(params, *places(r, q, k))))
+    return altered(meaning, rows, every, hidden=lambda r, q, k: ~visible(params, *places(r, q, k)))
 
 
 # Caches as faulty writers leave them: rows in other slots, permuted, rounded, scaled, or not written.

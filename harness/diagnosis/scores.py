@@ -1,21 +1,19 @@
 """Faults of scores, modifiers, softmax and log-sum-exp."""
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import cache, partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from attncheck.harness.problem.problem import Problem
-from attncheck.harness.truth.faults import Hypothesis
+from attncheck.harness.truth.faults import Hypothesis, altered
 from attncheck.harness.truth.truth import Truth
 from attncheck.harness.truth.unpaged import UnpagedAttention
 from attncheck.reference import AttentionParams
-from attncheck.reports.analysis.reasons import named
-
-# Faults of scale, soft cap, ALiBi and sinks that change the scores without ignoring the modifier.
 
 _LOG2E = math.log2(math.e)
 
@@ -38,21 +36,13 @@ _CAPS = (1.0, 5.0, 10.0, 20.0, 30.0, 50.0, 100.0)
 _PARTS = (16, 32, 64, 128, 256, 512)
 """Numbers of keys in a tile or split. A kernel may count the sinks once in each."""
 
-_LIKE = 0.02
-"""Difference of two sinks below which they count as equal."""
 
-_FEWEST_ROWS = 3
-"""Wrong rows of a head that its fitted sink must explain; in fewer, a sink would fit any factor on the output."""
-
-_LEAST_SHARE = 0.05
-"""Share of the weights that the keys and the sink each need before their ratio determines the sink."""
-
-
-def modifier_explanations(params: AttentionParams, rows: UnpagedAttention) -> Iterator[Hypothesis]:
+def modifier_explanations(_problem: Problem, truth: Truth) -> Iterator[Hypothesis]:
     """Yield the faults that these parameters allow, except those of sinks, which :func:`other_sinks` yields."""
+    params, rows = truth.params, truth.rows
 
-    def with_changes(meaning: str, *features: str, **changes: object) -> Hypothesis:
-        return Hypothesis(meaning, lambda: rows.attend(replace(params, **changes)), features)  # type: ignore[arg-type]
+    def with_changes(meaning: str, *features: str, **changes: Any) -> Hypothesis:
+        return altered(meaning, rows, replace(params, **changes), *features)
 
     scale, size = params.softmax_scale, params.value_head_size
     if size != params.head_size:
@@ -105,44 +95,44 @@ def _alibi_references(
 
 
 def _slopes(params: AttentionParams, slopes: tuple[float, ...]) -> Iterator[tuple[str, tuple[float, ...]]]:
-    number, group = params.num_heads, params.group_size
-    for factor, name in ((-1.0, "the ALiBi bias has the wrong sign"), (2.0, "the ALiBi bias is applied twice")):
-        yield name, tuple(factor * slope for slope in slopes)
+    number = params.num_heads
     factors = {
-        "scale": params.softmax_scale,
-        "log2(e)": _LOG2E,
-        "ln(2)": 1 / _LOG2E,
-        "1/2": 0.5,
-        "sqrt(head size)": params.head_size**0.5,
+        "has the wrong sign": -1.0,
+        "is applied twice": 2.0,
+        "is multiplied by scale": params.softmax_scale,
+        "is multiplied by log2(e)": _LOG2E,
+        "is multiplied by ln(2)": 1 / _LOG2E,
+        "is multiplied by 1/2": 0.5,
+        "is multiplied by sqrt(head size)": params.head_size**0.5,
     }
-    for name, factor in factors.items():
-        yield f"the ALiBi bias is multiplied by {name}", tuple(factor * slope for slope in slopes)
-    yield "the ALiBi slopes are in reversed order of heads", slopes[::-1]
-    yield "every head has the ALiBi slope of head 0", (slopes[0],) * number
-    yield (
-        "query head h has the ALiBi slope of its KV head, h // group size",
-        tuple(slopes[head // group] for head in range(number)),
-    )
-    yield (
-        "query head h has the ALiBi slope of head h % group size",
-        tuple(slopes[head % group] for head in range(number)),
-    )
-    yield (
-        "query head h has the ALiBi slope of head h % num_kv_heads",
-        tuple(slopes[head % params.num_kv_heads] for head in range(number)),
-    )
-    for shift in (1, -1):
-        yield (
-            f"query head h has the ALiBi slope of head h {'+' if shift > 0 else '-'} 1",
-            tuple(slopes[(head + shift) % number] for head in range(number)),
-        )
+    for how, factor in factors.items():
+        yield f"the ALiBi bias {how}", tuple(factor * slope for slope in slopes)
+    for meaning, heads in _heads_of_others("ALiBi slope", params):
+        yield meaning, tuple(slopes[head] for head in heads)
     for base in dict.fromkeys((number, 1 << (number - 1).bit_length(), 1 << (number.bit_length() - 1))):
         plain = tuple(2.0 ** (-8.0 * (head + 1) / base) for head in range(number))
         yield f"the ALiBi slopes are 2 ** (-8 (h + 1) / {base}), whatever the layer's are", plain
 
 
-def other_sinks(params: AttentionParams, rows: UnpagedAttention) -> Iterator[tuple[str, Tensor]]:
+def _heads_of_others(name: str, params: AttentionParams) -> Iterator[tuple[str, list[int]]]:
+    """Yield (meaning, head whose number each query head has) of faults in a number of each head, named ``name``."""
+    heads, group = range(params.num_heads), params.group_size
+    yield f"the {name}s are in reversed order of heads", list(reversed(heads))
+    yield f"every head has the {name} of head 0", [0] * len(heads)
+    others = {
+        "its KV head, h // group size": [head // group for head in heads],
+        "head h % group size": [head % group for head in heads],
+        "head h % num_kv_heads": [head % params.num_kv_heads for head in heads],
+        "head h + 1": [(head + 1) % len(heads) for head in heads],
+        "head h - 1": [(head - 1) % len(heads) for head in heads],
+    }
+    for which, source in others.items():
+        yield f"query head h has the {name} of {which}", source
+
+
+def other_sinks(truth: Truth) -> Iterator[tuple[str, Tensor]]:
     """Yield (meaning, output ``[T, H, Dv]``) of faults of sinks."""
+    params, rows = truth.params, truth.rows
     if params.sinks is None:
         return
     bare, lse = rows.attend(replace(params, sinks=None))
@@ -162,30 +152,7 @@ def other_sinks(params: AttentionParams, rows: UnpagedAttention) -> Iterator[tup
     yield from ((meaning, with_sinks(other)) for meaning, other in _sinks(params, sinks))
 
 
-def fitted_sinks(_problem: Problem, truth: Truth, values: Tensor, shares: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """Yield (meaning, output) of the sinks that fit ``values``, one per wrong head for all rows."""
-    params = truth.params
-    if params.sinks is None:
-        return
-    bare, lse = truth.rows.attend(replace(params, sinks=None))
-    share = (values * bare).sum(-1) / (bare * bare).sum(-1).clamp(min=1e-300)
-    is_determined = (share > _LEAST_SHARE) & (share < 1 - _LEAST_SHARE) & torch.isfinite(lse)
-    found = lse + torch.log(1 / share.clamp(1e-9, 1 - 1e-9) - 1)
-    wrong = shares > 1
-    fitted = torch.where(is_determined & wrong, found, torch.nan).nanmedian(dim=0).values
-    fitted = torch.where(wrong.any(dim=0), fitted, fitted.new_tensor(params.sinks))
-    has_evidence = bool((wrong.sum(dim=0) >= _FEWEST_ROWS)[wrong.any(dim=0)].all())
-    if (
-        has_evidence
-        and bool(torch.isfinite(fitted).all())
-        and (words := _sinks_in_words(fitted.tolist(), params.sinks))
-    ):
-        yield words, bare * torch.sigmoid(lse - fitted)[..., None]
-
-
 def _sinks(params: AttentionParams, sinks: Tensor) -> Iterator[tuple[str, Tensor]]:
-    group, number = params.group_size, params.num_heads
-    head = torch.arange(number, device=sinks.device)
     yield "the sinks are multiplied by the scale", sinks * params.softmax_scale
     yield "the sinks are divided by the scale", sinks / params.softmax_scale
     yield "the sinks are to base 2: multiplied by ln(2)", sinks / _LOG2E
@@ -195,34 +162,20 @@ def _sinks(params: AttentionParams, sinks: Tensor) -> Iterator[tuple[str, Tensor
     yield "sinks above 0 are taken for 0", sinks.clamp(max=0)
     if params.soft_cap is not None:
         yield "the soft cap is applied to the sinks", torch.tanh(sinks / params.soft_cap) * params.soft_cap
-    yield "every head has the sink of head 0", sinks[:1].expand(number)
-    yield "query head h has the sink of its KV head, h // group size", sinks[head // group]
-    yield "every head has the sink of the first head of its group", sinks[head // group * group]
-    yield "query head h has the sink of head h % group size", sinks[head % group]
-    yield "query head h has the sink of head h % num_kv_heads", sinks[head % params.num_kv_heads]
-    yield "the sinks are in reversed order of heads", sinks.flip(0)
-    yield "query head h has the sink of head h + 1", sinks.roll(-1)
-    yield "query head h has the sink of head h - 1", sinks.roll(1)
+    for meaning, source in _heads_of_others("sink", params):
+        yield meaning, sinks[source]
+    heads = torch.arange(params.num_heads, device=sinks.device)
+    first = heads // params.group_size * params.group_size
+    yield "every head has the sink of the first head of its group", sinks[first]
 
 
-def _sinks_in_words(found: list[float], right: tuple[float, ...]) -> str:
-    others = [
-        f"head {head}: {new:.3g}, not {old:.3g}"
-        for head, (new, old) in enumerate(zip(found, right, strict=True))
-        if abs(new - old) > _LIKE
-    ]
-    return f"the sinks are others ({named(others, 3)})" if others else ""
-
-
-# Faults of an online softmax: earlier sums are not rescaled when a tile of keys raises the maximum.
-#
 # With `m_t` the maximum after tile `t` and `m` the final one, a correct kernel ends with `sum exp(s - m) V` over `sum
 # exp(s - m)`. If one of the two is not rescaled, the keys of tile `t` stay in it with `exp(s - m_t)`.
 
 _TILES = (16, 32, 64, 128, 256, 512, 1024)
 """Numbers of keys in a tile, besides the page size."""
 
-MOST_SCORES = 2**25
+_MOST_SCORES = 2**25
 """Scores ``H * rows * keys`` of a request above which they are not all held at once."""
 
 _FAULTS = (
@@ -236,17 +189,32 @@ Weigh = Callable[[Tensor, Tensor | None], tuple[Tensor, Tensor]]
 """``(scores [H, rows, keys], sinks [H, 1, 1] or None)`` -> weights of the keys, and the LSE ``[H, rows, 1]``."""
 
 
-def rescaling_explanations(params: AttentionParams, rows: UnpagedAttention, block_size: int) -> Iterator[Hypothesis]:
+def are_too_many(params: AttentionParams, rows: UnpagedAttention) -> bool:
+    """Return whether the scores of the longest requests are too many to hold at once."""
+    return int(rows.num_rows.max()) * int(rows.num_keys.max()) * params.num_heads > _MOST_SCORES
+
+
+def rescaling_explanations(problem: Problem, truth: Truth) -> Iterator[Hypothesis]:
     """Yield the faults for each usual tile size shorter than the longest request; tiles are counted from position 0."""
-    most, longest = int(rows.num_rows.max()), int(rows.num_keys.max())
-    if most * longest * params.num_heads > MOST_SCORES:
+    weighings = {
+        tile: {
+            f"{what} when a tile of {tile} keys raises the maximum": partial(_online, tile, spoils_acc, spoils_sum)
+            for what, spoils_acc, spoils_sum in _FAULTS
+        }
+        for tile in sorted({*_TILES, problem.cache.block_size})
+    }
+    yield from _weighed_otherwise(truth, weighings)
+
+
+def _weighed_otherwise(truth: Truth, weighings: Mapping[int, Mapping[str, Weigh]]) -> Iterator[Hypothesis]:
+    """Yield faults in weighing keys, by the number of keys in a tile or split; none if there are too many scores."""
+    params, rows = truth.params, truth.rows
+    if are_too_many(params, rows):
         return
     scores = cache(partial(masked_scores, params, rows))
-    for tile in sorted({*_TILES, block_size}):
-        if tile < longest:
-            for what, spoils_acc, spoils_sum in _FAULTS:
-                meaning = f"{what} when a tile of {tile} keys raises the maximum"
-                weigh = partial(_online, tile, spoils_acc, spoils_sum)
+    for size, ways in weighings.items():
+        if size < int(rows.num_keys.max()):
+            for meaning, weigh in ways.items():
                 yield Hypothesis(meaning, partial(attend_scores, params, rows, scores, weigh))
 
 
@@ -325,8 +293,6 @@ def _online(
     return weights, last + total.log()
 
 
-# Faults in computing and summing scores: order of cap and bias, masks after the softmax, sums left out.
-
 _FEW_CAPS = 5.0
 """Score in soft caps below which ``exp`` inside ``tanh`` overflows in no dtype."""
 
@@ -337,10 +303,10 @@ Scores = Callable[[int], Tensor]
 """``request`` -> scores ``[H, rows, keys]``, -inf where a key is hidden."""
 
 
-def score_explanations(params: AttentionParams, rows: UnpagedAttention) -> Iterator[Hypothesis]:
+def score_explanations(_problem: Problem, truth: Truth) -> Iterator[Hypothesis]:
     """Yield the faults that these parameters allow; none if there are too many scores to hold at once."""
-    most, longest = int(rows.num_rows.max()), int(rows.num_keys.max())
-    if not longest or most * longest * params.num_heads > MOST_SCORES:
+    params, rows = truth.params, truth.rows
+    if not len(rows.keys) or are_too_many(params, rows):
         return
     plain = replace(params, logits_soft_cap=None, alibi_slopes=None, sinks=None)
     cap, slopes = params.soft_cap, params.alibi_slopes
@@ -378,17 +344,15 @@ def score_explanations(params: AttentionParams, rows: UnpagedAttention) -> Itera
             yield with_scores("the ALiBi bias uses the distance without its sign", scaled_bias, "alibi")
         root = replace(params, alibi_sqrt=not params.alibi_sqrt)
         words = "the ALiBi bias is the square root of the distance" if root.alibi_sqrt else "no square root is taken"
-        yield Hypothesis(words, partial(rows.attend, root), ("alibi",))
+        yield altered(words, rows, root, "alibi")
     if any(bool(hidden(request).any()) for request in range(len(rows.num_rows))):
         unhidden = partial(unmasked_scores, params, rows)
         zero = "hidden keys get a score of 0, not of -inf"
         yield with_scores(zero, lambda request: unhidden(request).masked_fill(hidden(request), 0.0))
         words = "the mask is applied after the softmax: hidden keys count in its sum"
         yield Hypothesis(words, partial(_masked_late, params, rows))
-    yield Hypothesis(
-        "the output is not divided by the sum of the weights", partial(_times, params, rows, _unnormalised)
-    )
-    yield Hypothesis("the output is divided by the number of keys too", partial(_times, params, rows, _averaged))
+    yield Hypothesis("the output is not divided by the sum of the weights", partial(_unnormalised, params, rows))
+    yield Hypothesis("the output is divided by the number of keys too", partial(_averaged, params, rows))
     for tile in _PADDED_TILES:
         rest = -rows.places.num_keys.double()[:, None] % tile
         if bool((rest > 0).any()):
@@ -396,10 +360,8 @@ def score_explanations(params: AttentionParams, rows: UnpagedAttention) -> Itera
             yield Hypothesis(meaning, partial(_padded, params, rows, rest))
     if params.sinks is None:
         plus_one = replace(params, sinks=(0.0,) * params.num_heads)
-        yield Hypothesis(
-            "1 is added to the sum of the weights: a sink of 0, or an empty part with an LSE of 0",
-            partial(rows.attend, plus_one),
-        )
+        meaning = "1 is added to the sum of the weights: a sink of 0, or an empty part with an LSE of 0"
+        yield altered(meaning, rows, plus_one)
 
 
 def largest_scores(params: AttentionParams, rows: UnpagedAttention) -> Tensor | None:
@@ -407,7 +369,7 @@ def largest_scores(params: AttentionParams, rows: UnpagedAttention) -> Tensor | 
 
     It is -inf if the row sees no key and has no sink.
     """
-    if int(rows.num_rows.max()) * int(rows.num_keys.max()) * params.num_heads > MOST_SCORES:
+    if are_too_many(params, rows):
         return None
     tops = []
     for request in range(len(rows.num_rows)):
@@ -440,18 +402,16 @@ def _masked_late(params: AttentionParams, rows: UnpagedAttention) -> tuple[Tenso
     return out * share[..., None], every
 
 
-def _times(
-    params: AttentionParams,
-    rows: UnpagedAttention,
-    factor: Callable[[AttentionParams, UnpagedAttention, Tensor], Tensor],
-) -> tuple[Tensor, Tensor]:
+def _unnormalised(params: AttentionParams, rows: UnpagedAttention) -> tuple[Tensor, Tensor]:
     out, lse = rows.attend(params)
-    return out * factor(params, rows, lse)[..., None], lse
-
-
-def _unnormalised(params: AttentionParams, rows: UnpagedAttention, lse: Tensor) -> Tensor:
     top = largest_scores(params, rows)
-    return torch.ones_like(lse) if top is None else torch.nan_to_num(torch.exp(lse - top))
+    total = torch.ones_like(lse) if top is None else torch.nan_to_num(torch.exp(lse - top))
+    return out * total[..., None], lse
+
+
+def _averaged(params: AttentionParams, rows: UnpagedAttention) -> tuple[Tensor, Tensor]:
+    out, lse = rows.attend(params)
+    return out / rows.places.num_keys.double()[:, None, None].clamp(min=1), lse
 
 
 def _padded(params: AttentionParams, rows: UnpagedAttention, count: Tensor) -> tuple[Tensor, Tensor]:
@@ -459,13 +419,6 @@ def _padded(params: AttentionParams, rows: UnpagedAttention, count: Tensor) -> t
     out, lse = rows.attend(params)
     total = torch.logaddexp(lse, count.log())
     return out * torch.nan_to_num(torch.exp(lse - total))[..., None], total
-
-
-def _averaged(_params: AttentionParams, rows: UnpagedAttention, _lse: Tensor) -> Tensor:
-    return 1 / rows.places.num_keys.double()[:, None].clamp(min=1)
-
-
-# Faults of the LSE alone: another base, a term left out, or the LSE of another row or head.
 
 
 def lse_explanations(truth: Truth, got: Tensor, *, output_holds: bool) -> Iterator[tuple[str, Tensor]]:
@@ -515,3 +468,48 @@ def lse_explanations(truth: Truth, got: Tensor, *, output_holds: bool) -> Iterat
         yield "every row has the LSE of the next row", right.roll(-1, 0)
         yield "every row has the LSE of the row before", right.roll(1, 0)
         yield "every row has the LSE of row 0", right[:1].expand_as(right)
+
+
+_SPLITS = (32, 64, 128, 256, 512, 1024)
+"""Numbers of keys in a split."""
+
+LogWeight = Callable[[Tensor, Tensor], Tensor]
+"""``(LSE, largest score)`` of every split, ``[H, rows, splits]`` -> the logarithm of its weight."""
+
+
+def merging_explanations(_problem: Problem, truth: Truth) -> Iterator[Hypothesis]:
+    """Yield the faults for each usual size of a split; none if there are too many scores to hold at once."""
+    params = truth.params
+    first = torch.arange(params.num_heads, device=truth.out.device) // params.group_size * params.group_size
+    faults: dict[str, LogWeight] = {
+        "averaged, whatever their LSE": lambda lse, _top: lse.masked_fill(~torch.isneginf(lse), 0.0),
+        "weighed by their largest scores, not by their LSE": lambda _lse, top: top,
+        "weighed by sums that are not rescaled to a common maximum": lambda lse, top: (lse - top).nan_to_num(
+            nan=-math.inf
+        ),
+        "merged by an LSE to base 2": lambda lse, _top: lse / math.log(2),
+        "merged to base 2 by a natural LSE": lambda lse, _top: lse * math.log(2),
+    }
+    if params.group_size > 1:
+        faults["merged by the LSE of the first head of each group"] = lambda lse, _top: lse[first]
+    weighings = {
+        split: {
+            f"the partial results of splits of {split} keys are {how}": partial(_weigh, split, log_weight)
+            for how, log_weight in faults.items()
+        }
+        for split in _SPLITS
+    }
+    yield from _weighed_otherwise(truth, weighings)
+
+
+def _weigh(split: int, log_weight: LogWeight, s_HqK: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Return weights of the keys, and LSE, as ``attend_scores`` needs them. A sink is one more part."""
+    num_keys = s_HqK.shape[-1]
+    parts = s_HqK.split(split, -1)
+    lse_HqP = torch.stack([part.logsumexp(-1) for part in parts], -1)
+    weight_HqP = log_weight(lse_HqP, torch.stack([part.amax(-1) for part in parts], -1))
+    total = weight_HqP.logsumexp(-1, keepdim=True)
+    if sinks is not None:
+        total = torch.logaddexp(total, sinks.expand_as(total))
+    moved_HqP = (weight_HqP - lse_HqP - total).nan_to_num(nan=0.0, neginf=0.0)
+    return torch.exp(s_HqK + moved_HqP.repeat_interleave(split, -1)[..., :num_keys]), total

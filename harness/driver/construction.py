@@ -215,8 +215,6 @@ class LatentCodecView:
         return latent[:, None], rotary[:, None]
 
 
-# Construct the impl and the metadata builder of a backend, with the arguments that a model runner passes.
-
 LAYER, SHARED_LAYER = "layer.1", "layer.0"
 """Names of the layer under test, and of the layer whose cache it reads if it has none of its own."""
 
@@ -269,7 +267,6 @@ def construct_impl(
 
 
 def _require_output_quant(impl: Any, problem: Problem) -> None:
-    """Raise NotImplementedError unless the impl supports the problem's output quantisation."""
     codes = output_codes(problem.layer)
     if codes is None:
         return

@@ -5,10 +5,13 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
+from inspect import getattr_static
 from types import FunctionType
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
 
 import torch
+from torch import Tensor
+from torch.nn import Parameter
 
 from attncheck.errors import BackendUnavailableError, InternalError
 from attncheck.harness.device import accelerator_of
@@ -112,6 +115,53 @@ def unavailable_case_reasons(backend: "type[AttentionBackend]", case: "Case", de
     return declared_reasons(lambda: backend.unavailable_case_reasons(device, case.layer, case.cache, case.batch))
 
 
+# Read tensors that a backend was given or hands back, without running its code.
+#
+# A backend may replace the class of a tensor object, change its shape in place, or resize its memory.
+
+
+def as_plain(given: object) -> Tensor | None:
+    """Return a torch.Tensor with the memory of ``given``, or None if it is no tensor or its class runs own code.
+
+    A subclass without ``__torch_function__`` and ``__torch_dispatch__`` of its own, such as a Parameter, is like a
+    Tensor in every operation of torch. Attributes that were set on the object do not count.
+    """
+    kind = type(given)
+    if not issubclass(kind, Tensor):
+        return None
+    for name in ("__torch_function__", "__torch_dispatch__"):
+        if getattr_static(kind, name) not in (getattr_static(Tensor, name), getattr_static(Parameter, name)):
+            return None
+    with torch._C.DisableTorchFunctionSubclass():  # leaves the code of the class out
+        return Tensor.as_subclass(cast(Tensor, given), Tensor).detach()
+
+
+def is_like(given: object, like: Tensor) -> bool:
+    """Return whether ``given`` is a plain tensor whose memory is there, and has shape, dtype and device of ``like``."""
+    alias = as_plain(given)
+    if alias is None:
+        return False
+    facts = alias.shape, alias.dtype, alias.device, alias.layout
+    return facts == (like.shape, like.dtype, like.device, like.layout) and has_its_memory(alias)
+
+
+def has_its_memory(tensor: Tensor) -> bool:
+    """Return whether the storage still holds all elements of ``tensor``; it can be resized behind its tensors."""
+    with torch._C.DisableTorchFunction():  # a mode that records a graph would take this for work of the backend
+        if not tensor.numel():
+            return True
+        last = sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
+        return (tensor.storage_offset() + last + 1) * tensor.element_size() <= tensor.untyped_storage().nbytes()
+
+
+def require_memory(tensor: Tensor, name: str, stage: str) -> None:
+    """Raise a StageError of ``stage`` if the backend resized the memory of ``tensor``: to read it would crash."""
+    if not has_its_memory(tensor):
+        left = tensor.untyped_storage().nbytes()
+        message = f"{name} has {left} of its {tensor.nbytes} bytes left: the backend resized its storage"
+        raise StageError(Raised(stage, "ResizedStorage", message))
+
+
 @contextmanager
 def collection_paused() -> Iterator[None]:
     """Disable Python's garbage collector: how long it takes and what it frees depend on unrelated allocations."""
@@ -183,7 +233,6 @@ def _restore(before: _Settings) -> None:
 
 
 def _current_folder() -> str | None:
-    """Return the path of the current folder, or None if that folder was removed."""
     try:
         return os.getcwd()  # noqa: PTH109 (a Path costs several times as much, at every entry)
     except FileNotFoundError:

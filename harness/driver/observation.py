@@ -137,9 +137,9 @@ class Observation:
 
     An engine that cuts requests counts from the cut.
     """
-    pool_before: "Tensor | None"
+    pool_before: "Tensor | None" = None
     """The cache's bytes before the step (uint8, flat); None without a pool or if images were not kept."""
-    pool_after: "Tensor | None"
+    pool_after: "Tensor | None" = None
     changed: tuple[str, ...] = ()
     """Inputs and metadata fields that the step changed."""
     breaches: tuple[str, ...] = ()
@@ -219,6 +219,18 @@ def _is_raised_on_purpose(error: BaseException) -> bool:
     )
 
 
+def passes_foreign_code(error: BaseException) -> bool:
+    """Return whether ``error`` passed through code that is neither installed nor attncheck's, such as a backend's."""
+    entry = error.__traceback__
+    while entry is not None:
+        module = str(entry.tb_frame.f_globals.get("__name__", ""))
+        is_ours = module.startswith("attncheck.") and not module.startswith(_AUTHORS)
+        if not is_ours and not is_installed(entry.tb_frame.f_code.co_filename):
+            return True
+        entry = entry.tb_next
+    return False
+
+
 def is_installed(filename: str) -> bool:
     """Return whether the file of a code object belongs to an installed library."""
     return filename.startswith(("<frozen ", *(folder + os.sep for folder in INSTALLED)))
@@ -243,7 +255,6 @@ def _message_of(error: BaseException) -> str:
 
 
 def _formatted(error: BaseException) -> list[str]:
-    """Return the traceback, starting at the first frame outside the harness."""
     entry = error.__traceback__
     ours = Path(__file__).parents[1]  # all of the harness
     while entry is not None and Path(entry.tb_frame.f_code.co_filename).is_relative_to(ours):

@@ -2,20 +2,18 @@
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import chain
 
 import torch
 from torch import Tensor
 
 from attncheck.backends.conventions import Conventions
+from attncheck.harness.driver.foreign_code import as_plain, has_its_memory
 from attncheck.harness.driver.observation import Observation
 from attncheck.harness.driver.step import ForwardCall, Step, empty_rows
 from attncheck.reference import merge_many
 from attncheck.reference.spec import StrideForm
-
-# Output buffers for a backend, which detect unwritten rows and writes outside the buffer.
-#
-# A backend gets an alias, so that resizing or rebinding the tensor object leaves the original alone.
 
 CANARY = 1.5
 """Value of the output's padding rows before a call."""
@@ -40,7 +38,7 @@ def still_unwritten(tensor: Tensor) -> Tensor:
 class GuardedBuffer:
     """A buffer between guard rows: real rows are marked as unwritten, padding rows hold a finite canary.
 
-    ``form``: its memory layout. The gaps between its rows are guarded, too.
+    ``form``: its memory layout. The gaps between its rows are guarded, too. ``memory``: all of it, flat.
     """
 
     def __init__(
@@ -52,30 +50,30 @@ class GuardedBuffer:
         form: StrideForm = "contiguous",
     ) -> None:
         guarded = (shape[0] + 2 * _GUARD_ROWS, *shape[1:])
-        rows, self._memory = empty_rows(guarded, form, dtype, device)
+        rows, self.memory = empty_rows(guarded, form, dtype, device)
         self.rows = rows[_GUARD_ROWS : _GUARD_ROWS + shape[0]]
         self.refill(real)
 
     def refill(self, real: int) -> None:
         """Reset the buffer in the same memory, for a step of ``real`` rows."""
-        self._memory.fill_(_GUARD)
+        self.memory.fill_(_GUARD)
         self.rows[real:] = CANARY
         self._real = self.rows[:real]
         mark_unwritten(self._real)
 
     def handed_out(self) -> Tensor:
-        """Return an alias of ``rows``: another tensor object over the same memory."""
+        """Return an alias of ``rows``, so that reshaping or rebinding the tensor object leaves the original alone."""
         return self.rows.detach()
 
     def breached(self) -> bool:
         """Return whether memory outside the rows changed."""
-        beside = self._memory.clone()
+        beside = self.memory.clone()
         beside.as_strided(self.rows.shape, self.rows.stride(), self.rows.storage_offset()).fill_(_GUARD)
         return not bool((beside.float() == _GUARD).all())
 
     def touched(self) -> bool:
-        """Return whether any real row was written."""
-        return not bool(still_unwritten(self._real).all())
+        """Return whether any real row was written, or lost its memory."""
+        return not has_its_memory(self.memory) or not bool(still_unwritten(self._real).all())
 
     def unwritten_rows(self) -> Tensor:
         """Return bool ``[rows]``: True if some element still holds the pattern written before the call."""
@@ -88,28 +86,39 @@ def read_result(returned: object, buffer: GuardedBuffer, *, must_be_buffer: bool
     ``must_be_buffer``: the backend has ``accept_output_buffer``, so that it must return the buffer itself.
     """
     rows = buffer.rows
-    if not isinstance(returned, Tensor):
+    result = as_plain(returned)
+    if result is None:
         kind = "None" if returned is None else f"a {type(returned).__name__}"
-        return rows, (f"forward returned {kind}; the contract requires the output",)
+        right = "a torch.Tensor" if issubclass(type(returned), Tensor) else "the output"
+        return rows, (f"forward returned {kind}; the contract requires {right}",)
     facts: tuple[tuple[str, object, object], ...] = (
-        ("device", returned.device, rows.device),
-        ("layout", returned.layout, rows.layout),
-        ("dtype", returned.dtype, rows.dtype),
+        ("device", result.device, rows.device),
+        ("layout", result.layout, rows.layout),
+        ("dtype", result.dtype, rows.dtype),
     )
     for name, got, wanted in facts:
         if got != wanted:
             return rows, (f"forward returned a tensor of {name} {got}; the output needs {wanted}",)
-    if returned.numel() != rows.numel():
-        shapes = f"{list(returned.shape)}; expected {list(rows.shape)}"
+    if result.numel() != rows.numel():
+        shapes = f"{list(result.shape)}; expected {list(rows.shape)}"
         return rows, (f"the output of forward has the shape {shapes}",)
-    if returned.data_ptr() == rows.data_ptr():
+    if not has_its_memory(result):
+        return rows, ("forward returned a tensor whose storage it had resized",)
+    is_buffer = result.data_ptr() == rows.data_ptr()
+    form = f"shape {list(result.shape)} and the strides {list(result.stride())}"
+    result = result.reshape(rows.shape)  # copies if the elements have another order in memory
+    if is_buffer and (result.data_ptr() != rows.data_ptr() or _steps(result) != _steps(rows)):
+        return rows, (f"forward returned the output in the {form}, so that its rows lie elsewhere",)
+    if is_buffer:
         return rows, ()
     if must_be_buffer:
         return rows, ("forward returned another tensor than the output it was given (accept_output_buffer)",)
-    return returned.detach().reshape(rows.shape), ()
+    return result, ()
 
 
-# Combine the results of a step's calls: place them row by row, or merge them by their LSE.
+def _steps(rows: Tensor) -> list[int]:
+    """Return the strides of the dimensions that have more than one element."""
+    return [step for size, step in zip(rows.shape, rows.stride(), strict=True) if size > 1]
 
 
 @dataclass(frozen=True)
@@ -137,22 +146,8 @@ class CallResult:
         return rows[self.call.num_rows :]
 
 
-@dataclass(frozen=True)
-class StepAnswer:
-    """The result of a step: real rows in the order of the step, then the padding rows of every call."""
-
-    output: Tensor
-    lse: Tensor | None
-    unwritten: Tensor
-    """bool, for the real rows only; likewise ``lse_unwritten``."""
-    lse_unwritten: Tensor | None
-    nth: Tensor
-    """int64, for the real rows only, as in :class:`ForwardCall`; likewise ``position``."""
-    position: Tensor
-
-
-def placed(results: Sequence[CallResult]) -> StepAnswer:
-    """Return the results of calls for different rows, each row at its place in the step."""
+def placed(results: Sequence[CallResult]) -> Observation:
+    """Return the results of calls for different rows, each row at its place in the step; padding rows come last."""
     calls = [result.call for result in results]
     rows = torch.cat([call.rows for call in calls])
     place = None if torch.equal(rows, torch.arange(len(rows))) else rows
@@ -162,17 +157,19 @@ def placed(results: Sequence[CallResult]) -> StepAnswer:
         pairs = list(zip(results, lses, strict=True))
         lse = torch.cat([_at(place, [r.real(own) for r, own in pairs]), *(r.padding(own) for r, own in pairs)])
     output = [_at(place, [r.real(r.output) for r in results]), *(r.padding(r.output) for r in results)]
-    return StepAnswer(
+    return Observation(
         output=torch.cat(output),
         lse=lse,
         unwritten=_at(place, [r.real(r.unwritten) for r in results]),
         lse_unwritten=_at(place, flags) if (flags := _lse_flags(results)) else None,
         nth=_at(place, [call.nth for call in calls]),
         position=_at(place, [call.position for call in calls]),
+        breaches=_distinct(result.breaches for result in results),
+        protocol=_distinct(result.protocol for result in results),
     )
 
 
-def merged(results: Sequence[CallResult], conventions: Conventions) -> StepAnswer:
+def merged(results: Sequence[CallResult], conventions: Conventions) -> Observation:
     """Return the results of calls for the same rows over different keys, merged in float64 by their LSE.
 
     The merged LSE has the base of ``conventions``. NaN or Inf in the output of any part makes the row NaN, even if the
@@ -191,51 +188,38 @@ def merged(results: Sequence[CallResult], conventions: Conventions) -> StepAnswe
     output = output + torch.stack([torch.where(torch.isfinite(out), 0.0, torch.nan) for out in outs]).sum(0)
     unwritten = torch.stack([r.real(r.unwritten) for r in results]).any(0)
     lse_unwritten = torch.stack(_lse_flags(results)).any(0)
-    return StepAnswer(
+    return Observation(
         output=torch.cat([output, *(out for out, _ in pads)]),
         lse=torch.cat([lse / unit, *(own for _, own in pads)]),
         unwritten=unwritten,
         lse_unwritten=lse_unwritten,
         nth=results[0].call.nth,
         position=results[0].call.position,
+        breaches=_distinct(result.breaches for result in results),
+        protocol=_distinct(result.protocol for result in results),
     )
 
 
-def observed(
-    whole: StepAnswer,
-    step: Step,
-    results: Sequence[CallResult],
-    *,
-    pool_before: Tensor | None,
-    pool_after: Tensor | None,
-    changed: Iterable[str],
-) -> Observation:
-    """Return the observation of a step from its combined result, with rows in the problem's order."""
-    return Observation(
-        output=in_problem_order(whole.output, step),
-        lse=None if whole.lse is None else in_problem_order(whole.lse, step),
-        unwritten=in_problem_order(whole.unwritten, step),
-        lse_unwritten=None if whole.lse_unwritten is None else in_problem_order(whole.lse_unwritten, step),
-        nth=in_problem_order(whole.nth, step),
-        position=in_problem_order(whole.position, step),
-        pool_before=pool_before,
-        pool_after=pool_after,
-        changed=_distinct(changed),
-        breaches=_distinct(name for result in results for name in result.breaches),
-        protocol=_distinct(name for result in results for name in result.protocol),
-    )
-
-
-def in_problem_order(rows: Tensor, step: Step) -> Tensor:
-    """Return ``rows`` with the step's real rows in the problem's order, and padding rows last.
-
-    ``rows`` itself is returned if it already has that order.
-    """
+def in_problem_order(seen: Observation, step: Step) -> Observation:
+    """Return the observation of ``step`` with the real rows in the problem's order, and padding rows last."""
     if step.is_in_problem_order:
-        return rows
-    ordered = rows.clone()
-    ordered[step.row_order.to(rows.device)] = rows[: step.num_rows]
-    return ordered
+        return seen
+    place = step.row_order
+
+    def ordered(rows: Tensor) -> Tensor:
+        made = rows.clone()
+        made[place.to(rows.device)] = rows[: len(place)]
+        return made
+
+    return replace(
+        seen,
+        output=ordered(seen.output),
+        lse=None if seen.lse is None else ordered(seen.lse),
+        unwritten=ordered(seen.unwritten),
+        lse_unwritten=None if seen.lse_unwritten is None else ordered(seen.lse_unwritten),
+        nth=ordered(seen.nth),
+        position=ordered(seen.position),
+    )
 
 
 def _at(place: Tensor | None, pieces: Sequence[Tensor]) -> Tensor:
@@ -255,5 +239,5 @@ def _lse_flags(results: Sequence[CallResult]) -> list[Tensor]:
     return [r.real(r.lse_unwritten) for r in results if r.lse_unwritten is not None]
 
 
-def _distinct(names: Iterable[str]) -> tuple[str, ...]:
-    return tuple(dict.fromkeys(names))
+def _distinct(lists: Iterable[Sequence[str]]) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(chain.from_iterable(lists)))

@@ -17,17 +17,12 @@ from attncheck.backends.caches.placed_codec import PlacedCodec
 from attncheck.backends.contract import AttentionBackend, CommonAttentionMetadata
 from attncheck.errors import InternalError
 from attncheck.harness.driver.construction import LatentCodecView, LayerStub, construct_builder, construct_impl
-from attncheck.harness.driver.foreign_code import call_backend, wait_for
+from attncheck.harness.driver.foreign_code import call_backend, has_its_memory, require_memory, wait_for
 from attncheck.harness.problem.pages import RandomStream
 from attncheck.harness.problem.problem import STALE_ROWS, Problem, foreign_slots, stale_rows
 from attncheck.harness.problem.sizes import SMALL_POOL, stored_sizes
 from attncheck.harness.problem.storage import Storage, alike, key_storage, value_storage
 from attncheck.reference.spec import CacheSpec, LayerSpec
-
-# Prove a cache codec correct before it is used to judge a backend.
-#
-# The proof uses a small pool of the backend's own cache shape. It checks that rows written are read back, that distinct
-# slots use distinct bytes, and that writing one slot changes no other.
 
 _BLOCKS = 3
 
@@ -261,11 +256,16 @@ class KVPool:
         """Return the cache's memory as flat uint8; of a very large cache, a copy of the pages that a step may reach."""
         return self._memory.bytes()
 
+    def differs_from(self, image: Tensor) -> bool:
+        """Return whether the memory differs from an earlier copy of :meth:`bytes`."""
+        return not has_its_memory(self.kv_cache) or not same_bytes(image, self._memory.bytes())
+
     def filled(self, poison: float | None = None, regions: tuple[str, ...] | None = None) -> Tensor:
         """Return the cache with the contents it has before a step.
 
         ``poison``: written to foreign slots, or only to those of ``regions`` if given. None leaves stale rows there.
         """
+        require_memory(self.kv_cache, "kv_cache", "forward")
         self._memory.restore(self._clean)
         if poison is not None:
             chosen = [slots for name, slots in self.regions.items() if regions is None or name in regions]
@@ -295,7 +295,8 @@ class KVPool:
         keep = slots >= 0
         if not bool(keep.all()):
             slots, key, value = slots[keep], key[keep], value[keep]
-        call_backend("cache", lambda: self._writer(self.kv_cache, slots, key, value), self._device)
+        call_backend("cache", lambda: self._writer(self.kv_cache.detach(), slots, key, value), self._device)
+        require_memory(self.kv_cache, "kv_cache", "cache")
 
     def write_image(self, image: Tensor, slots: Tensor, key: Tensor, value: Tensor) -> None:
         """Store rows through the codec in a copy of :meth:`bytes`. Raises RuntimeError if there is no codec."""
@@ -311,7 +312,15 @@ class KVPool:
         """
         codec = self._codec_in_hand()
         places = self._memory.slots_in_image(slots)
-        return call_backend("codec", lambda: codec.read(self._memory.view(image), places), self._device)
+
+        def read() -> tuple[Tensor, Tensor]:
+            keys, values = codec.read(self._memory.view(image), places)
+            if not type(keys) is type(values) is Tensor:
+                kinds = f"{type(keys).__name__} and {type(values).__name__}"
+                raise TypeError(f"the codec returned {kinds}; it must return two tensors")
+            return keys, values
+
+        return call_backend("codec", read, self._device)
 
     def _codec_in_hand(self) -> KVCacheCodec:
         if self.codec is None:
@@ -342,7 +351,6 @@ class KVPool:
 
 
 def _stored_as(problem: Problem) -> object:
-    """Return the facts of a layer and its cache that determine how rows are stored."""
     layer, cache = problem.layer, problem.cache.unplaced
     return cache, layer.num_kv_heads, layer.head_size, layer.value_head_size, layer.dtype, layer.mla, layer.attn_type
 
@@ -367,10 +375,6 @@ def _first_occurrences(slots: Tensor) -> Tensor:
     )
     return first
 
-
-# Make pools: find their codec, or have the backend's own writer fill them if there is none.
-#
-# If `forward` includes the cache update, the writer runs as prefills whose outputs are dropped.
 
 _LONGEST = 1024
 """Maximum tokens of a prefill.
@@ -399,7 +403,6 @@ class PoolFiller:
         return impl
 
     def _builder(self, kv_cache: Tensor) -> Any:
-        """Return the builder for pools of the size of ``kv_cache``."""
         page = kv_cache_shape(self._backend, self._problem.layer, self._problem.cache.block_size, num_blocks=1)
         num_blocks = kv_cache.numel() // math.prod(page)
         if num_blocks not in self._builders:

@@ -13,10 +13,10 @@ from torch import Tensor
 from attncheck.backends.contract import AttentionBackend
 from attncheck.backends.declarations import is_merged
 from attncheck.harness.driver.construction import LAYER, LayerStub, construct_builder, construct_impl
-from attncheck.harness.driver.foreign_code import StageError, call_backend, stage_named
+from attncheck.harness.driver.foreign_code import StageError, call_backend, has_its_memory, require_memory, stage_named
 from attncheck.harness.driver.observation import Observation, printable
-from attncheck.harness.driver.outputs import CallResult, GuardedBuffer, merged, observed, placed, read_result
-from attncheck.harness.driver.pool import KVPool, new_pool, same_bytes
+from attncheck.harness.driver.outputs import CallResult, GuardedBuffer, in_problem_order, merged, placed, read_result
+from attncheck.harness.driver.pool import KVPool, new_pool
 from attncheck.harness.driver.step import (
     ForwardCall,
     LentCalls,
@@ -31,8 +31,6 @@ from attncheck.harness.driver.step import (
 from attncheck.harness.problem.problem import Problem
 from attncheck.harness.problem.storage import output_codes
 from attncheck.reference.spec import StridesSpec
-
-# Inputs of a step, and the state of one session's part in a running step.
 
 
 @dataclass(frozen=True)
@@ -78,7 +76,7 @@ class PreparedStep:
 
 
 @dataclass(frozen=True)
-class Turn:
+class BegunStep:
     """A session's part of a step that has begun.
 
     ``lent``: the calls as the backend gets them. ``before``: the cache's memory before the first call. ``has_images``:
@@ -98,11 +96,6 @@ class Turn:
         return self.lent.calls
 
 
-# Call a backend's `forward` as a model's layer does, and collect the result.
-#
-# The sessions of a case, of a CUDA graph and of a timed step all bind their arguments here.
-
-
 @dataclass(frozen=True)
 class OutputBuffers:
     """The buffers that a call of ``forward`` writes its result to.
@@ -120,6 +113,12 @@ class OutputBuffers:
         self.out.refill(num_rows)
         if self.lse is not None:
             self.lse.refill(num_rows)
+
+    def require_memory(self) -> None:
+        """Raise StageError if a call of ``forward`` resized the memory of a buffer."""
+        require_memory(self.out.memory, "output", "forward")
+        if self.lse is not None:
+            require_memory(self.lse.memory, "output_lse", "forward")
 
     def handed_out(self) -> dict[str, Tensor]:
         """Return the output keywords of ``forward``; the buffers are aliases of the same memory."""
@@ -186,10 +185,17 @@ class BackendLayer:
         return forward
 
     def enter(self, call: ForwardCall, kv_cache: Tensor | None, metadata: Any, buffers: OutputBuffers) -> object:
-        """Return what ``forward`` returns under ``torch.no_grad()``, without waiting for the device."""
+        """Return what ``forward`` returns under ``torch.no_grad()``, without waiting for the device.
+
+        Raises StageError if it resized the cache or a buffer.
+        """
         forward = self.bind(call, kv_cache, metadata, buffers)
         with torch.no_grad():
-            return forward()
+            returned = forward()
+        buffers.require_memory()
+        if kv_cache is not None:
+            require_memory(kv_cache, "kv_cache", "forward")
+        return returned
 
     def result_of(self, call: ForwardCall, returned: object, buffers: OutputBuffers) -> CallResult:
         """Return the result of ``call``: the output buffer, or ``returned`` if the contract allows another tensor."""
@@ -212,14 +218,12 @@ class BackendLayer:
         )
 
 
-# Drive one backend through one problem as a model runner does, using only the contract.
-#
-# A :class:`Session` constructs impl, builder and cache once. Every :meth:`Session.run` refills the cache, passes fresh
-# tensors and returns an observation. It catches whatever the backend raises, and records the stage.
-
-
 class Session:
-    """One backend on one problem on one device. Raises StageError if the backend refuses or fails during set-up."""
+    """One backend on one problem on one device, driven as a model runner does.
+
+    Impl, builder and cache are constructed once. Every :meth:`run` refills the cache and passes fresh tensors. Raises
+    StageError if the backend refuses or fails during set-up.
+    """
 
     def __init__(
         self,
@@ -269,21 +273,14 @@ class Session:
 
         ``is_judged``: foreign slots of a pool of its own hold stale rows, as those of the first session do.
         """
-        other = copy(self)
-        other.problem = problem
-        other._prepare(is_judged=is_judged)
-        return other
+        return self._with(problem, is_judged=is_judged)
 
     def in_flight(self, problem: Problem, role: str = "", first: "Session | None" = None) -> "Session":
         """Return a session for a micro-batch that is built before this one has run, by a builder of its own.
 
         ``first``: the session of that micro-batch on another layer, whose builder serves this layer, too.
         """
-        other = copy(self)
-        other.role, other.builders = role, [] if first is None else first.builders
-        other.problem = problem
-        other._prepare()
-        return other
+        return self._with(problem, role=role, builders=[] if first is None else first.builders)
 
     def in_order(self, order: Sequence[int]) -> "Session":
         """Return a session over the same cache and builder whose steps have the requests in ``order``."""
@@ -293,17 +290,18 @@ class Session:
 
     def in_place(self, problem: Problem) -> "Session":
         """Return a session for another problem of the same layer and cache, over the same impl, builder and memory."""
-        other = copy(self)
-        other.problem = problem
-        other._known_pool = None if self.pool is None else self.pool.beside(problem)
-        other._prepare()
-        return other
+        return self._with(problem, _known_pool=None if self.pool is None else self.pool.beside(problem))
 
     def following(self, problem: Problem) -> "Session":
         """Return a session for a step over the cache as the previous step leaves it."""
+        return self._with(problem, _known_pool=self.pool, _is_refilled=False)
+
+    def _with(self, problem: Problem, *, is_judged: bool = False, **members: object) -> "Session":
+        """Return a session for another problem over the same impl, and over what ``members`` do not replace."""
         other = copy(self)
-        other.problem, other._known_pool, other._is_refilled = problem, self.pool, False
-        other._prepare()
+        other.problem = problem
+        vars(other).update(members)
+        other._prepare(is_judged=is_judged)
         return other
 
     def _of_layer(self, other: OtherLayer) -> "Session":
@@ -320,8 +318,9 @@ class Session:
         self.layer = BackendLayer(self.backend, self.impl, self.attn_layer, writes=self._reads is None)
 
     def _impl(self, *, with_sinks: bool = True) -> Any:
-        made = partial(construct_impl, with_sinks=with_sinks, reads=self._reads)
-        construct = partial(made, self.backend, self.problem, self.device)
+        construct = partial(
+            construct_impl, self.backend, self.problem, self.device, with_sinks=with_sinks, reads=self._reads
+        )
         return call_backend("construct", construct, self.device, self._watching())
 
     @property
@@ -356,17 +355,17 @@ class Session:
 
         ``images``: keep the cache's memory before and after, and look for changed inputs.
         """
-        turn = self.begin(fill, images=images)
+        begun = self.begin(fill, images=images)
         try:
-            for call, metadata in self.built(turn.calls):
-                self.take(turn, call, metadata)
+            for call, metadata in self.built(begun.calls):
+                self.take(begun, call, metadata)
         except StageError as failure:
-            if not turn.results or failure.raised.touched:
+            if not begun.results or failure.raised.touched:
                 raise
             raise StageError(replace(failure.raised, touched=("the output of an earlier call",))) from failure
-        return self.finish(turn)
+        return self.finish(begun)
 
-    def begin(self, fill: Fill = Fill(), *, images: bool = True, lent: LentCalls | None = None) -> Turn:
+    def begin(self, fill: Fill = Fill(), *, images: bool = True, lent: LentCalls | None = None) -> BegunStep:
         """Make the inputs of a step, and fill the cache according to ``fill``. Raises StageError.
 
         ``lent``: the calls of the step if they are not to be in new memory.
@@ -375,28 +374,33 @@ class Session:
         lent = lent or lend_copies(prepared.calls)
         kv_cache = self._filled_cache(prepared.step, fill)
         before = self._image() if images else None
-        return Turn(prepared.step, lent, kv_cache, before, images)
+        return BegunStep(prepared.step, lent, kv_cache, before, images)
 
     def built(self, calls: Sequence[ForwardCall]) -> Iterable[tuple[ForwardCall, Any]]:
         """Return each call with its metadata; micro-batches are all built before the first runs, others one by one."""
         built = ((call, self._build(call)) for call in calls)
         return list(built) if num_builders(self.problem) > 1 else built
 
-    def take(self, turn: Turn, call: ForwardCall, metadata: Any) -> None:
-        """Make one call of the turn. Raises StageError."""
-        turn.results.append(self._call(call, turn.kv_cache, metadata, turn.before))
+    def take(self, begun: BegunStep, call: ForwardCall, metadata: Any) -> None:
+        """Make one call of a step that has begun. Raises StageError."""
+        buffers = self.layer.output_buffers(self.problem, call)
+        forward = partial(self.layer_of(call).enter, call, begun.kv_cache, metadata, buffers)
+        try:
+            returned = call_backend("forward", forward, self.device, self._watching())
+        except StageError as failure:
+            touched = self._touched(buffers, begun.before)
+            raise StageError(replace(failure.raised, touched=touched)) from failure
+        begun.results.append(self.layer.result_of(call, returned, buffers))
 
-    def finish(self, turn: Turn) -> Observation:
-        """Return the observation of a turn whose calls have all been made."""
-        results = turn.results
-        return observed(
-            merged(results, self.backend.conventions) if self._is_merged else placed(results),
-            turn.step,
-            results,
-            pool_before=turn.before,
-            pool_after=self._image() if turn.has_images else None,
-            changed=turn.lent.changed() if turn.has_images else (),
-        )
+    def finish(self, begun: BegunStep) -> Observation:
+        """Return the observation of a step whose calls have all been made."""
+        results = begun.results
+        seen = merged(results, self.backend.conventions) if self._is_merged else placed(results)
+        seen = in_problem_order(seen, begun.step)
+        if not begun.has_images:
+            return seen
+        changed = tuple(dict.fromkeys(begun.lent.changed()))
+        return replace(seen, pool_before=begun.before, pool_after=self._image(), changed=changed)
 
     def layer_of(self, call: ForwardCall) -> BackendLayer:
         """Return the layer that makes ``call``: only one of the calls that are merged carries the sinks."""
@@ -418,7 +422,6 @@ class Session:
         return tuple(sorted({printable(str(name)) for name in names}))
 
     def _prepare(self, *, is_judged: bool = False) -> None:
-        """Set up everything that depends on the problem."""
         self.problem = self.problem.in_pool_of(self._num_blocks)
         for _ in range(len(self.builders), max(self._least_builders, num_builders(self.problem))):
             self._add_builder()
@@ -491,16 +494,6 @@ class Session:
         # Without a wait, which a model runner does not have and which would hide a missing one.
         return call_backend("build", make, within=self._watching())
 
-    def _call(self, call: ForwardCall, kv_cache: Tensor | None, metadata: Any, before: Tensor | None) -> CallResult:
-        buffers = self.layer.output_buffers(self.problem, call)
-        forward = partial(self.layer_of(call).enter, call, kv_cache, metadata, buffers)
-        try:
-            returned = call_backend("forward", forward, self.device, self._watching())
-        except StageError as failure:
-            touched = self._touched(buffers, before)
-            raise StageError(replace(failure.raised, touched=touched)) from failure
-        return self.layer.result_of(call, returned, buffers)
-
     def _image(self) -> Tensor | None:
         return None if self.pool is None else self.pool.bytes().clone()
 
@@ -508,7 +501,7 @@ class Session:
         """Return what a call changed before it raised; "the device" if a fault on it prevents the check."""
         try:
             touched = ["the output"] if buffers.out.touched() else []
-            if before is not None and self.pool is not None and not same_bytes(before, self.pool.bytes()):
+            if before is not None and self.pool is not None and self.pool.differs_from(before):
                 touched.append("the cache")
         except RuntimeError:
             touched = ["the device"]
@@ -531,28 +524,29 @@ def run_step(sessions: Sequence[Session], changes: list[str] | None = None) -> l
     ``changes``: a list that receives each metadata field that a call of ``forward`` changed, with the layer that
     changed it. Raises StageError, whose stage includes the session's role.
     """
-    turns: list[tuple[Session, Turn]] = []
+    begun_steps: list[tuple[Session, BegunStep]] = []
     for session in sessions:
         with _named(session):
-            turns.append((session, session.begin(images=False)))
+            begun_steps.append((session, session.begin(images=False)))
     built: dict[object, Iterator[tuple[ForwardCall, Any]]] = {}
-    for session, turn in sorted(turns, key=lambda pair: pair[0].role != ""):
+    for session, begun in sorted(begun_steps, key=lambda pair: pair[0].role != ""):
         if _batch_of(session) not in built:
             with _named(session):
-                built[_batch_of(session)] = iter(session.built(turn.calls))
-    for number in range(max(len(turn.calls) for _, turn in turns)):
+                built[_batch_of(session)] = iter(session.built(begun.calls))
+    for number in range(max(len(begun.calls) for _, begun in begun_steps)):
         made = {batch: next(calls, None) for batch, calls in built.items()}
-        for session, turn in turns:
+        for session, begun in begun_steps:
             if (pair := made[_batch_of(session)]) is None:
                 continue
-            call, metadata = replace(turn.calls[number], common=pair[0].common), pair[1]
-            before = {} if changes is None else _contents(metadata)
+            call, metadata = replace(begun.calls[number], common=pair[0].common), pair[1]
             with _named(session):
-                session.take(turn, call, metadata)
-            if changes is not None:
-                who = session.role or "the layer"
-                changes += [f"forward of {who} changes {name}" for name in _changed(before, _contents(metadata))]
-    return [session.finish(turn) for session, turn in turns]
+                before = {} if changes is None else call_backend("metadata", partial(_contents, metadata))
+                session.take(begun, call, metadata)
+                if changes is not None:
+                    who = session.role or "the layer"
+                    changed = call_backend("metadata", partial(_changes, before, metadata))
+                    changes += [f"forward of {who} changes {name}" for name in changed]
+    return [session.finish(begun) for session, begun in begun_steps]
 
 
 def _batch_of(session: Session) -> object:
@@ -566,7 +560,7 @@ def _named(session: Session) -> AbstractContextManager[None]:
 
 def _contents(metadata: object, name: str = "metadata", depth: int = _DEPTH) -> dict[str, object]:
     """Return the values of an object's fields and of nested objects, by dotted name; tensors are copied."""
-    if isinstance(metadata, Tensor):
+    if type(metadata) is Tensor and has_its_memory(metadata):
         return {name: metadata.detach().clone()}
     members = getattr(metadata, "__dict__", None)
     if not isinstance(members, Mapping) or isinstance(metadata, type) or not depth:
@@ -577,8 +571,9 @@ def _contents(metadata: object, name: str = "metadata", depth: int = _DEPTH) -> 
     return held
 
 
-def _changed(before: Mapping[str, object], after: Mapping[str, object]) -> list[str]:
+def _changes(before: Mapping[str, object], metadata: object) -> list[str]:
     """Return the names of the values that differ; if a whole object was replaced, only its own name."""
+    after = _contents(metadata)
     names = dict.fromkeys((*before, *after))
     differ = [n for n in names if n not in before or n not in after or _differ(before[n], after[n])]
     return [name for name in differ if name.rpartition(".")[0] not in differ]

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from attncheck.backends.declarations import is_chunked, is_merged
+from attncheck.harness.driver.foreign_code import has_its_memory, is_like
 from attncheck.harness.problem.pages import key_places
 from attncheck.harness.problem.problem import Problem
 from attncheck.reference import (
@@ -529,7 +530,7 @@ def changed_inputs(pristine: ForwardCall, call: ForwardCall) -> Iterator[str]:
     real = {"query": pristine.num_rows, "key": pristine.num_key_rows, "value": pristine.num_key_rows}
     for name, count in real.items():
         was, now = getattr(pristine, name), getattr(call, name)
-        if was is not None and not _same_numbers(was[:count], now[:count]):
+        if was is not None and not (is_like(now, was) and _same_numbers(was[:count], now[:count])):
             yield name
     for field in fields(CommonAttentionMetadata):
         if not _same(getattr(pristine.common, field.name), getattr(call.common, field.name)):
@@ -538,20 +539,17 @@ def changed_inputs(pristine: ForwardCall, call: ForwardCall) -> Iterator[str]:
 
 def _same_numbers(was: Tensor, now: Tensor) -> bool:
     """Return whether two tensors are equal; NaN, which a step may contain, equals NaN."""
-    if was.shape != now.shape:
-        return False
-    if was.dtype == now.dtype and torch.equal(was, now):
+    if torch.equal(was, now):
         return True
     return bool(((was == now) | (torch.isnan(was) & torch.isnan(now))).all())
 
 
 def _same(was: object, now: object) -> bool:
     """Return whether two values of a field are equal, of the same type and, for tensors, on the same device."""
+    if isinstance(was, Tensor):
+        return is_like(now, was) and torch.equal(was, now)  # type: ignore[arg-type]
     if type(was) is not type(now):
         return False
-    if isinstance(was, Tensor) and isinstance(now, Tensor):
-        alike = (was.device, was.dtype, was.shape) == (now.device, now.dtype, now.shape)
-        return alike and torch.equal(was, now)
     if isinstance(was, np.ndarray) and isinstance(now, np.ndarray):
         return was.dtype == now.dtype and np.array_equal(was, now)
     return was == now
@@ -641,8 +639,8 @@ class LentCalls:
         """Yield the names of inputs and metadata fields that a backend has changed."""
         for was, now in zip(self.pristine, self.calls, strict=True):
             yield from changed_inputs(was, now)
-        for (inputs, whole), call in zip(self.buffers, self.calls, strict=False):
-            yield from inputs.changed_behind(whole, call)
+        for (inputs, whole), was in zip(self.buffers, self.pristine, strict=False):
+            yield from inputs.changed_behind(whole, was)
 
 
 def lend_copies(calls: tuple[ForwardCall, ...]) -> LentCalls:
@@ -715,7 +713,7 @@ def _tensors_of(common: Any) -> Iterator[tuple[str, Tensor]]:
 
 
 def _fits(own: Tensor, new: Tensor) -> bool:
-    return len(new) <= len(own) and own.shape[1:] == new.shape[1:]
+    return has_its_memory(own) and len(new) <= len(own) and own.shape[1:] == new.shape[1:]
 
 
 def _front_of(own: Tensor | None, new: Tensor | None) -> Tensor | None:

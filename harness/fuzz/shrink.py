@@ -166,7 +166,6 @@ def size_in_words(case: Case) -> str:
 
 
 def _meaningful(case: Case, **changes: Any) -> Iterator[Case]:
-    """Yield the case with these changes if it is valid."""
     try:
         changed = replace(case, **changes)
         changed = replace(changed, layers=tuple(_beside(changed.layer, other) for other in changed.layers))
@@ -376,8 +375,6 @@ def _smaller(number: int, least: int) -> Iterator[int]:
         step //= 2
 
 
-# Finds failures of drawn and recorded cases, distinguishes them and shrinks them.
-
 _INTERPRETED_KEYS = 96
 """Maximum keys of a batch for interpreted kernels."""
 
@@ -472,7 +469,6 @@ class Shrinker:
     def _shrunk(
         self, case: Case, record: Record, failure: Failure, limit_s: float, *, is_same_cause: bool
     ) -> tuple[Shrunk, Record]:
-        """Shrink ``case``, which gave ``record``; return the result and the record of the smallest case."""
         latest = record
 
         def fails(candidate: Case) -> bool:
@@ -484,7 +480,6 @@ class Shrinker:
         return shrink(case, fails, limit_s=limit_s), latest
 
     def _again(self, case: Case, failure: Failure, *, is_same_cause: bool) -> Record | None:
-        """Return the record of ``case`` if it fails as ``failure`` did, else None."""
         named = replace(case, id=f"shrink-{next(self._numbers)}")
         for record in self._process.examine(named, (failure.record.check,)).records:
             way = Failure(named, record).way

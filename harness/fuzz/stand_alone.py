@@ -1,7 +1,7 @@
 """Writes a failure as one Python file that needs only torch and the backend's file. Loads no torch.
 
-The file has the tensors, the call, the expected values and an assertion. Another process writes it, and runs it before
-it is kept.
+The file has the case, the call, the tensors in compressed form, the expected values and the comparison. Another process
+writes it, and runs it before it is kept.
 """
 
 import os
@@ -15,9 +15,6 @@ from pydantic import TypeAdapter, ValidationError
 from attncheck.cases.model import Case
 from attncheck.harness.fuzz.shrink import BackendProcess, Failure
 from attncheck.reports.run_file.records import Ended, Errored
-
-WRONG = "wrong: "
-"""Prefix of the lines in which a stand-alone file reports what is wrong."""
 
 _LIMIT_S = 600.0
 

@@ -91,6 +91,28 @@ def visible_span(params: AttentionParams, positions: Tensor, num_keys: Tensor | 
     return first, last
 
 
+@dataclass(frozen=True)
+class Request:
+    """One request of the batch: ``rows`` query rows at the end of ``num_keys`` keys, the first ``cached`` of them old.
+
+    ``query_len``: its new tokens in this step; more than ``rows`` if only the last ones are computed (fast prefill).
+    ``first_row`` and ``base``: indices of its first row and key in the batch.
+    """
+
+    rows: int
+    query_len: int
+    num_keys: int
+    cached: int
+    first_row: int
+    base: int
+    pages: tuple[int, ...] = ()
+
+    @property
+    def first_position(self) -> int:
+        """Position of the first query row: rows are aligned to the end of the keys."""
+        return self.num_keys - self.rows
+
+
 # The page layout of a batch: pages drawn from a pool, block tables, and the parts into which a path cuts the keys.
 #
 # Pages are random, page 0 is never owned, and shared prefixes share pages. Table entries beyond a request's end are

@@ -16,12 +16,13 @@ from attncheck.harness.problem.pages import (
     KeyPlaces,
     PageLayout,
     RandomStream,
+    Request,
     key_places,
     lay_out,
     no_pool,
     visible_span,
 )
-from attncheck.harness.problem.queries import CHANNELS, RequestGeometry, ancestors, needle_queries, sign
+from attncheck.harness.problem.queries import CHANNELS, ancestors, needle_queries, sign
 from attncheck.harness.problem.sizes import SMALL_POOL, naive_layer, stored_sizes
 from attncheck.harness.problem.storage import Storage, UpProjections, key_storage, make_up_projections, value_storage
 from attncheck.reference import layer_params
@@ -34,8 +35,6 @@ from attncheck.reference.spec import (
     RequestSpec,
     TreeOptions,
 )
-
-# Queries, keys and values of a batch: drawn for a case, or taken from another batch of the same layer.
 
 DEFAULT_INPUTS = frozenset({"needles", "large_scores", "equal_scores", "coordinates", "views"})
 """Input patterns planted if a case names none."""
@@ -55,7 +54,7 @@ def planted_inputs(case: Case) -> frozenset[str]:
     return DEFAULT_INPUTS if case.inputs is None else frozenset(case.inputs)
 
 
-def draw_rows(case: Case, geometry: list[RequestGeometry], places: KeyPlaces, stream: RandomStream) -> Rows:
+def draw_rows(case: Case, requests: Sequence[Request], places: KeyPlaces, stream: RandomStream) -> Rows:
     """Return new keys and values, and queries aligned to the keys. ``places``: request and position of each key."""
     layer, inputs = case.layer, planted_inputs(case)
     shape = len(places.request), layer.num_kv_heads
@@ -63,25 +62,25 @@ def draw_rows(case: Case, geometry: list[RequestGeometry], places: KeyPlaces, st
         _draw(stream, kind, places, (*shape, size), inputs, storage(layer, case.cache))
         for kind, size, storage in zip(("key", "value"), stored_sizes(layer), (key_storage, value_storage), strict=True)
     )
-    _share_prefixes(case, geometry, keys, values)
+    _share_prefixes(case, requests, keys, values)
     up_projections, naive = make_up_projections(layer, DTYPES[layer.dtype]), naive_layer(layer)
     needles = keys if up_projections is None else up_projections.keys(keys, values)
     if not len(keys):  # queries need a key even if no row sees one
         needles = needles.new_ones(1, naive.num_kv_heads, naive.head_size)
     options = case.batch.path.options
     tree = ancestors(options.parents) if isinstance(options, TreeOptions) else None
-    query = needle_queries(naive, needles, geometry, case.cache.block_size, inputs, tree)
+    query = needle_queries(naive, needles, requests, case.cache.block_size, inputs, tree)
     return Rows(query.to(DTYPES[layer.dtype]), keys, values, up_projections)
 
 
-def mix_rows(given: Rows, case: Case, geometry: Sequence[RequestGeometry], stream: RandomStream) -> Rows:
+def mix_rows(given: Rows, case: Case, requests: Sequence[Request], stream: RandomStream) -> Rows:
     """Return as many rows as ``case`` needs, drawn from ``given``, the rows of a batch of the same layer and cache."""
-    num_rows, num_keys = (sum(sizes) for sizes in zip(*((r.rows, r.num_keys) for r in geometry), strict=True))
+    num_rows, num_keys = (sum(sizes) for sizes in zip(*((r.rows, r.num_keys) for r in requests), strict=True))
     query, keys, values = (
         rows.index_select(0, stream.integers(count, len(rows)))
         for rows, count in ((given.query, num_rows), (given.keys, num_keys), (given.values, num_keys))
     )
-    _share_prefixes(case, geometry, keys, values)
+    _share_prefixes(case, requests, keys, values)
     return Rows(query, keys, values, given.up_projections)
 
 
@@ -100,11 +99,11 @@ def _draw(
     return storage.storable(rows)
 
 
-def _share_prefixes(case: Case, geometry: Sequence[RequestGeometry], keys: Tensor, values: Tensor) -> None:
+def _share_prefixes(case: Case, requests: Sequence[Request], keys: Tensor, values: Tensor) -> None:
     """Copy the rows of the longest shared prefix to all requests that share its pages, in place."""
     shared = [spec.shared_prefix for spec in case.batch]
-    origin = geometry[shared.index(max(shared))].base
-    for n, request in zip(shared, geometry, strict=True):
+    origin = requests[shared.index(max(shared))].base
+    for n, request in zip(shared, requests, strict=True):
         if not n or request.base == origin:
             continue
         for rows in (keys, values):
@@ -115,28 +114,6 @@ def _share_prefixes(case: Case, geometry: Sequence[RequestGeometry], keys: Tenso
 #
 # A :class:`Problem` is the input alone: rows, keys and their slots in a pool of pages. All tensors are on the CPU; the
 # driver copies them to the device.
-
-
-@dataclass(frozen=True)
-class Request:
-    """One request of the batch: ``rows`` query rows at the end of ``num_keys`` keys, the first ``cached`` of them old.
-
-    ``query_len``: its new tokens in this step; more than ``rows`` if only the last ones are computed (fast prefill).
-    ``first_row`` and ``base``: indices of its first row and key in the batch.
-    """
-
-    rows: int
-    query_len: int
-    num_keys: int
-    cached: int
-    first_row: int
-    base: int
-    pages: tuple[int, ...] = ()
-
-    @property
-    def first_position(self) -> int:
-        """Position of the first query row: rows are aligned to the end of the keys."""
-        return self.num_keys - self.rows
 
 
 @dataclass(frozen=True)
@@ -290,17 +267,16 @@ def build_problem(case: Case, seed: int, rows_of: Problem | None = None) -> Prob
     finish_layout = (
         lay_out(case, lengths, places, stream) if layer.has_cache else lambda: no_pool(len(lengths), sum(lengths))
     )
-    geometry = [RequestGeometry(r.rows, r.first_position, r.num_keys, r.base, r.first_row) for r in requests]
     if rows_of is None or not len(rows_of.keys):
-        rows = draw_rows(case, geometry, places, stream)
+        rows = draw_rows(case, requests, places, stream)
     else:
         given = Rows(rows_of.query, rows_of.keys, rows_of.values, rows_of.up_projections)
-        rows = mix_rows(given, case, geometry, stream)
+        rows = mix_rows(given, case, requests, stream)
     layout = finish_layout()
     return Problem(
         case=case,
         seed=seed,
-        requests=tuple(Request(**vars(r) | {"pages": own}) for r, own in zip(requests, layout.pages, strict=True)),
+        requests=tuple(replace(r, pages=own) for r, own in zip(requests, layout.pages, strict=True)),
         query=rows.query,
         keys=rows.keys,
         values=rows.values,
@@ -391,7 +367,7 @@ def arranged(problem: Problem, how: Arrangement) -> Problem:
     return replace(
         problem,
         case=other,
-        requests=tuple(Request(**vars(request) | {"pages": pages}) for request, pages in placed),
+        requests=tuple(replace(request, pages=pages) for request, pages in placed),
         query=problem.query[rows],
         keys=problem.keys[keys],
         values=problem.values[keys],
@@ -400,7 +376,6 @@ def arranged(problem: Problem, how: Arrangement) -> Problem:
 
 
 def _selected(layout: PageLayout, which: Sequence[int], keys: Tensor) -> PageLayout:
-    """Return the layout of some requests, in their current pages."""
     index = list(which)
     return replace(
         layout,

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from attncheck.harness.problem.pages import visible_span
+from attncheck.harness.problem.pages import Request, visible_span
 from attncheck.reference import layer_params
 from attncheck.reference.spec import LayerSpec
 
@@ -141,21 +141,10 @@ _ROWS_AT_ONCE = 1024
 """Most rows processed at once. Short requests are processed together; the limit bounds the memory for long ones."""
 
 
-@dataclass(frozen=True)
-class RequestGeometry:
-    """Rows and keys of a request: rows at positions ``first .. first + rows - 1``, key ``j`` at index ``base + j``."""
-
-    rows: int
-    first: int
-    num_keys: int
-    base: int
-    first_row: int
-
-
 def needle_queries(
     layer: LayerSpec,
     keys: Tensor,
-    requests: list[RequestGeometry],
+    requests: Sequence[Request],
     block_size: int,
     inputs: frozenset[str],
     tree: Tensor | None = None,
@@ -189,9 +178,9 @@ class _Rows(NamedTuple):
         return self.position - self.node
 
 
-def _rows_of(requests: list[RequestGeometry]) -> list[_Rows]:
+def _rows_of(requests: Sequence[Request]) -> list[_Rows]:
     """Return the concatenated rows of all requests, in pieces of ``_ROWS_AT_ONCE``."""
-    fields = [(request.first_row, request.first, 0, request.num_keys, request.base) for request in requests]
+    fields = [(request.first_row, request.first_position, 0, request.num_keys, request.base) for request in requests]
     of_request = np.repeat(fields, [request.rows for request in requests], axis=0)
     of_request[:, :3] += np.concatenate([np.arange(request.rows) for request in requests])[:, None]
     return [_Rows(*piece.unbind(dim=1)) for piece in torch.from_numpy(of_request).split(_ROWS_AT_ONCE)]
@@ -206,20 +195,20 @@ def _row_queries(
     tree: Tensor | None,
 ) -> Tensor:
     heads = torch.arange(layer.num_heads)
-    turn = rows.number[:, None]
+    number = rows.number[:, None]
     params = layer_params(layer)
     lo, hi = visible_span(params, rows.position, rows.num_keys)
     if params.attn_chunk_size is not None:
         # Version 1 of the generator ignores the end of a chunk. That changes nothing if a causal mask hides more.
         _, hi = visible_span(replace(params, attn_chunk_size=None), rows.position, rows.num_keys)
-    target, other = _targets(rows, block_size, lo, hi, turn + heads, tree)
+    target, other = _targets(rows, block_size, lo, hi, number + heads, tree)
     # The key index wraps at the end of the batch: the neighbour of the last request is the first one.
     kv_head = heads // (layer.num_heads // layer.num_kv_heads)
     needle = keys[(rows.base[:, None] + target) % len(keys), kv_head].double()
     norm = needle.norm(dim=-1).clamp(min=1e-3)
     background, bias = _background(layer, rows.position, lo, hi, target)
     score = _needle_score(norm, background - bias)
-    kind = (turn * 5 + heads) % 16
+    kind = (number * 5 + heads) % 16
     if "needles" not in inputs:
         score = norm  # unit-variance scores: a plain random input
     if "large_scores" in inputs:
@@ -238,7 +227,7 @@ def _row_queries(
 
 
 def _targets(
-    rows: _Rows, block_size: int, lo: Tensor, hi: Tensor, turn: Tensor, tree: Tensor | None
+    rows: _Rows, block_size: int, lo: Tensor, hi: Tensor, number: Tensor, tree: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """Return the needle of each row and head, and a second key that the row sees: int64 ``[q, H]`` each.
 
@@ -263,9 +252,9 @@ def _targets(
         node = places - rows.first[:, None]
         among = (node < 0) | tree[rows.node].gather(1, node.clamp(0, len(tree) - 1))
         seen = valid & _within(places, lo, hi) & among
-    target = _nth_valid(places, valid, turn)
+    target = _nth_valid(places, valid, number)
     seen[:, -1] |= ~seen.any(dim=-1)
-    return target, _nth_valid(places, seen, turn + 1)
+    return target, _nth_valid(places, seen, number + 1)
 
 
 def _within(places: Tensor, lo: Tensor, hi: Tensor) -> Tensor:

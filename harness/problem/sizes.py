@@ -1,4 +1,4 @@
-"""Sizes of a layer, and an estimate of the memory that a case needs."""
+"""Sizes of a layer, and an estimate of the memory that a case needs. Imports no torch."""
 
 from typing import TYPE_CHECKING
 
@@ -18,8 +18,6 @@ if TYPE_CHECKING:
 
 ITEMSIZES = {"float16": 2, "bfloat16": 2, "float32": 4, "fp8": 1, "fp8_e4m3": 1, "fp8_e5m2": 1}
 """Bytes per element, by dtype names of layers and caches."""
-
-# Sizes of a layer with a latent cache: of the equivalent ordinary layer, and of its cache rows. Imports no torch.
 
 
 def naive_layer(layer: LayerSpec) -> LayerSpec:
@@ -50,8 +48,6 @@ def num_weights(layer: LayerSpec) -> int:
         return 0
     return layer.mla.kv_lora_rank * layer.num_heads * (layer.mla.qk_nope_head_dim + layer.mla.v_head_dim)
 
-
-# An estimate of the memory that a case needs, before any allocation. Imports no torch.
 
 _ROW_COPIES = 12
 """Float64 tensors of the output's size alive at once: truth, low-precision run, weights, errors, altered truths."""

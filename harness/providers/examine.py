@@ -1,9 +1,8 @@
 """Examine a provider: the plan, the answers to each subject, and their records."""
 
-import inspect
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
@@ -22,11 +21,11 @@ from attncheck.harness.checks.findings import Broken, Finding, Holds, NotExamine
 from attncheck.harness.driver.observation import Raised, capture_exception
 from attncheck.harness.providers import subjects_batch, subjects_other, subjects_v0
 from attncheck.harness.providers.batches import ALWAYS, batches_of, drawn_batches
+from attncheck.harness.providers.causes import WrongAnswer, likely_cause
 from attncheck.harness.providers.provider import (
     AnswerDifference,
     Departure,
     Explanation,
-    Generation,
     Provider,
     ProviderAnswer,
     Subject,
@@ -36,6 +35,7 @@ from attncheck.harness.providers.provider import (
     explain_answer,
     is_bound,
     load_provider,
+    parameters_of,
     signature_differences,
 )
 from attncheck.harness.run.outcomes import OURSELVES, BackendDescription, Circumstances, record_of
@@ -56,44 +56,26 @@ SUBJECTS: tuple[Subject, ...] = (
 )
 """The questions for each function of the reference, in the order of reports."""
 
-# Resolve names and patterns to the questions for each provider.
+# The functions of a run, as records and reports name them: they are to a provider what cases are to a backend.
 
 
 @dataclass(frozen=True)
-class ProviderPlan:
-    """Every subject of every provider, in one setting. ``notes``: where the batches come from."""
+class Function:
+    """A function of a provider. Its hash covers only the name, since its questions come from many sources."""
 
-    providers: tuple[Provider, ...] = ()
-    subjects: tuple[Subject, ...] = ()
-    setting: SubjectSetting = field(default_factory=lambda: SubjectSetting((), torch.device("cpu")))
-    notes: tuple[str, ...] = ()
+    id: str
+    suite: str = UTILITIES
+
+    @property
+    def hash(self) -> str:
+        """12 hex digits."""
+        return sha256(self.id.encode()).hexdigest()[:12]
 
 
-def plan_providers(
-    refs: Sequence[str], patterns: Sequence[str], cases: Iterable[Case], device: str, seed: int
-) -> ProviderPlan:
-    """Return the plan for providers ``refs`` and the functions that match one of ``patterns`` (all if empty).
-
-    The plan is empty if ``refs`` is empty.
-
-    Raises:
-        QuestionError: a provider cannot be imported, two have the same name, or a pattern matches nothing.
-    """
-    if not refs:
-        return ProviderPlan()
-    providers = tuple(load_provider(ref) for ref in dict.fromkeys(refs))
-    names = [provider.name for provider in providers]
-    for name in names:
-        if names.count(name) > 1:
-            raise SelectionError(f"two of the providers are called {name!r}; examine them in two runs")
-    written = batches_of(cases)
-    drawn = drawn_batches(seed)
-    setting = SubjectSetting((*ALWAYS, *written, *drawn), torch.device(device))
-    sources = f"{len(ALWAYS)} always used, {len(written)} of the suites, {len(drawn)} drawn"
-    notes = [f"utilities are called with {len(setting.batches)} batches: {sources}"]
-    for provider in providers:
-        notes += _age(provider)
-    return ProviderPlan(providers, _matching(patterns), setting, tuple(notes))
+def functions_of(patterns: Sequence[str] = ()) -> tuple[Function, ...]:
+    """Return the functions that match one of ``patterns``, or all if there are none."""
+    keys = [subject.key for subject in SUBJECTS]
+    return tuple(Function(key) for key in keys if not patterns or any(fnmatchcase(key, each) for each in patterns))
 
 
 def split_patterns(patterns: Sequence[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
@@ -102,31 +84,52 @@ def split_patterns(patterns: Sequence[str]) -> tuple[tuple[str, ...], tuple[str,
     Raises:
         SelectionError: a pattern is almost the name of a function.
     """
-    keys = [subject.key for subject in SUBJECTS]
-    functions = tuple(pattern for pattern in patterns if any(fnmatchcase(key, pattern) for key in keys))
+    functions = tuple(pattern for pattern in patterns if functions_of([pattern]))
     others = tuple(pattern for pattern in patterns if pattern not in functions)
     for pattern in others:
-        if near := get_close_matches(pattern, keys, n=1):
+        if near := get_close_matches(pattern, [subject.key for subject in SUBJECTS], n=1):
             raise SelectionError(f"no function matches {pattern!r}; did you mean {near[0]!r}?")
     return functions, others
 
 
-def _matching(patterns: Sequence[str]) -> tuple[Subject, ...]:
-    return tuple(s for s in SUBJECTS if not patterns or any(fnmatchcase(s.key, pattern) for pattern in patterns))
+def header_with_providers(
+    header: RunHeader, providers: Sequence[BackendInfo], functions: Sequence[Function], notes: Sequence[str]
+) -> RunHeader:
+    """Return the header of a run that also examines ``providers``, or only these if it has no backends.
 
-
-def _age(provider: Provider) -> list[str]:
-    """Return a note if the table of departures was made from another version of the provider."""
-    made_from = provider.departures.version
-    if not made_from or made_from == provider.version:
-        return []
-    known = plural(len(provider.departures.known), "known departure")
-    return [f"the {known} of {provider.name} were found in {made_from}, and this is {provider.version}"]
+    Raises:
+        SelectionError: a provider and a backend have the same name, or a suite has the name of the functions' suite.
+    """
+    for taken in header.backends:
+        if taken.name in {provider.name for provider in providers}:
+            raise SelectionError(f"a backend and a provider are both called {taken.name!r}; examine them in two runs")
+    if any(suite.name == UTILITIES for suite in header.suites):
+        raise SelectionError(
+            f"a suite may not be called {UTILITIES!r} where providers are examined: their functions are"
+        )
+    examined = tuple(each.name for each in header.backends)
+    # Backends alone examine the cases: without any, no case is due.
+    changes = {"backends": examined} if examined else {"checks": ()}
+    cases = (each if each.backends else each.model_copy(update=changes) for each in header.cases)
+    suite = SuiteInfo(name=UTILITIES, ref=UTILITIES, cases=len(functions))
+    return header.model_copy(
+        update={
+            "suites": (*header.suites, suite),
+            "cases": tuple(cases),
+            "checks": (*(header.checks if header.backends else ()), UTILITIES),
+            "backends": (*header.backends, *providers),
+            "notes": (*header.notes, *notes),
+        }
+    )
 
 
 # Put all questions about one subject to one provider, and count the results.
 
 Word = Literal["equal", "drifted", "judged", "differs"]
+
+
+MOST_WRONG = 50
+"""Number of wrong answers on which a cause is tried."""
 
 
 class UnfitQuestionError(InternalError):
@@ -143,14 +146,13 @@ class Disagreement:
 
 @dataclass
 class SubjectResult:
-    """The result of one subject. ``place``: the module it was found in. ``counts``: questions by result.
+    """The result of one subject. ``counts``: questions by result.
 
     ``shown``: how often each departure showed. ``missed``: how often a departure was predicted but did not show.
     ``bounds``: number of upper bounds. ``first``: the first disagreement, which may come from the comparison of
-    parameters; that comparison is not counted as a question.
+    parameters; that comparison is not counted as a question. ``cause``: the likely cause of the wrong answers.
     """
 
-    place: str
     questions: int = 0
     counts: Counter[Word] = field(default_factory=Counter)
     bounds: int = 0
@@ -158,16 +160,7 @@ class SubjectResult:
     missed: Counter[Departure] = field(default_factory=Counter)
     stale: tuple[Departure, ...] = ()
     first: Disagreement | None = None
-
-    @property
-    def verdict(self) -> Word:
-        """The most serious result; a judgement outranks a drift."""
-        if self.first is not None:
-            return "differs"
-        kinds = {departure.kind for departure in self.shown}
-        if "judgement" in kinds:
-            return "judged"
-        return "drifted" if "drift" in kinds else "equal"
+    cause: str | None = None
 
 
 def reference_targets(subject: Subject) -> list[Any]:
@@ -183,27 +176,29 @@ def examine_subject(provider: Provider, subject: Subject, setting: SubjectSettin
     Raises:
         UnfitQuestionError: a question does not fit the reference.
     """
-    generation: Generation = subject.generation
-    offered = [provider.find(name, generation) for name in (subject.name, *subject.helpers)]
-    found = [each for each in offered if each is not None]
-    if len(found) < len(offered):
+    raw, *helpers = [provider.find(name, subject.generation) for name in (subject.name, *subject.helpers)]
+    if raw is None or None in helpers:
         return None
-    raw = found[0].target
-    ours = reference_targets(subject)
-    theirs = [provider.adapted(subject.key, raw), *(each.target for each in found[1:])]
-    known = provider.departures.of(subject.key)
-    examined = SubjectResult(found[0].place)
+    ours, theirs = reference_targets(subject), [provider.adapted(subject.key, raw), *helpers]
+    known = provider.departures.known.get(subject.key, ())
+    examined = SubjectResult()
     if subject.is_function:
         _enter(
             examined, "its parameters", _explain_parameters(signature_differences(ours[0], raw, subject.newer), known)
         )
-    lacking = subject.newer - _parameters_of(raw)
+    lacking = subject.newer - set(parameters_of(raw) or ())
+    wrong: list[WrongAnswer] = []
     for question in subject.questions(setting):
         if not lacking.isdisjoint(question.arguments):
             continue
-        explanation = _explain(subject, question, ours, theirs, known)
+        expected, seen = _expected(subject, question, ours), _seen(subject, question, theirs)
+        explanation = _explain(subject, question, expected, seen, ours, known)
         examined.questions += 1
         examined.counts[_enter(examined, question.text, explanation)] += 1
+        if explanation.wrong and len(wrong) < MOST_WRONG:
+            wrong.append(WrongAnswer(question, expected, seen, explanation.wrong))
+    if wrong:
+        examined.cause = likely_cause(wrong, ours[0], lambda question: _seen(subject, question, ours))
     for departure in known:
         if departure.shows is not None and departure.shows(raw):
             examined.shown[departure] += 1
@@ -211,13 +206,6 @@ def examine_subject(provider: Provider, subject: Subject, setting: SubjectSettin
     # Sort by the table, since the order in which departures were seen depends on the questions.
     examined.shown = Counter({each: examined.shown[each] for each in known if examined.shown[each]})
     return examined
-
-
-def _parameters_of(function: Any) -> frozenset[str]:
-    try:
-        return frozenset(inspect.signature(function).parameters)
-    except (TypeError, ValueError):
-        return frozenset()
 
 
 def _explain_parameters(found: Sequence[AnswerDifference], known: tuple[Departure, ...]) -> Explanation:
@@ -228,11 +216,14 @@ def _explain_parameters(found: Sequence[AnswerDifference], known: tuple[Departur
 
 
 def _explain(
-    subject: Subject, question: SubjectCall, ours: list[Any], theirs: list[Any], known: tuple[Departure, ...]
+    subject: Subject,
+    question: SubjectCall,
+    expected: ProviderAnswer,
+    seen: ProviderAnswer,
+    ours: list[Any],
+    known: tuple[Departure, ...],
 ) -> Explanation:
-    """Put one question to the reference, to the reference with known departures, and to the provider."""
-    expected = _expected(subject, question, ours)
-    seen = _seen(subject, question, theirs)
+    """Return the departures that explain the provider's answer ``seen``, from the reference with some of them."""
 
     def predict(chosen: tuple[Departure, ...]) -> ProviderAnswer:
         changed = reduce(_change, chosen, ours[0])
@@ -272,101 +263,67 @@ def _enter(examined: SubjectResult, question: str, explanation: Explanation) -> 
     return "judged" if "judgement" in explanation.kinds else "drifted" if "drift" in explanation.kinds else "equal"
 
 
-# Turn the result of a subject into a record, and add providers to the header of a run.
+# The providers of a run, in the process that imports them.
 
 SHOWN_DIFFERENCES = 5
 
 
-@dataclass(frozen=True)
-class SubjectIdentity:
-    """A subject as records name it. Its hash covers only the name, since its questions come from many sources."""
+class Providers:
+    """The imported providers of a run, and the batches with which their functions are examined.
 
-    id: str
-    suite: str = UTILITIES
-
-    @property
-    def hash(self) -> str:
-        """12 hex digits."""
-        return sha256(self.id.encode()).hexdigest()[:12]
-
-
-@dataclass(frozen=True)
-class PlannedProviders:
-    """A plan as plain data. ``subjects``: keys of the examined ones, out of all that are ``known``."""
-
-    infos: tuple[BackendInfo, ...] = ()
-    subjects: tuple[str, ...] = ()
-    known: tuple[str, ...] = ()
-    notes: tuple[str, ...] = ()
-
-    @property
-    def count(self) -> int:
-        """The number of records."""
-        return len(self.infos) * len(self.subjects)
-
-
-def describe_plan(plan: ProviderPlan) -> PlannedProviders:
-    """Return ``plan`` as plain data."""
-    return PlannedProviders(
-        tuple(each.info for each in plan.providers),
-        tuple(subject.key for subject in plan.subjects),
-        tuple(subject.key for subject in SUBJECTS),
-        plan.notes,
-    )
-
-
-def header_with_providers(header: RunHeader, plan: PlannedProviders) -> RunHeader:
-    """Return the header of a run that also examines providers, or only these if it has no backends.
+    ``infos``: the providers as the header lists them. ``notes``: where the batches come from, and departures that were
+    found in another version.
 
     Raises:
-        SelectionError: a provider and a backend have the same name, or a suite has the name of the functions' suite.
+        QuestionError: a provider cannot be imported, or two have the same name.
     """
-    if not plan.infos:
-        return header
-    for taken in header.backends:
-        if taken.name in {provider.name for provider in plan.infos}:
-            raise SelectionError(f"a backend and a provider are both called {taken.name!r}; examine them in two runs")
-    if any(suite.name == UTILITIES for suite in header.suites):
-        raise SelectionError(
-            f"a suite may not be called {UTILITIES!r} where providers are examined: their functions are"
+
+    def __init__(self, refs: Sequence[str], cases: Iterable[Case], device: str, circumstances: Circumstances) -> None:
+        self._circumstances = circumstances
+        providers = [load_provider(ref) for ref in dict.fromkeys(refs)]
+        self._providers = {provider.name: provider for provider in providers}
+        for name, count in Counter(provider.name for provider in providers).items():
+            if count > 1:
+                raise SelectionError(f"two of the providers are called {name!r}; examine them in two runs")
+        written, drawn = batches_of(cases), drawn_batches(circumstances.seed)
+        self._setting = SubjectSetting((*ALWAYS, *written, *drawn), torch.device(device))
+        sources = f"{len(ALWAYS)} always used, {len(written)} of the suites, {len(drawn)} drawn"
+        self.infos = tuple(provider.info for provider in providers)
+        self.notes = (
+            f"utilities are called with {len(self._setting.batches)} batches: {sources}",
+            *(note for provider in providers for note in _age(provider)),
         )
-    suite = SuiteInfo(name=UTILITIES, ref=UTILITIES, cases=len(plan.subjects))
-    return header.model_copy(
-        update={
-            "suites": (*header.suites, suite),
-            "checks": (*(header.checks if header.backends else ()), UTILITIES),
-            "backends": (*header.backends, *plan.infos),
-            "notes": (*header.notes, *plan.notes),
-        }
-    )
+
+    def examine(self, provider: BackendInfo, function: Function) -> Record:
+        """Return the record of one function of the provider."""
+        subject = next(subject for subject in SUBJECTS if subject.key == function.id)
+        return record_subject(self._providers[provider.name], subject, self._setting, self._circumstances)
 
 
-def examine_providers(
-    plan: ProviderPlan, circumstances: Circumstances, first: int = 0, begin: Callable[[str], None] | None = None
-) -> Iterator[Record]:
-    """Yield a record for each subject and provider, from index ``first`` on.
-
-    ``begin``: called with the name of each function before it is examined.
-    """
-    pairs = [(provider, subject) for provider in plan.providers for subject in plan.subjects]
-    for provider, subject in pairs[first:]:
-        if begin is not None:
-            begin(f"function {subject.key}")
-        yield _record(provider, subject, plan, circumstances)
+def _age(provider: Provider) -> list[str]:
+    """Return a note if the table of departures was made from another version of the provider."""
+    made_from = provider.departures.version
+    if not made_from or made_from == provider.version:
+        return []
+    known = plural(sum(map(len, provider.departures.known.values())), "known departure")
+    return [f"the {known} of {provider.name} were found in {made_from}, and this is {provider.version}"]
 
 
-def _record(provider: Provider, subject: Subject, plan: ProviderPlan, circumstances: Circumstances) -> Record:
+def record_subject(
+    provider: Provider, subject: Subject, setting: SubjectSetting, circumstances: Circumstances
+) -> Record:
+    """Return the record of one subject of one provider."""
     began = perf_counter()
     examined: SubjectResult | None = None
     finding: Finding | Raised
     try:
-        examined = examine_subject(provider, subject, plan.setting)
+        examined = examine_subject(provider, subject, setting)
         finding = _finding(provider, subject, examined)
     except Exception as error:  # noqa: BLE001 (ours: only this function's result is lost, and reported as an error)
         finding = capture_exception(OURSELVES, error)
     took = perf_counter() - began
     described = BackendDescription(info=provider.info)
-    record = record_of(circumstances, SubjectIdentity(subject.key), described, UTILITIES, finding, took)
+    record = record_of(circumstances, Function(subject.key), described, UTILITIES, finding, took)
     if examined is not None and isinstance(record, Passed) and _is_stale(provider, examined):
         departures = "; ".join(departure.what for departure in examined.stale)
         reason = f"known in {provider.departures.version}, and no longer there: {departures}"
@@ -405,6 +362,7 @@ def _finding(provider: Provider, subject: Subject, examined: SubjectResult | Non
     return Broken(
         f"{count}{first.question}: {first.differences[0]}",
         figures,
+        meaning=examined.cause,
         details=tuple(map(str, first.differences[1:SHOWN_DIFFERENCES])),
     )
 
@@ -425,6 +383,6 @@ def _notes(provider: Provider, examined: SubjectResult) -> tuple[str, ...]:
 
 
 def _how_often(departure: Departure, count: int, examined: SubjectResult) -> str:
-    if departure.is_form:
+    if departure.changes is None:
         return ""
     return f" ({count} of {plural(examined.questions, 'question')})"

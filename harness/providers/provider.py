@@ -10,7 +10,7 @@ from fnmatch import fnmatchcase
 from importlib import import_module
 from itertools import combinations
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import ModuleType, NoneType, SimpleNamespace
 from typing import Any, Literal
 
 import numpy as np
@@ -55,10 +55,11 @@ class Refusal:
 
 @dataclass(frozen=True, eq=False)
 class Values:
-    """A snapshot of a tensor or array: its dtype, and a copy on the host."""
+    """A snapshot of a tensor or array: its dtype, the type of its device, and a copy on the host."""
 
     dtype: str
     values: Tensor
+    device: str = "cpu"
 
     def __str__(self) -> str:
         return f"{self.dtype} {shorten(self.values.tolist())}"
@@ -125,7 +126,8 @@ def plain_value(value: Any) -> Any:
         case float() | np.floating():
             return float(value)
         case Tensor():
-            return Values(str(value.dtype).removeprefix("torch."), value.detach().cpu().clone())
+            name = str(value.dtype).removeprefix("torch.")
+            return Values(name, value.detach().cpu().clone(), value.device.type)
         case np.ndarray():
             return Values(str(value.dtype), torch.from_numpy(value.copy()))
         case slice():
@@ -185,6 +187,8 @@ def _in_values(place: str, expected: Values, seen: Values) -> Iterator[AnswerDif
         return
     if expected.dtype != seen.dtype:
         yield AnswerDifference(f"{place}.dtype", expected.dtype, seen.dtype)
+    if expected.device != seen.device:
+        yield AnswerDifference(f"{place}.device", expected.device, seen.device)
     index = expected.first_difference(seen)
     if index is not None:
         where = "".join(f"[{axis}]" for axis in index)
@@ -211,6 +215,8 @@ def _format(value: Any) -> str:
             return _cut(f"[{', '.join(map(_format, value))}]")
         case str():
             return value
+        case slice():
+            return f"{value.start}:{value.stop}"
         case _:
             return shorten(value)
 
@@ -223,6 +229,14 @@ PARAMETERS = "parameters"
 _NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 
 
+def parameters_of(function: Any) -> Mapping[str, inspect.Parameter] | None:
+    """Return the parameters of a function or class by name, or None if Python cannot determine them."""
+    try:
+        return inspect.signature(function).parameters
+    except (TypeError, ValueError):
+        return None
+
+
 def signature_differences(
     ours: Callable[..., Any], theirs: Callable[..., Any], newer: frozenset[str] = frozenset()
 ) -> list[AnswerDifference]:
@@ -231,9 +245,8 @@ def signature_differences(
     An additional optional parameter is tolerated, and so is the absence of a ``newer`` one. Empty for a function that
     takes ``*args`` or ``**kwargs``, or whose signature Python cannot determine; it is judged by its answers alone.
     """
-    try:
-        known, seen = (inspect.signature(function).parameters for function in (ours, theirs))
-    except (TypeError, ValueError):
+    known, seen = parameters_of(ours), parameters_of(theirs)
+    if known is None or seen is None:
         return []
     if any(parameter.kind not in _NAMED for parameter in seen.values()):
         return []
@@ -337,9 +350,14 @@ def are_apart(one: Tensor, other: Tensor) -> bool:
     return one.untyped_storage().data_ptr() != other.untyped_storage().data_ptr()
 
 
-def subject_call(text: str, *tags: str, refused: bool = False, **arguments: Any) -> SubjectCall:
-    """Return a question with its arguments as keywords."""
-    return SubjectCall(text, arguments, frozenset(tags), refused)
+def subject_call(about: object, *tags: str, refused: bool = False, **arguments: Any) -> SubjectCall:
+    """Return a question with these keywords; its text is ``about``, then each argument that is short to write."""
+    short = [f"{name} {_format(value)}" for name, value in arguments.items() if isinstance(value, _SHORT)]
+    return SubjectCall(": ".join([str(about), *filter(None, [", ".join(short)])]), arguments, frozenset(tags), refused)
+
+
+_SHORT = (int, str, slice, NoneType)
+"""Types of arguments that the text of a question contains."""
 
 
 # Known differences between a provider and the reference, each with its reason and exactly what it changes.
@@ -352,29 +370,23 @@ def subject_call(text: str, *tags: str, refused: bool = False, **arguments: Any)
 
 @dataclass(frozen=True)
 class Departure:
-    """One known difference of one subject; ``what`` describes what the provider does.
+    """One known difference; ``what`` describes what the provider does.
 
-    ``changes(object)``: returns the reference's object with this difference, for questions with one of ``tags``, or for
-    all of them if there are no tags. ``parameters``: pairs of a differing parameter and what the provider has instead.
+    ``changes(object)``: returns the reference's object with this difference, for questions with ``tag``, or for all of
+    them if it is empty. ``parameters``: pairs of a differing parameter and what the provider has instead.
     ``shows(object)``: whether the provider's object has a difference of form, which an adapter hides from the answers.
     """
 
-    subject: str
     kind: Literal["drift", "judgement"]
     what: str
     changes: Callable[[Any], Any] | None = None
-    tags: frozenset[str] = frozenset()
+    tag: str = ""
     parameters: tuple[tuple[str, str], ...] = ()
     shows: Callable[[Any], bool] | None = None
 
-    @property
-    def is_form(self) -> bool:
-        """Whether the difference is one of form, which no answer shows."""
-        return self.changes is None
-
     def concerns(self, question: SubjectCall) -> bool:
         """Return whether this departure may change the answer to this question."""
-        return self.changes is not None and (not self.tags or bool(self.tags & question.tags))
+        return self.changes is not None and (not self.tag or self.tag in question.tags)
 
     def explains_parameter(self, difference: AnswerDifference) -> bool:
         """Return whether this departure is the cause of a difference between parameters."""
@@ -383,18 +395,14 @@ class Departure:
 
 @dataclass(frozen=True)
 class Departures:
-    """The departures of one provider, made from ``version``; empty if none are known.
+    """The departures of one provider by subject, made from ``version``; empty if none are known.
 
     ``gone``: pairs of a shell pattern and a reason, for names of the reference that the provider no longer has.
     """
 
     version: str = ""
-    known: tuple[Departure, ...] = ()
+    known: Mapping[str, tuple[Departure, ...]] = field(default_factory=dict)
     gone: tuple[tuple[str, str], ...] = ()
-
-    def of(self, subject: str) -> tuple[Departure, ...]:
-        """Return the departures of one subject."""
-        return tuple(departure for departure in self.known if departure.subject == subject)
 
     def why_gone(self, subject: str) -> str | None:
         """Return the reason why the provider lacks a name, or None if the table has none."""
@@ -474,17 +482,6 @@ def _matters(without: ProviderAnswer, answer: ProviderAnswer) -> bool:
 Adapter = Callable[[Any], Any]
 """Makes a provider's object accept and return the reference's objects."""
 
-BUILTIN: Mapping[str, str] = {"vllm": "attncheck.harness.providers.vllm:load_vllm"}
-"""Packages that need an adapter, and the function that returns their provider."""
-
-
-@dataclass(frozen=True)
-class ProviderObject:
-    """An object of a provider, and the name of the module it was found in."""
-
-    target: Any
-    place: str
-
 
 @dataclass(frozen=True)
 class Provider:
@@ -508,7 +505,7 @@ class Provider:
         """The provider in the header of a run file, where it is listed with the backends."""
         return BackendInfo(name=self.name, ref=self.ref, version=self.version)
 
-    def find(self, name: str, generation: str = "v1") -> ProviderObject | None:
+    def find(self, name: str, generation: Generation = "v1") -> Any:
         """Return the object called ``name``, or None.
 
         For the first generation, ``modules`` are searched after ``v0``, unless both generations have the name.
@@ -516,10 +513,7 @@ class Provider:
         modules = [*self.modules] if generation == "v1" else [*self.v0]
         if generation == "v0" and not hasattr(attncheck.reference, name):
             modules += self.modules
-        for module in modules:
-            if hasattr(module, name):
-                return ProviderObject(getattr(module, name), module.__name__)
-        return None
+        return next((getattr(module, name) for module in modules if hasattr(module, name)), None)
 
     def adapted(self, key: str, target: Any) -> Any:
         """Return ``target``, the object of subject ``key``, with the interface of the reference's object."""
@@ -535,11 +529,10 @@ def load_provider(ref: str) -> Provider:
     Raises:
         ProviderLoadError: nothing of that name can be imported, or importing it fails.
     """
-    package = ref.partition(":")[0]
-    if package in BUILTIN:
-        module, _, name = BUILTIN[package].partition(":")
-        provider: Provider = getattr(import_module(module), name)(ref)
-        return provider
+    if ref.partition(":")[0] == "vllm":
+        from attncheck.harness.providers.vllm import load_vllm  # which imports this module
+
+        return load_vllm(ref)
     if ref.startswith(PREFIX):
         first, second = mutant_utilities(ref.removeprefix(PREFIX))
         return Provider(name=ref, ref=ref, version=attncheck.__version__, modules=[first], v0=[second])

@@ -25,32 +25,40 @@ Numbers = tuple[int, ...]
 
 
 def _boundaries(setting: SubjectSetting) -> Iterator[SubjectCall]:
-    def call(
-        batch: ProviderBatch, threshold: int, *tags: str, uniform: bool = False, spare: int = 0, refused: bool = False
-    ) -> SubjectCall:
-        metadata = batch.metadata(setting.device)
-        uniformly = ", uniform" if uniform else ""
-        bound = f", max_query_len {spare} above the truth" if spare else ""
-        return subject_call(
-            f"{batch}: threshold {threshold}{uniformly}{bound}",
-            *tags,
-            refused=refused,
-            common_attn_metadata=replace(metadata, max_query_len=metadata.max_query_len + spare),
-            decode_threshold=threshold,
-            require_uniform=uniform,
-        )
-
     for batch in setting.batches:
-        for threshold in THRESHOLDS:
-            yield call(batch, threshold)
-            yield call(batch, threshold, uniform=True)
-        yield call(batch, 1, spare=3)
-        yield subject_call(f"{batch}: by default", common_attn_metadata=batch.metadata(setting.device))
-        yield from _flagged(batch, setting.device)
-    yield call(setting.batches[0], -1, "malformed", refused=True)
+        metadata = batch.metadata(setting.device)
+        for threshold, uniform in product(THRESHOLDS, (False, True)):
+            yield subject_call(
+                batch, common_attn_metadata=metadata, decode_threshold=threshold, require_uniform=uniform
+            )
+        yield subject_call(
+            f"{batch}, {BOUND}",
+            common_attn_metadata=_with_bound(metadata),
+            decode_threshold=1,
+            require_uniform=False,
+        )
+        yield subject_call(batch, common_attn_metadata=metadata)
+        yield from _flagged(batch, metadata)
+    batch = setting.batches[0]
+    metadata = batch.metadata(setting.device)
+    yield subject_call(
+        batch,
+        "malformed",
+        refused=True,
+        common_attn_metadata=metadata,
+        decode_threshold=-1,
+        require_uniform=False,
+    )
 
 
-def _flagged(batch: ProviderBatch, device: torch.device) -> Iterator[SubjectCall]:
+BOUND = "max_query_len 3 above the truth"
+
+
+def _with_bound(metadata: CommonAttentionMetadata) -> CommonAttentionMetadata:
+    return replace(metadata, max_query_len=metadata.max_query_len + 3)
+
+
+def _flagged(batch: ProviderBatch, metadata: CommonAttentionMetadata) -> Iterator[SubjectCall]:
     """Yield questions that count short extends as prefills, with a few patterns of requests with unfinished prompts."""
     real = [tokens > 0 for tokens in batch.query_lens]
     fresh = [q == s > 0 for q, s in zip(batch.query_lens, batch.seq_lens, strict=True)]
@@ -61,12 +69,11 @@ def _flagged(batch: ProviderBatch, device: torch.device) -> Iterator[SubjectCall
         "the last prompt is": last,
         "every second prompt is": [flag and place % 2 == 1 for place, flag in enumerate(real)],
     }
+    shared = {each.name: getattr(metadata, each.name) for each in fields(metadata)}
     for text, flags in patterns.items():
-        metadata = batch.metadata(device)
-        shared = {each.name: getattr(metadata, each.name) for each in fields(metadata)}
         for threshold, uniform in product(THRESHOLDS, (False, True)):
             yield subject_call(
-                f"{batch}: threshold {threshold}{', uniform' if uniform else ''}, {text} unfinished, and no decode",
+                f"{batch}, {text} unfinished",
                 common_attn_metadata=PrefillingMetadata(**shared, is_prefilling=torch.tensor(flags)),
                 decode_threshold=threshold,
                 require_uniform=uniform,
@@ -76,20 +83,12 @@ def _flagged(batch: ProviderBatch, device: torch.device) -> Iterator[SubjectCall
 
 def _three_parts(setting: SubjectSetting) -> Iterator[SubjectCall]:
     for batch in setting.batches:
-        for threshold in THRESHOLDS:
-            yield subject_call(
-                f"{batch}: threshold {threshold}",
-                *(["first chunks"] if _has_first_chunk(batch, threshold) else []),
-                common_attn_metadata=batch.metadata(setting.device),
-                decode_threshold=threshold,
-            )
         metadata = batch.metadata(setting.device)
+        for threshold in THRESHOLDS:
+            tags = ["first chunks"] if _has_first_chunk(batch, threshold) else []
+            yield subject_call(batch, *tags, common_attn_metadata=metadata, decode_threshold=threshold)
         tag = "decodes alone" if max(batch.query_lens) <= 1 else "first chunks" if _has_first_chunk(batch, 1) else ""
-        yield subject_call(
-            f"{batch}: max_query_len 3 above the truth, by default",
-            tag,
-            common_attn_metadata=replace(metadata, max_query_len=metadata.max_query_len + 3),
-        )
+        yield subject_call(f"{batch}, {BOUND}", tag, common_attn_metadata=_with_bound(metadata))
 
 
 def _has_first_chunk(batch: ProviderBatch, threshold: int) -> bool:
@@ -98,19 +97,13 @@ def _has_first_chunk(batch: ProviderBatch, threshold: int) -> bool:
 
 def _workspaces(setting: SubjectSetting) -> Iterator[SubjectCall]:
     for batch in setting.batches:
+        lens = batch.metadata(HOST).seq_lens_cpu
         longest, together = max(batch.seq_lens), sum(batch.seq_lens)
         for size in dict.fromkeys((longest, longest + 1, 2 * longest, together)):
-            yield subject_call(
-                f"{batch}: a workspace of {size}",
-                seq_lens_cpu=batch.metadata(HOST).seq_lens_cpu,
-                workspace_size=size,
-                request_offset=size % 3,
-            )
-        yield subject_call(
-            f"{batch}: by default", seq_lens_cpu=batch.metadata(HOST).seq_lens_cpu, workspace_size=longest
-        )
+            yield subject_call(batch, seq_lens_cpu=lens, workspace_size=size, request_offset=size % 3)
+        yield subject_call(batch, seq_lens_cpu=lens, workspace_size=longest)
     lens = torch.tensor([3, 9], dtype=torch.int32)
-    yield subject_call("lengths 3 9: a workspace of 8", refused=True, seq_lens_cpu=lens, workspace_size=8)
+    yield subject_call("lengths 3 9", refused=True, seq_lens_cpu=lens, workspace_size=8)
     yield subject_call("no request", seq_lens_cpu=lens[:0], workspace_size=8)
 
 
@@ -168,35 +161,35 @@ def _mixtures() -> Iterator[tuple[str, ...]]:
 
 
 def _orders(setting: SubjectSetting) -> Iterator[SubjectCall]:
-    def calls(text: str, counts: Numbers, computed: Numbers, prompts: Numbers, *tags: str) -> Iterator[SubjectCall]:
+    for text, counts, computed, prompts in _persistent_batches(setting):
         names = [f"r{number}" for number in range(len(counts))]
         scheduled = dict(zip(names, counts, strict=True)) | {"another": 7}
         arguments: dict[str, Any] = {
             "input_batch": InputBatch(names, np.array(computed, np.int32), np.array(prompts, np.int32)),
             "scheduler_output": SimpleNamespace(num_scheduled_tokens=scheduled),
         }
-        yield subject_call(f"{text}: by default", *tags, **arguments)
+        yield subject_call(text, **arguments)
         for threshold in THRESHOLDS:
-            yield subject_call(f"{text}: threshold {threshold}", *tags, **arguments, decode_threshold=threshold)
-
-    for batch in setting.batches:
-        computed, prompts = (9,) * batch.num_reqs, (5,) * batch.num_reqs
-        yield from calls(f"{batch}, all past their prompts", batch.query_lens, computed, prompts)
-        computed = tuple(s - q for q, s in zip(batch.query_lens, batch.seq_lens, strict=True))
-        yield from calls(
-            f"{batch}, all in their prompts", batch.query_lens, computed, tuple(s + 1 for s in batch.seq_lens)
-        )
-    yield from calls("counts 5 1 7 1 1, all past their prompts", (5, 1, 7, 1, 1), (9,) * 5, (5,) * 5)
-    for mixture in _mixtures():
-        counts, computed, prompts = zip(*(REGIONS[kind] for kind in mixture), strict=True)
-        yield from calls(", ".join(mixture), counts, computed, prompts)
-    yield from calls("no request at all", (), (), ())
+            yield subject_call(text, **arguments, decode_threshold=threshold)
     yield subject_call(
         "a request that was not scheduled",
         refused=True,
         input_batch=InputBatch(["r0", "r1"], np.array([9, 9], np.int32), np.array([5, 5], np.int32)),
         scheduler_output=SimpleNamespace(num_scheduled_tokens={"r0": 3}),
     )
+
+
+def _persistent_batches(setting: SubjectSetting) -> Iterator[tuple[str, Numbers, Numbers, Numbers]]:
+    """Yield persistent batches: a text, and the scheduled, computed and prompt tokens of each request."""
+    for batch in setting.batches:
+        yield f"{batch}, all past their prompts", batch.query_lens, (9,) * batch.num_reqs, (5,) * batch.num_reqs
+        computed = tuple(s - q for q, s in zip(batch.query_lens, batch.seq_lens, strict=True))
+        yield f"{batch}, all in their prompts", batch.query_lens, computed, tuple(s + 1 for s in batch.seq_lens)
+    yield "counts 5 1 7 1 1, all past their prompts", (5, 1, 7, 1, 1), (9,) * 5, (5,) * 5
+    for mixture in _mixtures():
+        counts, computed, prompts = zip(*(REGIONS[kind] for kind in mixture), strict=True)
+        yield ", ".join(mixture), counts, computed, prompts
+    yield "no request at all", (), (), ()
 
 
 ORDER = (
@@ -226,23 +219,20 @@ def _slice(target: Any, *, query_start_loc: torch.Tensor, request_slice: slice) 
 
 
 def _slices(setting: SubjectSetting) -> Iterator[SubjectCall]:
-    def call(starts: torch.Tensor, text: str, first: int, stop: int, *tags: str, refused: bool = False) -> SubjectCall:
+    def call(text: object, starts: torch.Tensor, first: int, stop: int, *tags: str, refused: bool = False) -> Any:
+        requests = slice(first, stop)
         return subject_call(
-            f"{text}: requests {first}:{stop}",
-            *tags,
-            refused=refused,
-            query_start_loc=starts.to(setting.device),
-            request_slice=slice(first, stop),
+            text, *tags, refused=refused, query_start_loc=starts.to(setting.device), request_slice=requests
         )
 
     for batch in setting.batches:
         half, last = batch.num_reqs // 2, batch.num_reqs
         for first, stop in dict.fromkeys([(0, last), (0, half), (half, last), (half, half)]):
-            yield call(batch.offsets(), str(batch), first, stop)
-    yield call(torch.tensor([5, 8, 10]), "start locations 5 8 10", 0, 2)
+            yield call(batch, batch.offsets(), first, stop)
+    yield call("start locations 5 8 10", torch.tensor([5, 8, 10]), 0, 2)
     five = torch.tensor([0, 3, 5, 9, 10])
-    yield call(five, "start locations 0 3 5 9 10", 3, 9, "beyond the batch", refused=True)
-    yield call(five, "start locations 0 3 5 9 10", 7, 7, refused=True)
+    yield call("start locations 0 3 5 9 10", five, 3, 9, "beyond the batch", refused=True)
+    yield call("start locations 0 3 5 9 10", five, 7, 7, refused=True)
 
 
 def _slice_facts(target: Any, *, request_slice: slice, token_slice: slice) -> dict[str, Any]:
@@ -258,8 +248,8 @@ def _slice_facts(target: Any, *, request_slice: slice, token_slice: slice) -> di
 
 
 def _slice_questions(_: SubjectSetting) -> Iterator[SubjectCall]:
-    for cut in ((0, 2, 0, 5), (1, 1, 0, 5), (0, 2, 4, 4), (0, 2, 3, 8)):
-        yield subject_call(_format(cut), request_slice=slice(*cut[:2]), token_slice=slice(*cut[2:]))
+    for requests, tokens in (((0, 2), (0, 5)), ((1, 1), (0, 5)), ((0, 2), (4, 4)), ((0, 2), (3, 8))):
+        yield subject_call("made from", request_slice=slice(*requests), token_slice=slice(*tokens))
 
 
 def _cut_at(batch: ProviderBatch, first: int, stop: int) -> Cut:
@@ -323,14 +313,10 @@ def _one_piece(setting: SubjectSetting) -> Iterator[SubjectCall]:
     for cut, tag in MEANINGLESS:
         text = f"{MIXED}: {_format(cut)}"
         yield subject_call(text, tag, refused=True, ubatch_slice=_ubatch(cut), attn_metadata=metadata)
-    dummy = replace(
-        metadata,
-        query_start_loc=torch.zeros_like(metadata.query_start_loc),
-        query_start_loc_cpu=torch.zeros_like(metadata.query_start_loc_cpu),
-    )
-    cut = (0, 3, 0, 12)
-    text = f"start locations all 0: {_format(cut)}"
-    yield subject_call(text, refused=True, ubatch_slice=_ubatch(cut), attn_metadata=dummy)
+    zeros = torch.zeros_like(metadata.query_start_loc_cpu)
+    dummy = replace(metadata, query_start_loc=zeros.to(setting.device, copy=True), query_start_loc_cpu=zeros)
+    whole = _ubatch((0, 3, 0, 12))
+    yield subject_call("start locations all 0, whole", refused=True, ubatch_slice=whole, attn_metadata=dummy)
 
 
 def _many_pieces(setting: SubjectSetting) -> Iterator[SubjectCall]:
@@ -353,45 +339,43 @@ def _many_pieces(setting: SubjectSetting) -> Iterator[SubjectCall]:
 
 
 def _plans(setting: SubjectSetting) -> Iterator[SubjectCall]:
-    def call(batch: ProviderBatch, count: int, spare: int, size: int | None = None) -> SubjectCall:
-        counts = np.array([tokens for tokens in batch.query_lens if tokens], dtype=np.int32)
-        return subject_call(
-            f"{batch}: {count} pieces{f' of {size} tokens' if size else ''}, {spare} padding tokens",
-            "cut",
-            should_ubatch=True,
-            num_scheduled_tokens=counts,
-            num_tokens_padded=batch.num_tokens + spare,
-            num_reqs_padded=batch.num_reqs + spare,
-            num_ubatches=count,
-            split_point=size,
-        )
-
     for batch in setting.batches:
-        for count, spare in ((1, 0), (1, 3), (2, 0), (2, 1), (3, 2)):
-            size = (batch.num_tokens + spare) // count
-            if size and size * (count - 1) < batch.num_tokens:
-                yield call(batch, count, spare)
-        if batch.num_tokens > 2:
-            yield call(batch, 2, 3, size=batch.num_tokens - 1)
-            yield call(batch, 3, 0, size=1)
+        counts = np.array([tokens for tokens in batch.query_lens if tokens], dtype=np.int32)
+        for count, spare, size in _divisions(batch.num_tokens):
+            yield subject_call(
+                batch,
+                "cut",
+                should_ubatch=True,
+                num_scheduled_tokens=counts,
+                num_tokens_padded=batch.num_tokens + spare,
+                num_reqs_padded=batch.num_reqs + spare,
+                num_ubatches=count,
+                split_point=size,
+            )
     by_default: dict[str, Any] = {
         "num_scheduled_tokens": np.array([3, 4]),
         "num_tokens_padded": 7,
         "num_reqs_padded": 2,
         "num_ubatches": 2,
     }
-    yield subject_call("no micro-batches", should_ubatch=False, **by_default)
-    yield subject_call("two requests, by default", "cut", should_ubatch=True, **by_default)
+    yield subject_call("two requests", should_ubatch=False, **by_default)
+    yield subject_call("two requests", "cut", should_ubatch=True, **by_default)
+
+
+def _divisions(num_tokens: int) -> Iterator[tuple[int, int, int | None]]:
+    """Yield a number of micro-batches, padding tokens, and the tokens of a micro-batch (None: equal parts)."""
+    for count, spare in ((1, 0), (1, 3), (2, 0), (2, 1), (3, 2)):
+        size = (num_tokens + spare) // count
+        if size and size * (count - 1) < num_tokens:
+            yield count, spare, None
+    if num_tokens > 2:
+        yield 2, 3, num_tokens - 1
+        yield 3, 0, 1
 
 
 def _emptiness(_: SubjectSetting) -> Iterator[SubjectCall]:
     for real, padded, count in product((1, 7, 8, 9, 11, 12, 13, 16), (8, 12, 16, 17, 24), (1, 2, 3, 4)):
-        yield subject_call(
-            f"{real} of {padded} tokens in {count}",
-            orig_num_tokens=real,
-            padded_num_tokens=padded,
-            num_ubatches=count,
-        )
+        yield subject_call("tokens", orig_num_tokens=real, padded_num_tokens=padded, num_ubatches=count)
 
 
 UBATCHES = (
@@ -407,45 +391,26 @@ UBATCHES = (
 # Questions about batches rewritten for an execution path: chunked local attention, fast prefill with shared K/V.
 
 TWO = ProviderBatch("two prompts", (6, 4), (6, 9), block_size=4)
-HOST = torch.device("cpu")
 DECODES = ProviderBatch("two decodes", (1, 1), (6, 9), block_size=4)
+STORAGE = "where the device is the host"
 
 
 def _chunks(setting: SubjectSetting) -> Iterator[SubjectCall]:
-    def call(batch: ProviderBatch, chunk: int, block_size: int, *tags: str, refused: bool = False) -> SubjectCall:
-        tags = (*tags, "padding requests") if batch.has_padding_requests else tags
+    def call(text: object, metadata: Any, chunk: int, block_size: int, *tags: str, **options: Any) -> SubjectCall:
         return subject_call(
-            f"{batch}: chunks of {chunk}, pages of {block_size}",
-            *tags,
-            refused=refused,
-            attn_chunk_size=chunk,
-            common_attn_metadata=batch.metadata(setting.device),
-            block_size=block_size,
+            text, *tags, common_attn_metadata=metadata, attn_chunk_size=chunk, block_size=block_size, **options
         )
 
     for batch in setting.batches:
-        page = batch.block_size
+        metadata, page = batch.metadata(setting.device), batch.block_size
         beyond = -(-(max(batch.seq_lens) + 1) // page) * page
+        tags = ["padding requests"] if batch.has_padding_requests else []
         for chunk in dict.fromkeys((page, 2 * page, 4 * page, beyond)):
-            yield call(batch, chunk, page)
-    yield subject_call(
-        f"{TWO}: whose storage, where the device is the host",
-        "storage",
-        attn_chunk_size=4,
-        common_attn_metadata=TWO.metadata(HOST),
-        block_size=4,
-        storage=True,
-    )
-    yield call(TWO, 4, 3, refused=True)
-    yield call(TWO, 4, 0, refused=True)
-    yield subject_call(
-        "5 new tokens of 3",
-        "malformed",
-        refused=True,
-        attn_chunk_size=4,
-        common_attn_metadata=_shortened(setting.device),
-        block_size=2,
-    )
+            yield call(batch, metadata, chunk, page, *tags)
+    yield call(f"{TWO}, {STORAGE}", TWO.metadata(HOST), 4, 4, "storage", storage=True)
+    yield call(TWO, TWO.metadata(setting.device), 4, 3, refused=True)
+    yield call(TWO, TWO.metadata(setting.device), 4, 0, refused=True)
+    yield call("5 new tokens of 3", _shortened(setting.device), 4, 2, "malformed", refused=True)
 
 
 def _virtual(target: Any, *, storage: bool = False, **arguments: Any) -> dict[str, Any]:
@@ -504,21 +469,15 @@ def _reduce(target: Any, *, common_attn_metadata: CommonAttentionMetadata, stora
 
 def _reductions(setting: SubjectSetting) -> Iterator[SubjectCall]:
     def call(batch: ProviderBatch, what: str, indices: list[int] | None, *tags: str, **options: Any) -> SubjectCall:
-        spare = options.pop("spare", 0)
-        metadata = _armed(batch, setting.device, indices, spare)
-        return subject_call(f"{batch}: {what}", *tags, common_attn_metadata=metadata, **options)
+        metadata = _armed(batch, options.pop("device", setting.device), indices, options.pop("spare", 0))
+        return subject_call(f"{batch}, {what}", *tags, common_attn_metadata=metadata, **options)
 
     for batch in setting.batches:
         yield call(batch, "the last token of each request", _last_tokens(batch, 1), spare=2)
         yield call(batch, "the last two tokens of each request", _last_tokens(batch, 2))
         yield call(batch, "every token", list(range(batch.num_tokens)))
         yield call(batch, "no token", [], spare=1)
-    yield subject_call(
-        f"{TWO}: whose storage, where the device is the host",
-        "storage",
-        common_attn_metadata=_armed(TWO, HOST, [5, 9], 0),
-        storage=True,
-    )
+    yield call(TWO, STORAGE, [5, 9], "storage", device=HOST, storage=True)
     yield call(DECODES, "not armed, all decodes", None)
     yield call(TWO, "not armed", None, "not armed", refused=True)
     yield call(TWO, "token 10 of 10", [10], refused=True)
@@ -554,17 +513,16 @@ class UnderlyingBackend:
         return UnderlyingBuilder
 
 
-def _build(
-    target: Any, *, prefix: str, underlying_attn_backend: type[UnderlyingBackend], metadata: CommonAttentionMetadata
-) -> dict[str, Any]:
-    backend = target(prefix, underlying_attn_backend)
+def _build(target: Any, *, metadata: CommonAttentionMetadata) -> dict[str, Any]:
+    """Build by a backend derived from :class:`UnderlyingBackend`."""
+    backend = target("FastPrefill", UnderlyingBackend)
     builder = backend.get_builder_cls()()
     built, fast = builder.build(0, metadata), builder.build(5, metadata, True)
     return {
         "name": backend.__name__,
-        "derives from the backend": issubclass(backend, underlying_attn_backend),
+        "derives from the backend": issubclass(backend, UnderlyingBackend),
         "builder derives from the builder": issubclass(backend.get_builder_cls(), UnderlyingBuilder),
-        "builder of the underlying backend": underlying_attn_backend.get_builder_cls(),
+        "builder of the underlying backend": UnderlyingBackend.get_builder_cls(),
         "derives from the metadata": isinstance(built, UnderlyingMetadata),
         "fields": {field.name: getattr(built, field.name) for field in fields(UnderlyingMetadata)},
         "other arguments": [fast.common_prefix_len, fast.fast_build],
@@ -575,23 +533,11 @@ def _build(
 
 
 def _backends(setting: SubjectSetting) -> Iterator[SubjectCall]:
-    def call(
-        batch: ProviderBatch, what: str, indices: list[int] | None, *tags: str, refused: bool = False
-    ) -> SubjectCall:
-        return subject_call(
-            f"{batch}: {what}",
-            *tags,
-            refused=refused,
-            prefix="FastPrefill",
-            underlying_attn_backend=UnderlyingBackend,
-            metadata=_armed(batch, setting.device, indices, 1),
-        )
-
-    for batch in ALWAYS:
-        yield call(batch, "the last token of each request", _last_tokens(batch, 1))
-    yield call(DECODES, "all decodes, armed", [0, 1])
-    yield call(DECODES, "all decodes, not armed", None, "not armed", refused=True)
-    yield call(TWO, "not armed", None, "not armed", refused=True)
+    armed = [(batch, "the last token of each request", _last_tokens(batch, 1)) for batch in ALWAYS]
+    for batch, what, indices in [*armed, (DECODES, "all decodes", [0, 1])]:
+        yield subject_call(f"{batch}, {what}", metadata=_armed(batch, setting.device, indices, 1))
+    for batch in (DECODES, TWO):
+        yield subject_call(f"{batch}, not armed", "not armed", refused=True, metadata=batch.metadata(setting.device))
 
 
 PATHS = (

@@ -2,7 +2,7 @@
 
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import MISSING, fields, is_dataclass, make_dataclass
 from types import SimpleNamespace
@@ -19,31 +19,25 @@ from attncheck.reference import PerLayerParameters
 # Questions about the classes and constants of the contract: CUDA-graph levels, common metadata, the builder's base.
 
 
-def _value(target: Any) -> Any:
-    return target
+def _once(about: str) -> Callable[[SubjectSetting], list[SubjectCall]]:
+    """Return the one question about a constant or class."""
+    return lambda _: [subject_call(about)]
 
 
-def _just(text: str) -> Any:
-    def questions(_: SubjectSetting) -> Iterator[SubjectCall]:
-        yield subject_call(text)
-
-    return questions
+def _or_raised(value: Callable[[], Any]) -> Any:
+    """Return the value, or the name of the exception that it raises."""
+    try:
+        return value()
+    except (TypeError, ValueError) as error:
+        return f"raises {type(error).__name__}"
 
 
 def _levels(target: Any) -> dict[str, Any]:
-    try:
-        ordered = target.NEVER < target.ALWAYS
-    except TypeError:
-        ordered = "raises TypeError"
-    try:
-        fourth: Any = target(4)
-    except ValueError:
-        fourth = "raises ValueError"
     return {
         "members": {level.name: level.value for level in target},
-        "NEVER < ALWAYS": ordered,
+        "NEVER < ALWAYS": _or_raised(lambda: target.NEVER < target.ALWAYS),
         "the level of 2": target(2).name,
-        "the level of 4": fourth,
+        "the level of 4": _or_raised(lambda: target(4)),
     }
 
 
@@ -116,23 +110,14 @@ def _builder_of(target: Any) -> Any:
     return Builder
 
 
-def _is_refused(make: Any) -> bool:
-    try:
-        make()
-    except TypeError:
-        return True
-    return False
-
-
 def _builder_facts(target: Any) -> dict[str, Any]:
     names, device = ["layer"], torch.device("cpu")
     config = SimpleNamespace(speculative_config=None)
-    kind = _builder_of(target)
-    one = kind("spec", names, config, device)
+    one = _builder_of(target)("spec", names, config, device)
     return {
         "abstract methods": sorted(target.__abstractmethods__),
-        "can be made without them": not _is_refused(lambda: target("spec", names, config, device)),
-        "subscriptable": not _is_refused(lambda: target[int]),
+        "made without them": _or_raised(lambda: bool(target("spec", names, config, device))),
+        "subscriptable": _or_raised(lambda: bool(target[int])),
         "arguments are kept": [one.kv_cache_spec, one.layer_names is names, one.vllm_config is config, one.device],
         "reorder_batch_threshold": target.reorder_batch_threshold,
         "build_for_cudagraph_capture": one.build_for_cudagraph_capture("metadata"),
@@ -140,10 +125,11 @@ def _builder_facts(target: Any) -> dict[str, Any]:
     }
 
 
-def _threshold(target: Any, *, arguments: tuple[Any, ...], vllm_config: Any) -> dict[str, Any]:
-    one = _builder_of(target)("spec", [], vllm_config, torch.device("cpu"))
-    one._init_reorder_batch_threshold(*arguments)
-    return {"of the instance": one.reorder_batch_threshold, "of the class": type(one).reorder_batch_threshold}
+def _level(target: Any) -> str:
+    """Return the attribute's name, or that of the class method's result that replaces it in newer versions."""
+    if hasattr(target, "cudagraph_support"):
+        return target.cudagraph_support.name  # type: ignore[no-any-return]
+    return target.get_cudagraph_support(SimpleNamespace(), SimpleNamespace()).name  # type: ignore[no-any-return]
 
 
 def _cascade(target: Any) -> Any:
@@ -151,23 +137,13 @@ def _cascade(target: Any) -> Any:
     return one.use_cascade_attention(512, np.array([1, 1]), 8, 2, False, False, False, 108)
 
 
-def _level(target: Any) -> Any:
-    """Return the attribute, or the result of the class method that replaces it in newer versions."""
-    if hasattr(target, "cudagraph_support"):
-        return target.cudagraph_support
-    return target.get_cudagraph_support(SimpleNamespace(), SimpleNamespace())
+def _threshold(arguments: tuple[Any, ...], vllm_config: Any) -> Callable[[Any], dict[str, Any]]:
+    def read(target: Any) -> dict[str, Any]:
+        one = _builder_of(target)("spec", [], vllm_config, torch.device("cpu"))
+        one._init_reorder_batch_threshold(*arguments)
+        return {"of the instance": one.reorder_batch_threshold, "of the class": type(one).reorder_batch_threshold}
 
-
-def _builder_value(target: Any, *, what: str, **arguments: Any) -> Any:
-    match what:
-        case "facts":
-            return _builder_facts(target)
-        case "support":
-            return _level(target).name
-        case "cascade":
-            return _cascade(target)
-        case _:
-            return _threshold(target, **arguments)
+    return read
 
 
 def _config(speculative: int | None, *, ranks: int = 1, parallel_drafting: bool = False) -> SimpleNamespace:
@@ -180,51 +156,35 @@ def _config(speculative: int | None, *, ranks: int = 1, parallel_drafting: bool 
     )
 
 
+THRESHOLD_ROWS: tuple[tuple[tuple[Any, ...], str, SimpleNamespace | None, str], ...] = (
+    ((), "no speculative config", _config(-1), ""),
+    ((1, True), "3 speculative tokens", _config(3), ""),
+    ((4, True), "1 speculative token", _config(1), ""),
+    ((2, False), "7 speculative tokens", _config(7), ""),
+    ((None, True), "3 speculative tokens", _config(3), ""),
+    ((1, True), "None speculative tokens", _config(None), ""),
+    ((1, True), "0 speculative tokens", _config(0), ""),
+    ((3, True), "no speculative config", _config(-1), ""),
+    ((None, True), "the config not to be looked at", None, "config not needed"),
+    ((2, False), "the config not to be looked at", None, "config not needed"),
+    ((4, False), "two ranks of decode context parallelism", _config(-1, ranks=2), "context parallelism"),
+    ((None, False), "two ranks of decode context parallelism", _config(-1, ranks=2), "context parallelism"),
+    ((1, True), "3 tokens drafted in parallel", _config(3, parallel_drafting=True), "parallel drafting"),
+)
+"""Arguments of ``_init_reorder_batch_threshold``, the builder's config in words and as an object, and the tag."""
+
+
 def _builders(_: SubjectSetting) -> Iterator[SubjectCall]:
-    yield subject_call("its methods and attributes", what="facts")
-    yield subject_call("cudagraph_support", what="support")
-    yield subject_call("use_cascade_attention", "use_cascade_attention", what="cascade")
-    cases: tuple[tuple[tuple[Any, ...], int | None], ...] = (
-        ((), -1),
-        ((1, True), 3),
-        ((4, True), 1),
-        ((2, False), 7),
-        ((None, True), 3),
-        ((1, True), None),
-        ((1, True), 0),
-        ((3, True), -1),
-    )
-    for arguments, speculative in cases:
-        config = "no speculative config" if speculative == -1 else f"{speculative} speculative tokens"
-        yield subject_call(
-            f"_init_reorder_batch_threshold{arguments}, {config}",
-            what="threshold",
-            arguments=arguments,
-            vllm_config=_config(speculative),
-        )
-    for arguments in [(None, True), (2, False)]:
-        yield subject_call(
-            f"_init_reorder_batch_threshold{arguments}, the config not to be looked at",
-            "config not needed",
-            what="threshold",
-            arguments=arguments,
-            vllm_config=None,
-        )
-    for arguments in [(4, False), (None, False)]:
-        yield subject_call(
-            f"_init_reorder_batch_threshold{arguments}, two ranks of decode context parallelism",
-            "context parallelism",
-            what="threshold",
-            arguments=arguments,
-            vllm_config=_config(-1, ranks=2),
-        )
-    yield subject_call(
-        "_init_reorder_batch_threshold(1, True), 3 speculative tokens drafted in parallel",
-        "parallel drafting",
-        what="threshold",
-        arguments=(1, True),
-        vllm_config=_config(3, parallel_drafting=True),
-    )
+    yield subject_call("its methods and attributes", read=_builder_facts)
+    yield subject_call("cudagraph_support", read=_level)
+    yield subject_call("use_cascade_attention", "use_cascade_attention", read=_cascade)
+    for arguments, words, config, tag in THRESHOLD_ROWS:
+        text = f"_init_reorder_batch_threshold{arguments}, {words}"
+        yield subject_call(text, tag, read=_threshold(arguments, config))
+
+
+def _read(target: Any, *, read: Callable[[Any], Any]) -> Any:
+    return read(target)
 
 
 def _names_and_defaults(target: Any) -> list[Any]:
@@ -232,15 +192,15 @@ def _names_and_defaults(target: Any) -> list[Any]:
 
 
 CONTRACT = (
-    Subject("AttentionCGSupport", _just("its members"), _levels, is_function=False),
+    Subject("AttentionCGSupport", _once("its members"), _levels, is_function=False),
     Subject("CommonAttentionMetadata", _metadata_fields, _fields, is_function=False),
-    Subject("AttentionMetadataBuilder", _builders, _builder_value, is_function=False),
+    Subject("AttentionMetadataBuilder", _builders, _read, is_function=False),
     Subject("KVSharingFastPrefillMetadata", _protocol, _is_fast_prefill, is_function=False),
-    Subject("PAD_SLOT_ID", _just("its value"), _value, is_function=False),
-    Subject("KVCacheLayoutType", _just("its values"), get_args, is_function=False),
+    Subject("PAD_SLOT_ID", _once("its value"), lambda target: target, is_function=False),
+    Subject("KVCacheLayoutType", _once("its values"), get_args, is_function=False),
     Subject(
         "KV_SHARING_FAST_PREFILL_METADATA_FIELDS",
-        _just("names and defaults"),
+        _once("names and defaults"),
         _names_and_defaults,
         is_function=False,
     ),
@@ -265,14 +225,13 @@ def _programs(target: Any, *, query_start_loc_p: Tensor) -> dict[str, Any]:
 
 
 def _conv1d(setting: SubjectSetting) -> Iterator[SubjectCall]:
-    for batch in setting.batches:
-        yield subject_call(str(batch), query_start_loc_p=batch.offsets().to(setting.device))
-
     def call(*starts: int, tags: tuple[str, ...] = ()) -> SubjectCall:
         given = torch.tensor(starts, dtype=torch.int32, device=setting.device)
         text = f"start locations {' '.join(map(str, starts)) or 'none'}"
         return subject_call(text, *tags, refused=bool(tags), query_start_loc_p=given)
 
+    for batch in setting.batches:
+        yield subject_call(batch, query_start_loc_p=batch.offsets().to(setting.device))
     yield call(0)
     yield call(0, 17)
     yield call(0, 5, 21, 29, 29)
@@ -297,9 +256,9 @@ IMPOSSIBLE = ((5, 0, None, 1), (5, 4, 4, 1), (5, 4, -1, 1), (5, 4, 0, 0), (-5, 4
 
 
 def _local_lens(setting: SubjectSetting) -> Iterator[SubjectCall]:
-    def call(lens: Tensor, text: str, size: int, rank: Any, stripe: int, *tags: str) -> SubjectCall:
+    def call(about: object, lens: Tensor, size: int, rank: Any, stripe: int, *tags: str) -> SubjectCall:
         return subject_call(
-            f"{text}: rank {'all' if rank is None else rank} of {size}, interleave {stripe}",
+            about,
             *tags,
             refused=bool(tags),
             seq_lens=lens,
@@ -312,13 +271,12 @@ def _local_lens(setting: SubjectSetting) -> Iterator[SubjectCall]:
     for batch in setting.batches:
         lens = batch.metadata(setting.device).seq_lens
         for size, rank, stripe in RANKS:
-            yield call(lens, str(batch), size, rank, stripe)
-        yield call(lens, str(batch), 4, one, 2)
-        yield subject_call(f"{batch}: by default", seq_lens=lens)
+            yield call(batch, lens, size, rank, stripe)
+        yield call(f"{batch}, the rank as a tensor", lens, 4, one, 2)
+        yield subject_call(batch, seq_lens=lens)
     for length, size, rank, stripe in IMPOSSIBLE:
-        lens = torch.tensor([length], dtype=torch.int32, device=setting.device)
-        yield call(lens, f"length {length}", size, rank, stripe, "malformed")
-    yield call(lens.abs(), "length 5", 1, one, 1, "malformed")
+        yield call(f"length {length}", one * length, size, rank, stripe, "malformed")
+    yield call("length 5, the rank as a tensor", one * 5, 1, one, 1, "malformed")
 
 
 def _numbered(*shape: int) -> Tensor:
@@ -337,17 +295,24 @@ def _viewed(target: Any, **arguments: Any) -> dict[str, Any]:
     }
 
 
-def _queries(setting: SubjectSetting) -> Iterator[SubjectCall]:
-    def call(query: Tensor, size: int, *, text: str = "", refused: bool = False) -> SubjectCall:
-        text = f"{list(query.shape)}{text}, batch size {size}"
-        return subject_call(text, refused=refused, query=query.to(setting.device), batch_size=size)
+QUERIES: tuple[tuple[tuple[int, ...], int, bool], ...] = (
+    ((6, 2, 8), 3, False),
+    ((4, 2, 8), 1, False),
+    ((0, 2, 8), 3, False),
+    ((8, 1, 4), 8, False),
+    ((7, 2, 8), 3, True),
+    ((7, 8), 7, True),
+    ((7, 2, 8), 0, True),
+)
+"""Shape of the queries, batch size, and whether they must be refused."""
 
-    for shape, size in [((6, 2, 8), 3), ((4, 2, 8), 1), ((0, 2, 8), 3), ((8, 1, 4), 8)]:
-        yield call(_numbered(*shape), size)
-    yield call(_numbered(6, 2, 16)[..., :8], 3, text=", half of wider rows")
-    yield call(_numbered(7, 2, 8), 3, refused=True)
-    yield call(_numbered(7, 8), 7, refused=True)
-    yield call(_numbered(7, 2, 8), 0, refused=True)
+
+def _queries(setting: SubjectSetting) -> Iterator[SubjectCall]:
+    for shape, size, refused in QUERIES:
+        query = _numbered(*shape).to(setting.device)
+        yield subject_call(list(shape), refused=refused, query=query, batch_size=size)
+    half = _numbered(6, 2, 16).to(setting.device)[..., :8]
+    yield subject_call("[6, 2, 8], half of wider rows", query=half, batch_size=3)
 
 
 def _outputs(setting: SubjectSetting) -> Iterator[SubjectCall]:
@@ -363,13 +328,12 @@ def _outputs(setting: SubjectSetting) -> Iterator[SubjectCall]:
 
 def _state_blocks(setting: SubjectSetting) -> Iterator[SubjectCall]:
     def call(
-        lens: Tensor, text: str, mode: str, page: int, drafts: int, width: int, *, refused: bool = False
+        about: object, lens: Tensor, mode: str, page: int, drafts: int, width: int, *, refused: bool = False
     ) -> SubjectCall:
-        table = _numbered(len(lens), width).to(setting.device, torch.int32)
         return subject_call(
-            f"{text}: mode {mode}, blocks of {page}, {drafts} speculative blocks, {width} columns",
+            f"{about}, blocks of {page}, {drafts} speculative blocks, {width} columns",
             refused=refused,
-            block_table=table,
+            block_table=_numbered(len(lens), width).to(setting.device, torch.int32),
             seq_lens=lens,
             kv_cache_spec=SimpleNamespace(block_size=page, num_speculative_blocks=drafts),
             mamba_cache_mode=mode,
@@ -378,12 +342,12 @@ def _state_blocks(setting: SubjectSetting) -> Iterator[SubjectCall]:
     for batch in setting.batches:
         lens, page = batch.metadata(setting.device).seq_lens, batch.block_size
         blocks = max(1, -(-max(batch.seq_lens) // page))
-        yield call(lens, str(batch), "none", page, 1, 2)
+        yield call(batch, lens, "none", page, 1, 2)
         for drafts in (0, 2):
-            yield call(lens, str(batch), "align", page, drafts, blocks + drafts)
-            yield call(lens, str(batch), "align", page, drafts, blocks + drafts + 3)
+            yield call(batch, lens, "align", page, drafts, blocks + drafts)
+            yield call(batch, lens, "align", page, drafts, blocks + drafts + 3)
     lens = torch.tensor([9], dtype=torch.int32, device=setting.device)
-    yield call(lens, "length 9", "align", 4, 1, 3, refused=True)
+    yield call("length 9", lens, "align", 4, 1, 3, refused=True)
 
 
 def _same_object(target: Any, *, block_table: Tensor, **arguments: Any) -> dict[str, Any]:
@@ -410,25 +374,22 @@ def _range_tables(setting: SubjectSetting) -> Iterator[SubjectCall]:
     for batch in setting.batches:
         for text, ranges in _prefix_ranges(batch):
             yield subject_call(
-                f"{batch}: {text}", mm_prefix_range=ranges, num_seqs=batch.num_reqs, device=setting.device
+                f"{batch}, {text}", mm_prefix_range=ranges, num_seqs=batch.num_reqs, device=setting.device
             )
 
 
 def _range_rows(setting: SubjectSetting) -> Iterator[SubjectCall]:
-    def call(batch: ProviderBatch, text: str, ranges: Any, rows: int, *, refused: bool = False) -> SubjectCall:
-        return subject_call(
-            f"{batch}: {text}, a buffer of {rows} rows",
-            refused=refused,
-            out=np.full((rows, 2), 77, dtype=np.int32),
-            mm_prefix_range=ranges,
-            query_start_loc_cpu=batch.offsets(),
-            seq_lens_cpu=batch.metadata(torch.device("cpu")).seq_lens_cpu,
-        )
-
     for batch in setting.batches:
-        for text, ranges in _prefix_ranges(batch):
-            yield call(batch, text, ranges, batch.num_tokens + batch.num_reqs % 3)
-        yield call(batch, "a range of all", {0: [(0, 99)]}, batch.num_tokens - 1, refused=True)
+        fitting = [(text, ranges, batch.num_tokens + batch.num_reqs % 3) for text, ranges in _prefix_ranges(batch)]
+        for text, ranges, rows in [*fitting, ("a range of all", {0: [(0, 99)]}, batch.num_tokens - 1)]:
+            yield subject_call(
+                f"{batch}, {text}, a buffer of {rows} rows",
+                refused=rows < batch.num_tokens,
+                out=np.full((rows, 2), 77, dtype=np.int32),
+                mm_prefix_range=ranges,
+                query_start_loc_cpu=batch.offsets(),
+                seq_lens_cpu=batch.metadata(torch.device("cpu")).seq_lens_cpu,
+            )
 
 
 KERNELS = (
@@ -495,40 +456,42 @@ IMPLS: dict[str, Any] = {
 }
 
 
-def _layers(_: SubjectSetting) -> Iterator[SubjectCall]:
-    def call(*names: str, tag: str = "", refused: bool = False) -> SubjectCall:
-        layers = {name: SimpleNamespace(impl=impl) for name, impl in IMPLS.items()}
-        context = {**layers, "no attention": SimpleNamespace()}
-        return subject_call(
-            f"layers {', '.join(names) or 'none'}",
-            *([tag] if tag else []),
-            refused=refused,
-            vllm_config=SimpleNamespace(compilation_config=SimpleNamespace(static_forward_context=context)),
-            layer_names=list(names),
-            cls_=Impl,
-        )
+LAYER_ROWS: tuple[tuple[tuple[str, ...], str, bool], ...] = (
+    (("c", "no attention", "a", "b"), "", False),
+    (("d",), "", False),
+    ((), "", False),
+    (("a", "unknown"), "an unknown layer", True),
+    (("without a scale",), "", True),
+    (("of another class",), "", True),
+    (("with a window that is no pair",), "", True),
+)
+"""Names of layers, the tag, and whether they must be refused."""
 
-    yield call("c", "no attention", "a", "b")
-    yield call("d")
-    yield call()
-    yield call("a", "unknown", tag="an unknown layer", refused=True)
-    yield call("without a scale", refused=True)
-    yield call("of another class", refused=True)
-    yield call("with a window that is no pair", refused=True)
+
+def _layers(_: SubjectSetting) -> Iterator[SubjectCall]:
+    context = {name: SimpleNamespace(impl=impl) for name, impl in IMPLS.items()} | {"no attention": SimpleNamespace()}
+    config = SimpleNamespace(compilation_config=SimpleNamespace(static_forward_context=context))
+    for names, tag, refused in LAYER_ROWS:
+        text = f"layers {', '.join(names) or 'none'}"
+        yield subject_call(text, tag, refused=refused, vllm_config=config, layer_names=list(names), cls_=Impl)
+
+
+GROUPS: tuple[tuple[Layer, ...], ...] = (
+    ((127, None, 0.5), (127, None, 0.5)),
+    ((127, None, 0.5), (127, 30.0, 0.5)),
+    ((-1, None, 0.5, True), (127, None, 0.5)),
+    ((127, None, 0.5), (63, None, 0.5)),
+    ((-1, 30.0, 0.5, True),),
+    ((127, None, 0.5), (127, None, 0.5, False, True, False), (127, None, 0.25)),
+    (),
+)
 
 
 def _groups(_: SubjectSetting) -> Iterator[SubjectCall]:
-    def call(*layers: Layer, refused: bool = False) -> SubjectCall:
-        entries = {f"layer {number}": PerLayerParameters(*layer) for number, layer in enumerate(layers)}
-        return subject_call(" and ".join(map(str, layers)) or "no layer", refused=refused, per_layer_params=entries)
-
-    yield call((127, None, 0.5), (127, None, 0.5))
-    yield call((127, None, 0.5), (127, 30.0, 0.5))
-    yield call((-1, None, 0.5, True), (127, None, 0.5))
-    yield call((127, None, 0.5), (63, None, 0.5))
-    yield call((-1, 30.0, 0.5, True))
-    yield call((127, None, 0.5), (127, None, 0.5, False, True, False), (127, None, 0.25))
-    yield call(refused=True)
+    for group in GROUPS:
+        entries = {f"layer {number}": PerLayerParameters(*layer) for number, layer in enumerate(group)}
+        text = " and ".join(map(str, group)) or "no layer"
+        yield subject_call(text, refused=not group, per_layer_params=entries)
 
 
 class DerivableBackend:
@@ -547,15 +510,11 @@ def _backend_facts(
 ) -> dict[str, Any]:
     one, other = (target(name_prefix, attention_backend_cls, builder_cls) for _ in range(2))
     again = target("Again", one, float)
-    try:
-        on_an_instance: Any = one().get_builder_cls()
-    except TypeError:
-        on_an_instance = "raises TypeError"
     return {
         "name": one.__name__,
         "bases": list(one.__bases__),
         "builder": one.get_builder_cls(),
-        "builder, on an instance": on_an_instance,
+        "builder, on an instance": _or_raised(one().get_builder_cls),
         "inherited": one.kept,
         "builder of the base": attention_backend_cls.get_builder_cls(),
         "two calls, two classes": one is not other,
@@ -595,24 +554,21 @@ def _fields_of(kind: Any) -> list[str]:
 def _metadata_subclass(_: SubjectSetting) -> Iterator[SubjectCall]:
     two = make_dataclass("Meta", [("a", int), ("b", int, 3)])
     one = make_dataclass("Meta", [("a", int, 1)])
-
-    def call(
-        prefix: str, base: type, added: list[tuple[str, Any, Any]], values: tuple[Any, ...], *, refused: bool = False
-    ) -> SubjectCall:
-        further = ", ".join(name for name, _, _ in added) or "nothing"
-        return subject_call(
-            f"{prefix!r} before {base.__name__}({', '.join(_fields_of(base))}), adding {further}",
-            refused=refused,
+    rows: tuple[tuple[str, type, list[tuple[str, Any, Any]], tuple[int, ...]], ...] = (
+        ("Fast", two, FAST, (1,)),
+        ("", two, [], (5,)),
+        ("Fast", one, [("a", int, 7)], ()),
+        ("Fast", int, FAST, ()),
+    )
+    for prefix, base, added, values in rows:
+        yield subject_call(
+            f"{base.__name__}({', '.join(_fields_of(base))}), adding {', '.join(name for name, _, _ in added)}",
+            refused=not is_dataclass(base),
             name_prefix=prefix,
             metadata_cls=base,
             fields=added,
             values=values,
         )
-
-    yield call("Fast", two, FAST, (1,))
-    yield call("", two, [], (5,))
-    yield call("Fast", one, [("a", int, 7)], ())
-    yield call("Fast", int, FAST, (), refused=True)
 
 
 LAYERS = (
@@ -666,39 +622,41 @@ def _walk(get: Any, put: Any, *, steps: list[Step]) -> list[Any]:
     return answers
 
 
-def _put(put: Any, get: Any, *, steps: list[Step]) -> list[Any]:
-    return _walk(get, put, steps=steps)
-
-
-def _call(*steps: Step) -> SubjectCall:
-    text = ", ".join(action if value is None and action != "set" else f"{action} {value!r}" for action, value in steps)
-    return subject_call(text, steps=list(steps))
-
-
 GET, CLEAR = ("get", None), ("clear", None)
 
 
-def _resolutions(_: SubjectSetting) -> Iterator[SubjectCall]:
-    yield _call(GET)
-    yield _call(("environment", "HND"), GET, ("set", "NHD"), GET, CLEAR, GET)
-    yield _call(("set", "NHD"), ("environment", "nhd"), GET)
-    yield _call(("environment", "nhd"), GET, ("environment", "HND"), GET)
-    yield _call(("environment", ""), GET)
+def _walks(*walks: tuple[Step, ...]) -> Callable[[SubjectSetting], list[SubjectCall]]:
+    texts = [", ".join(f"{action} {value!r}" for action, value in steps) for steps in walks]
+    return lambda _: [subject_call(text, steps=list(steps)) for text, steps in zip(texts, walks, strict=True)]
 
 
-def _overrides(_: SubjectSetting) -> Iterator[SubjectCall]:
-    yield _call(("set", "HND"), GET)
-    yield _call(("set", "HND"), ("set", None), GET)
-    yield _call(("set", "LBNHC"), GET)
+RESOLUTIONS = _walks(
+    (GET,),
+    (("environment", "HND"), GET, ("set", "NHD"), GET, CLEAR, GET),
+    (("set", "NHD"), ("environment", "nhd"), GET),
+    (("environment", "nhd"), GET, ("environment", "HND"), GET),
+    (("environment", ""), GET),
+)
+
+OVERRIDES = _walks(
+    (("set", "HND"), GET),
+    (("set", "HND"), ("set", None), GET),
+    (("set", "LBNHC"), GET),
+)
 
 
 def _values(_: SubjectSetting) -> Iterator[SubjectCall]:
     for value in ("NHD", "HND", "nhd", "", "LBNHC", " NHD"):
-        yield subject_call(repr(value), value=value)
+        yield subject_call("is it valid", value=value)
 
 
 LAYOUT = (
     Subject("is_valid_kv_cache_layout", _values),
-    Subject("get_kv_cache_layout", _resolutions, _walk, helpers=("set_kv_cache_layout",), is_function=False),
-    Subject("set_kv_cache_layout", _overrides, _put, helpers=("get_kv_cache_layout",)),
+    Subject("get_kv_cache_layout", RESOLUTIONS, _walk, helpers=("set_kv_cache_layout",), is_function=False),
+    Subject(
+        "set_kv_cache_layout",
+        OVERRIDES,
+        lambda put, get, steps: _walk(get, put, steps=steps),
+        helpers=("get_kv_cache_layout",),
+    ),
 )

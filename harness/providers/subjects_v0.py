@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Sequence
 from copy import deepcopy
 from functools import partial
+from itertools import product
 from types import SimpleNamespace
 from typing import Any
 
@@ -24,22 +25,16 @@ def _empty_tables(_: SubjectSetting) -> Iterator[SubjectCall]:
 
 
 def _starts(_: SubjectSetting) -> Iterator[SubjectCall]:
-    for is_prompt, new, context in [(True, 10, 0), (False, 10, 0), (True, 10, 32), (False, 1, 40)]:
-        for window in (None, 1, 8, 10, 64):
-            yield subject_call(
-                f"{'prompt' if is_prompt else 'decode'}, {new} new behind {context}, window {window}",
-                is_prompt=is_prompt,
-                query_len=new,
-                context_len=context,
-                sliding_window=window,
-            )
+    lengths = [(True, 10, 0), (False, 10, 0), (True, 10, 32), (False, 1, 40)]
+    for (is_prompt, new, context), window in product(lengths, (None, 1, 8, 10, 64)):
+        yield subject_call("a sequence", is_prompt=is_prompt, query_len=new, context_len=context, sliding_window=window)
 
 
 def _slots(setting: SubjectSetting) -> Iterator[SubjectCall]:
-    def call(text: str, lens: tuple[int, int, int], block_size: int, tables: Any, **options: Any) -> SubjectCall:
+    def call(about: str, lens: tuple[int, int, int], block_size: int, tables: Any, **options: Any) -> SubjectCall:
         seq_len, context_len, start_idx = lens
         return subject_call(
-            f"{text}: {seq_len} tokens, context {context_len}, from {start_idx}, blocks of {block_size}",
+            about,
             refused=options.get("refused", False),
             is_profile_run=options.get("profile", False),
             slot_mapping=[7],
@@ -70,14 +65,10 @@ def _slots(setting: SubjectSetting) -> Iterator[SubjectCall]:
 
 
 def _spans(_: SubjectSetting) -> Iterator[SubjectCall]:
+    table = [11, 2, 5, *range(50, 90)]
     for start, end, size in [(0, 10, 4), (6, 10, 4), (9, 10, 4), (5, 5, 4), (0, 320, 16), (3, 7, 1)]:
         yield subject_call(
-            f"positions {start} to {end}, blocks of {size}",
-            slot_mapping=[7],
-            block_table=[11, 2, 5, *range(50, 90)],
-            range_start=start,
-            range_end=end,
-            block_size=size,
+            "positions", slot_mapping=[7], block_table=table, range_start=start, range_end=end, block_size=size
         )
 
 
@@ -129,23 +120,18 @@ def _metadata(**changes: Any) -> SimpleNamespace:
 
 def _token_counts(_: SubjectSetting) -> Iterator[SubjectCall]:
     for kind in TYPES:
-        yield subject_call(kind, attn_metadata=_metadata(), attn_type=kind)
-    yield subject_call("decoder, no encoder", attn_metadata=_metadata(num_encoder_tokens=None), attn_type="decoder")
-    for kind in ("encoder", "encoder_decoder"):
-        text = f"{kind}, no count of its tokens"
-        yield subject_call(text, refused=True, attn_metadata=_metadata(num_encoder_tokens=None), attn_type=kind)
+        yield subject_call("all counts", attn_metadata=_metadata(), attn_type=kind)
+    for kind in ("decoder", "encoder", "encoder_decoder"):
+        uncounted = _metadata(num_encoder_tokens=None)
+        yield subject_call(
+            "no count of encoder tokens", refused=kind != "decoder", attn_metadata=uncounted, attn_type=kind
+        )
 
 
 def _lengths_and_tables(_: SubjectSetting) -> Iterator[SubjectCall]:
-    for kind in ("decoder", "encoder", "encoder_decoder", "encoder_only"):
-        for is_prompt in (True, False):
-            yield subject_call(
-                f"{kind}, {'prompt' if is_prompt else 'decode'}",
-                refused=kind == "encoder_only",
-                attn_metadata=_metadata(),
-                is_prompt=is_prompt,
-                attn_type=kind,
-            )
+    for kind, is_prompt in product(TYPES, (True, False)):
+        refused = kind == "encoder_only"
+        yield subject_call("a step", refused=refused, attn_metadata=_metadata(), is_prompt=is_prompt, attn_type=kind)
 
 
 def _presence(_: SubjectSetting, names: tuple[str, ...]) -> Iterator[SubjectCall]:
@@ -239,9 +225,7 @@ def _build(target: Any, *, input_builder: SimpleNamespace, arguments: tuple[Any,
 
 
 def _builds(setting: SubjectSetting) -> Iterator[SubjectCall]:
-    def call(
-        text: str, groups: Sequence[Any], arguments: tuple[Any, ...], *, chunked: bool = False, **options: Any
-    ) -> SubjectCall:
+    def call(text: str, groups: Sequence[Any], *arguments: Any, refused: bool = False, **options: Any) -> SubjectCall:
         runner = SimpleNamespace(
             device=setting.device,
             pin_memory=False,
@@ -252,24 +236,23 @@ def _builds(setting: SubjectSetting) -> Iterator[SubjectCall]:
             sliding_window=options.get("window"),
             block_size=4,
             inter_data_list=list(groups),
-            chunked_prefill_enabled=chunked,
+            chunked_prefill_enabled=options.get("chunked", False),
         )
-        refused = options.get("refused", False)
         return subject_call(text, refused=refused, input_builder=input_builder, arguments=arguments)
 
     image = SimpleNamespace(src_ranges=[range(2)], src_len=2, dest_ranges=[range(1, 3)], dest_len=3)
     prompts = [_group(PROMPT, prompt=True), _group(CACHED, prompt=True, hit=True, maps={"image": image})]
-    mixed = ([6, 11, 9, 14], [6, 3, 1, 1], -1, 4)
-    yield call("two prompts and two decodes", [*prompts, _group(*DECODES)], mixed)
-    yield call("the same, prefill in chunks", [*prompts, _group(*DECODES)], mixed, chunked=True)
-    yield call("two decodes under a window", [_group(*DECODES, window=2)], ([8, 8], [1, 1], -1, 2), window=8)
-    yield call("a prompt under a window", [_group((10, 10, 0, [3, 8, 1]), prompt=True)], ([10], [10], -1, 1), window=4)
-    yield call("two decodes in a graph of four", [_group(*DECODES)], ([9, 14, 1, 1], [1, 1], 2, 4))
-    yield call("two decodes in a graph of two", [_group(*DECODES)], ([9, 14], [1, 1], 0, 2))
+    mixed = [*prompts, _group(*DECODES)]
+    yield call("two prompts and two decodes", mixed, [6, 11, 9, 14], [6, 3, 1, 1], -1, 4)
+    yield call("the same, prefill in chunks", mixed, [6, 11, 9, 14], [6, 3, 1, 1], -1, 4, chunked=True)
+    yield call("two decodes under a window", [_group(*DECODES, window=2)], [8, 8], [1, 1], -1, 2, window=8)
+    yield call("a prompt under a window", [_group((10, 10, 0, [3, 8, 1]), prompt=True)], [10], [10], -1, 1, window=4)
+    yield call("two decodes in a graph of four", [_group(*DECODES)], [9, 14, 1, 1], [1, 1], 2, 4)
+    yield call("two decodes in a graph of two", [_group(*DECODES)], [9, 14], [1, 1], 0, 2)
     for tables in (None, {10: None}):
-        text = f"a prompt whose tables are {tables}"
-        yield call(text, [_group((10, 5, 0, []), prompt=True, tables=tables)], ([5], [5], -1, 1))
-    yield call("a decode of two tokens", [_group((20, 9, 7, [2, 0, 5]))], ([9], [2], -1, 1), refused=True)
+        without = _group((10, 5, 0, []), prompt=True, tables=tables)
+        yield call(f"a prompt whose tables are {tables}", [without], [5], [5], -1, 1)
+    yield call("a decode of two tokens", [_group((20, 9, 7, [2, 0, 5]))], [9], [2], -1, 1, refused=True)
 
 
 class GraphStateBackend:
@@ -325,8 +308,18 @@ def _step(size: int, device: torch.device) -> SimpleNamespace:
     return step
 
 
+CAPTURES: tuple[tuple[str, list[int], bool, bool], ...] = (
+    ("XFORMERS", [4, 2, 1], False, False),
+    ("OTHER", [3], False, False),
+    ("FLASH_ATTN", [4, 2], True, False),
+    ("ROCM_FLASH", [4, 2], True, True),
+    ("OTHER", [2], True, True),
+)
+"""Name of the backend, sizes of the graphs, whether the model has an encoder, and whether it must be refused."""
+
+
 def _captures(setting: SubjectSetting) -> Iterator[SubjectCall]:
-    def call(name: str, sizes: list[int], *, encoder: bool = False, refused: bool = False) -> SubjectCall:
+    for name, sizes, encoder, refused in CAPTURES:
         runner = SimpleNamespace(
             device=setting.device,
             graph_block_tables=np.arange(90, 110, dtype=np.int32).reshape(4, 5),
@@ -334,20 +327,9 @@ def _captures(setting: SubjectSetting) -> Iterator[SubjectCall]:
             attn_backend=GraphStateBackend(name),
             get_max_block_per_batch=_three,
         )
-        return subject_call(
-            f"sizes {sizes} of {name}{' with an encoder' if encoder else ''}",
-            refused=refused,
-            runner=runner,
-            sizes=sizes,
-            step=_step(sizes[0], setting.device),
-            encoder=encoder,
-        )
-
-    yield call("XFORMERS", [4, 2, 1])
-    yield call("OTHER", [3])
-    yield call("FLASH_ATTN", [4, 2], encoder=True)
-    yield call("ROCM_FLASH", [4, 2], encoder=True, refused=True)
-    yield call("OTHER", [2], encoder=True, refused=True)
+        step = _step(sizes[0], setting.device)
+        text = f"sizes {sizes} of {name}"
+        yield subject_call(text, refused=refused, runner=runner, sizes=sizes, step=step, encoder=encoder)
 
 
 def _three() -> int:

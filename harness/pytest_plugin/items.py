@@ -24,13 +24,13 @@ from attncheck.harness.run.options import RunOptions, read_given
 from attncheck.harness.run.outcomes import BackendDescription, DeviceLostError
 from attncheck.harness.run.preparation import suite_device
 from attncheck.harness.run.run import Run
-from attncheck.harness.run.selection import RunPlan, Selection, checks_of, select_cases
+from attncheck.harness.run.selection import Selection, checks_of, select_cases
 from attncheck.harness.workers.executor import Supervisor
 from attncheck.harness.workers.limits import worker_settings
 from attncheck.harness.workers.pool import WorkerPool
 from attncheck.reference.spec import BACKEND_CHECKS, DEFAULT_CHECKS
 from attncheck.reports.analysis import phrases
-from attncheck.reports.run_file.header import Environment, RunHeader
+from attncheck.reports.run_file.header import RunHeader
 from attncheck.reports.run_file.records import FALLEN_SHORT, Errored, Record, Unavailable, Unsupported, XFailed
 from attncheck.reports.run_file.timings import TIMING
 from attncheck.reports.terminal.run import story
@@ -43,14 +43,6 @@ if TYPE_CHECKING:
 # The first item of a case and a backend to run produces the records for all its selected checks. Each backend is
 # examined in a process of its own. It is examined in this process with `--attncheck-in-process`, or if the check
 # `timing` is selected, since pytest-benchmark takes the timings here.
-
-
-@dataclass(frozen=True)
-class _Opened:
-    """A question with loaded backends. ``executor``: their processes, or this one."""
-
-    run: Run
-    executor: WorkerPool | ThisProcess
 
 
 class Question:
@@ -70,7 +62,8 @@ class Question:
         self.collected: set[tuple[str, int, str]] = set()
         self.answered: set[tuple[str, int, str]] = set()
         self.backends: tuple[BackendDescription, ...] = ()
-        self._opened: _Opened | QuestionError | None = None
+        self._opened: Run | QuestionError | None = None
+        self._executor: WorkerPool | ThisProcess | None = None
         self._stack = ExitStack()
         self._examiner: Examiner | Supervisor | None = None
         self._latest: tuple[tuple[str, int], list[Record]] | None = None
@@ -104,19 +97,19 @@ class Question:
         if self._opened is None:
             try:
                 self._opened = self._open()
-                self.backends = self._opened.run.backends
+                self.backends = self._opened.backends
             except QuestionError as error:
                 self.close()
                 self._opened = error
         if isinstance(self._opened, QuestionError):
             raise self._opened.with_traceback(None)
-        return self._opened.run
+        return self._opened
 
     def close(self) -> None:
         """End the processes of the backends; the next item that runs starts new ones."""
         self._stack.close()
         self._examiner = None
-        if isinstance(self._opened, _Opened) and isinstance(self._opened.executor, WorkerPool):
+        if isinstance(self._opened, Run) and isinstance(self._executor, WorkerPool):
             self._opened = None
 
     def record_of(self, item: "CheckItem") -> Record | QuestionError:
@@ -141,7 +134,7 @@ class Question:
         """Return the run header for the selected items of this question."""
         return self._run_of(item).header()
 
-    def _open(self) -> _Opened:
+    def _open(self) -> Run:
         options = self.options
         if self.selection.is_timed and self.benchmark_session is None:
             reason = f"the check {TIMING} is made through pytest-benchmark, which is switched off (-p no:benchmark)"
@@ -150,13 +143,13 @@ class Question:
             make_folder(options.dump, f"--attncheck-dump {options.dump}")
         options = replace(options, device=self.device, rounds=1)
         if self.is_in_process:
-            here = ThisProcess()
-            return _Opened(Run.open(self.selection, options, here, keeps_unavailable=True), here)
-        pool = self._stack.enter_context(WorkerPool(settings=worker_settings(options)))
-        describer = _FewProcesses(pool) if hasattr(self.config, "workerinput") else pool
-        run = Run.open(self.selection, options, describer, keeps_unavailable=True)
+            self._executor = ThisProcess()
+            return Run.open(self.selection, options, self._executor, keeps_unavailable=True)
+        kind = FewProcesses if hasattr(self.config, "workerinput") else WorkerPool
+        pool = self._executor = self._stack.enter_context(kind(settings=worker_settings(options)))
+        run = Run.open(self.selection, options, pool, keeps_unavailable=True)
         pool.keep_only(backend.ref for backend in run.backends)
-        return _Opened(run, pool)
+        return run
 
     def _wanted(self, item: "CheckItem") -> set[str]:
         mine = (each for each in item.session.items if getattr(each, "question", None) is self)
@@ -188,40 +181,28 @@ class Question:
 
     def _make_examiner(self, item: "CheckItem") -> Examiner | Supervisor:
         run = self._run_of(item)
-        assert isinstance(self._opened, _Opened)
-        if isinstance(self._opened.executor, WorkerPool):
-            return Supervisor(run.plan, run.backends, self._opened.executor, run.environment)
+        assert self._executor is not None
+        if isinstance(self._executor, WorkerPool):
+            return Supervisor(run.plan, run.backends, self._executor, run.environment)
         clocks = None
         if TIMING in (run.plan.checks or ()):
             clocks = TimingCheck(torch.device(run.plan.device), run.plan.timing, self.benchmarks.sample)
-        return self._opened.executor.examiner(run, clocks=clocks)
+        return self._executor.examiner(run, clocks=clocks)
 
 
-class _FewProcesses:
-    """Wraps ``pool`` for a pytest-xdist worker, so that few backend processes run at once.
+class FewProcesses(WorkerPool):
+    """A pool for a pytest-xdist worker: of several backends, only the process of the first stays after its description.
 
-    Each worker has processes of its own, and the memory of the host must suffice for all. Backends are described one
-    after another. Each process ends afterwards, except that of the first backend.
+    Each worker has processes of its own, and the memory of the host must suffice for all.
     """
 
-    def __init__(self, pool: WorkerPool) -> None:
-        self._pool = pool
-
-    def choose_device(self, wishes: Sequence[str], wanted: str | None) -> tuple[str, tuple[str, ...], Environment]:
-        """Return the device of the run, notes on the choice, and the environment on it."""
-        return self._pool.choose_device(wishes, wanted)
-
-    def begin(self, selection: Selection, plan: RunPlan, environment: Environment) -> None:
-        """Give the processes the run to examine."""
-        self._pool.begin(selection, plan, environment)
-
     def describe(self, refs: Iterable[str]) -> list[BackendDescription | QuestionError]:
-        """Return the description of each of ``refs``, or the reason why it names no backend to examine."""
+        """Return the description of each of ``refs``, one after another, or the reason why there is none."""
         found: list[BackendDescription | QuestionError] = []
         for ref in refs:
-            found += self._pool.describe([ref])
+            found += super().describe([ref])
             if len(found) > 1:
-                self._pool.discard(ref)
+                self.discard(ref)
         return found
 
 

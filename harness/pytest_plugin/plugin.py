@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import pytest
 
-from attncheck.harness.run.options import OPTIONS, RunOptions, kind_of, options_in
+from attncheck.harness.run.options import OPTIONS, RunOptions, kind_of, listed, options_in
 
 if TYPE_CHECKING:
     from attncheck.harness.pytest_plugin.items import PytestSession
@@ -45,11 +45,7 @@ def backend_tests(
         cases: patterns on ``suite/id`` or on the id. Default: every case.
         checks: names of checks. Default: all that apply except ``timing``.
     """
-    return BackendTests(backend, _listed(suite), _listed(cases), _listed(checks))
-
-
-def _listed(names: str | Sequence[str]) -> tuple[str, ...]:
-    return (names,) if isinstance(names, str) else tuple(names)
+    return BackendTests(backend, listed(suite), listed(cases), listed(checks))
 
 
 # Entry point of the pytest plugin: adds the options, and loads nothing else until items are requested.

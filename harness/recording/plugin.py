@@ -15,7 +15,7 @@ from typing import Any
 
 from attncheck.errors import QuestionError
 from attncheck.harness.recording.recorder import LOGGER, BatchRecorder, Group, layer_kinds
-from attncheck.harness.recording.traffic import DEFAULT_CASES, RecordingSettings, Traffic, recorded_file, settings_of
+from attncheck.harness.recording.traffic import DEFAULT_CASES, RecordingSettings, Traffic, recorded_text, settings_of
 
 # Wraps the methods of vLLM with which a model runner builds attention metadata, during a recording.
 #
@@ -183,14 +183,14 @@ class EngineRecording:
         self._recorder.count_pending()
         self.write()
 
-    def write(self) -> int:
-        """Write the batches recorded so far, and return the number of cases; no file is written without cases."""
-        file = recorded_file(self._settings.path.stem, self._recorder.traffic, self._settings.most_cases, self._about())
-        if file.cases:
-            aside = self._settings.path.with_name(f"{self._settings.path.name}.{os.getpid()}")
-            aside.write_text(file.text, encoding="utf-8")
-            aside.replace(self._settings.path)
-        return file.cases
+    def write(self) -> None:
+        """Write the batches recorded so far; no file is written without cases."""
+        path = self._settings.path
+        text = recorded_text(path.stem, self._recorder.traffic, self._settings.most_cases, self._about())
+        if text:
+            aside = path.with_name(f"{path.name}.{os.getpid()}")
+            aside.write_text(text, encoding="utf-8")
+            aside.replace(path)
 
     def _about(self) -> str:
         recorder = self._recorder

@@ -91,11 +91,9 @@ def take_snapshot(metadata: Any, host_table: Lengths | None, block_size: int) ->
     )
 
 
-def batch_of(snapshot: Snapshot, block_size: int, *, cascade: int, drafts: int, graph_mode: str) -> Batch | None:
-    """Return the batch of a snapshot, or None if no request has a new token.
-
-    ``cascade``, ``drafts``, ``graph_mode``: see :class:`~attncheck.harness.recording.traffic.Batch`.
-    """
+def batch_of(pending: "Pending") -> Batch | None:
+    """Return the batch of a snapshot, or None if no request has a new token."""
+    snapshot, block_size = pending.snapshot, pending.group.block_size
     query_lens = np.diff(snapshot.starts)
     live = np.flatnonzero(query_lens)
     if not live.size:
@@ -118,10 +116,10 @@ def batch_of(snapshot: Snapshot, block_size: int, *, cascade: int, drafts: int, 
         prefix=pages_shared * block_size,
         sharers=sharers,
         has_null_pages=has_null_pages,
-        cascade=cascade,
-        drafts=drafts,
+        cascade=pending.cascade,
+        drafts=pending.group.drafts,
         causal=snapshot.causal,
-        graph_mode=graph_mode,
+        graph_mode=pending.graph_mode,
     )
 
 
@@ -277,7 +275,7 @@ class Group:
     drafts: int
 
 
-class _Pending(NamedTuple):
+class Pending(NamedTuple):
     """A batch that is not counted yet. It represents ``calls`` calls per layer."""
 
     group: Group
@@ -312,7 +310,7 @@ class BatchRecorder:
     _last_ns: int = 0
     _gap_ns: float = 0.0
     _first_ns: int = 0
-    _pending: list[_Pending] = field(default_factory=list)
+    _pending: list[Pending] = field(default_factory=list)
     _pending_size: int = 0
     _random: random.Random = field(default_factory=lambda: random.Random(0))
 
@@ -358,10 +356,9 @@ class BatchRecorder:
     def count_pending(self) -> None:
         """Count the batches that were kept; many at once cost far less time per batch."""
         pending, self._pending, self._pending_size = self._pending, [], 0
-        for group, snapshot, cascade, graph_mode, calls in pending:
-            batch = batch_of(snapshot, group.block_size, cascade=cascade, drafts=group.drafts, graph_mode=graph_mode)
-            if batch is not None:
-                self.traffic.add(batch, [(kind, layers * calls) for kind, layers in group.kinds])
+        for each in pending:
+            if (batch := batch_of(each)) is not None:
+                self.traffic.add(batch, [(kind, layers * each.calls) for kind, layers in each.group.kinds])
 
     def _stride(self) -> int:
         """Return how many batches a batch kept now represents, so that recording stays within its time limit."""
@@ -382,7 +379,7 @@ class BatchRecorder:
         if isinstance(snapshot, str):
             self.traffic.leave_out(snapshot, sum(layers for _, layers in group.kinds) * calls)
             return
-        self._pending.append(_Pending(group, snapshot, int(common_prefix_len), self.graph_mode, calls))
+        self._pending.append(Pending(group, snapshot, int(common_prefix_len), self.graph_mode, calls))
         self._pending_size += snapshot.size
 
     def _host_table(self, table: Any) -> Lengths | None:

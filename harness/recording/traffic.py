@@ -246,32 +246,16 @@ def shared_prefix(pages: Lengths, full_pages: Lengths) -> tuple[int, tuple[int, 
     return shared, tuple(rows.tolist())
 
 
-def iter_lengths(batch: Batch) -> Iterator[tuple[int, int, int]]:
-    """Yield ``(query_len, seq_len, shared prefix)`` of each request, in tokens."""
-    sharers = set(batch.sharers)
-    lengths = zip(batch.query_lens.tolist(), batch.seq_lens.tolist(), strict=True)
-    for row, (query, total) in enumerate(lengths):
-        yield query, total, batch.prefix if row in sharers else 0
-
-
 # Writes counted batches as a case file: a case with a weight for each, and a description of the recording.
 
 _SPARE_COLUMNS = 2
 """Columns that a case's block table has by default after those of the longest request."""
 
 
-@dataclass(frozen=True)
-class RecordedFile:
-    """The text of a case file, and the number of its cases."""
+def recorded_text(name: str, traffic: Traffic, most_cases: int, about: str) -> str:
+    """Return the case file of the counted batches, or "" without cases; ``about``: the origin of the recording.
 
-    text: str
-    cases: int
-
-
-def recorded_file(name: str, traffic: Traffic, most_cases: int, about: str) -> RecordedFile:
-    """Return the case file of the counted batches; ``about``: the origin of the recording, for the description.
-
-    A distinct batch that no case can express is left out, and the description gives the reason.
+    A distinct batch that no case can express is left out, and the description of the file gives the reason.
     """
     widening, counted = traffic.counted(most_cases)
     left_out = dict(traffic.left_out)
@@ -286,7 +270,7 @@ def recorded_file(name: str, traffic: Traffic, most_cases: int, about: str) -> R
         left_out["beyond the maximum of cases"] = beyond
     calls = sum(each.calls for each in counted) + sum(traffic.left_out.values())
     description = " ".join([about, *_sentences(calls, len(cases), widening, left_out)])
-    return RecordedFile(suite_yaml(name, description, cases) if cases else "", len(cases))
+    return suite_yaml(name, description, cases) if cases else ""
 
 
 def _sentences(calls: int, cases: int, widening: int, left_out: dict[str, int]) -> Iterator[str]:
@@ -350,9 +334,11 @@ def _batch_spec(layer: LayerSpec, cache: CacheSpec, batch: Batch, path: PathSpec
     """
     requests: list[RequestSpec] = []
     is_cascade = path.name == "cascade"
-    for query, total, prefix in iter_lengths(batch):
-        shared = batch.cascade if is_cascade else prefix
-        request = RequestSpec(query_len=query, seq_len=total, shared_prefix=shared if layer.has_cache else 0)
+    prefix = batch.cascade if is_cascade else batch.prefix
+    sharers = set(range(batch.query_lens.size) if is_cascade else batch.sharers)
+    for row, (query, total) in enumerate(zip(batch.query_lens.tolist(), batch.seq_lens.tolist(), strict=True)):
+        shared = prefix if layer.has_cache and row in sharers else 0
+        request = RequestSpec(query_len=query, seq_len=total, shared_prefix=shared)
         if requests and replace(requests[-1], count=1) == request:
             requests[-1] = replace(requests[-1], count=requests[-1].count + 1)
         else:

@@ -2,10 +2,14 @@
 
 import os
 import shlex
+import sys
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import asdict, replace
+from pathlib import Path
+from sysconfig import get_path
 from typing import TYPE_CHECKING
 
+import attncheck
 from attncheck.backends import registry
 from attncheck.backends.declarations import MultipleOf
 from attncheck.backends.registry import LoadedBackend
@@ -20,10 +24,11 @@ from attncheck.harness.driver.foreign_code import (
     unavailable_case_reasons,
     unsupported_reasons,
 )
-from attncheck.harness.driver.observation import printable
+from attncheck.harness.driver.observation import Raised, printable
 from attncheck.harness.run.evaluate import Examiner, environment_of
-from attncheck.harness.run.outcomes import Backend, BackendDescription, missing_variables, not_loaded
+from attncheck.harness.run.outcomes import IMPORT, Backend, BackendDescription, missing_variables, not_loaded
 from attncheck.harness.run.preparation import suite_device
+from attncheck.harness.run.run import digest_of
 from attncheck.harness.run.selection import DEFAULT_SUITES, RunPlan, Selection
 from attncheck.reference.spec import BACKEND_CHECKS
 from attncheck.reports.run_file.header import BackendInfo, Environment
@@ -31,6 +36,9 @@ from attncheck.reports.run_file.header import BackendInfo, Environment
 if TYPE_CHECKING:
     from attncheck.harness.checks.timing.check import TimingCheck
     from attncheck.harness.run.run import Run
+
+_INSTALLED = frozenset({"site-packages", "dist-packages"})
+"""Names of folders of installed packages."""
 
 
 def load_backend(ref: str, checks: Collection[str] = BACKEND_CHECKS, *, functions: bool = True) -> Backend:
@@ -54,12 +62,18 @@ def describe_backend(backend: Backend, device: str) -> BackendDescription:
     """Return the description of ``backend`` for a run on ``device``.
 
     Raises:
-        BackendLoadError: ``required_environment`` is not a dict of strings, ``is_mla`` is not a bool, or
-            ``default_suite`` is not one of :data:`DEFAULT_SUITES`.
+        BackendLoadError: ``required_environment``, ``is_mla`` or ``default_suite`` raises, or returns no dict of valid
+            names and values, no bool, or none of :data:`DEFAULT_SUITES`.
     """
     if isinstance(backend, BackendDescription):
         return backend
     declared = backend.backend
+    is_mla = _declared(backend, "is_mla", declared.is_mla)
+    if not isinstance(is_mla, bool):
+        raise _fault(backend, f"is_mla answered {is_mla!r}, neither True nor False")
+    suite = _declared(backend, "default_suite", lambda: declared.default_suite(device))
+    if not isinstance(suite, str) or suite not in DEFAULT_SUITES:
+        raise _fault(backend, f"default_suite answered {suite!r}, none of {', '.join(DEFAULT_SUITES)}")
     page_sizes, page_multiples, layouts = _pages_of(backend)
     info = BackendInfo(
         name=backend.name,
@@ -68,16 +82,42 @@ def describe_backend(backend: Backend, device: str) -> BackendDescription:
         conventions=asdict(declared.conventions),
         features=tuple(sorted(declared.features)),
         required_environment=required_environment(backend, device),
+        files=loaded_files(),
     )
     return BackendDescription(
         info=info,
-        is_mla=is_mla(backend),
-        default_suite=default_suite(backend, device),
+        is_mla=is_mla,
+        default_suite=suite,
         page_sizes=page_sizes,
         page_multiples=page_multiples,
         layouts=layouts,
         unavailable_reasons=unavailable_reasons(backend, device),
     )
+
+
+def loaded_files() -> dict[str, str]:
+    """Return the digests of the files whose code this process has loaded, and of compiled libraries beside them.
+
+    Files of installed packages, Python and attncheck are left out, as are those that a backend imports later. A file is
+    named by its path below the folder of ``sys.path`` that it was found in, so that the names are equal elsewhere.
+    """
+    own = (str(Path(attncheck.__file__).parent), get_path("stdlib"), get_path("platstdlib"))
+    files = set()
+    for name, module in list(sys.modules.items()):
+        place = getattr(module, "__file__", None)
+        if name == "__main__" or not isinstance(place, str) or place.startswith(own):
+            continue
+        file = Path(place)
+        if _INSTALLED.isdisjoint(file.parts) and file.is_file():
+            files.add(file.resolve())
+    for folder in {file.parent for file in files}:
+        files.update(folder.glob("*.so"))
+    return {_name_on_path(file): digest_of(file) for file in sorted(files)}
+
+
+def _name_on_path(file: Path) -> str:
+    roots = [root for root in (Path(each).resolve() for each in sys.path) if file.is_relative_to(root)]
+    return file.relative_to(max(roots, key=lambda root: len(root.parts), default=file.parent)).as_posix()
 
 
 def _pages_of(backend: LoadedBackend) -> tuple[tuple[int, ...], tuple[int, ...], tuple[str, ...]]:
@@ -104,41 +144,16 @@ def unavailable_reasons(backend: LoadedBackend, device: str) -> tuple[str, ...]:
 
 def reasons_against(backend: Backend, device: str, cases: Iterable[Case]) -> tuple[tuple[str, ...], ...]:
     """Return, for each case, why the backend refuses it on ``device``; empty if it accepts or a declaration raises."""
-    return tuple(_reasons_against(backend, device, case) for case in cases)
-
-
-def _reasons_against(backend: Backend, device: str, case: Case) -> tuple[str, ...]:
     if isinstance(backend, BackendDescription):
-        return backend.unavailable_reasons
-    try:
-        absent = unavailable_case_reasons(backend.backend, case, device)
-        return absent or unsupported_reasons(backend.backend, case)
-    except StageError:
-        return ()
-
-
-def is_mla(backend: LoadedBackend) -> bool:
-    """Return whether the backend implements latent attention.
-
-    Raises:
-        BackendLoadError: its ``is_mla`` raises, or returns no bool.
-    """
-    answer = _declared(backend, "is_mla", backend.backend.is_mla)
-    if not isinstance(answer, bool):
-        raise BackendLoadError(backend.ref, f"is_mla answered {answer!r}, neither True nor False")
-    return answer
-
-
-def default_suite(backend: LoadedBackend, device: str) -> str:
-    """Return the suite for this backend if the user names none.
-
-    Raises:
-        BackendLoadError: its ``default_suite`` raises, or returns none of :data:`DEFAULT_SUITES`.
-    """
-    answer = _declared(backend, "default_suite", lambda: backend.backend.default_suite(device))
-    if not isinstance(answer, str) or answer not in DEFAULT_SUITES:
-        raise BackendLoadError(backend.ref, f"default_suite answered {answer!r}, none of {', '.join(DEFAULT_SUITES)}")
-    return answer
+        return tuple(backend.unavailable_reasons for _ in cases)
+    found = []
+    for case in cases:
+        try:
+            absent = unavailable_case_reasons(backend.backend, case, device)
+            found.append(absent or unsupported_reasons(backend.backend, case))
+        except StageError:
+            found.append(())
+    return tuple(found)
 
 
 def required_environment(backend: LoadedBackend, device: str) -> dict[str, str]:
@@ -149,7 +164,7 @@ def required_environment(backend: LoadedBackend, device: str) -> dict[str, str]:
     """
     required = _declared(backend, "required_environment", lambda: backend.backend.required_environment(device))
     if not isinstance(required, dict) or not all(map(_is_variable, required.items())):
-        raise BackendLoadError(backend.ref, f"required_environment answered {required!r}, no dict of names to texts")
+        raise _fault(backend, f"required_environment answered {required!r}, no dict of names to texts")
     return required
 
 
@@ -157,7 +172,11 @@ def _declared(backend: LoadedBackend, name: str, call: Callable[[], object]) -> 
     try:
         return call_backend(name, call)
     except StageError as failure:
-        raise BackendLoadError(backend.ref, failure.raised.in_words) from failure
+        raise _fault(backend, failure.raised.in_words, failure.raised.error_type) from failure
+
+
+def _fault(backend: LoadedBackend, reason: str, raised: str = BackendLoadError.__name__) -> BackendLoadError:
+    return BackendLoadError(backend.ref, reason, raised=raised)
 
 
 def _is_variable(pair: tuple[object, object]) -> bool:
@@ -221,5 +240,7 @@ class ThisProcess:
             if ref not in self._loaded:
                 self._loaded[ref] = load_backend(ref)
             return _described_here(self._loaded[ref], self._device)
+        except BackendLoadError as error:
+            return not_loaded(ref, Raised(IMPORT, error.raised, str(error))) if error.raised else error
         except QuestionError as error:
             return error

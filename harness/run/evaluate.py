@@ -17,7 +17,7 @@ from attncheck.backends.registry import LoadedBackend
 from attncheck.cases.model import Case
 from attncheck.errors import BackendUnavailableError, QuestionError
 from attncheck.harness.checks.case_checks import AttentionChecks, CaseChecks, finding_of
-from attncheck.harness.checks.findings import Broken, Finding, NotExamined
+from attncheck.harness.checks.findings import Broken, NotExamined
 from attncheck.harness.checks.interface import CheckedCase, SelectedCases, SharedByChecks
 from attncheck.harness.device import accelerator_of, collect_environment
 from attncheck.harness.driver.foreign_code import (
@@ -26,7 +26,7 @@ from attncheck.harness.driver.foreign_code import (
     unavailable_case_reasons,
     unsupported_reasons,
 )
-from attncheck.harness.driver.observation import Raised, capture_exception
+from attncheck.harness.driver.observation import Raised, capture_exception, passes_foreign_code
 from attncheck.harness.host import is_refused_memory
 from attncheck.harness.problem.problem import Problem, build_problem
 from attncheck.harness.problem.sizes import shortage
@@ -35,11 +35,11 @@ from attncheck.harness.run.outcomes import (
     Backend,
     BackendDescription,
     Circumstances,
+    RecordedFinding,
     absent,
     is_device_error,
     raise_if_device_is_lost,
     record_of,
-    unavailable,
 )
 from attncheck.harness.run.selection import RunPlan, unanswered_reasons
 from attncheck.harness.truth.truth import Truth, TruthCache
@@ -118,12 +118,6 @@ def current_device(device: torch.device) -> Iterator[None]:
             selected.__exit__(None, None, None)
 
 
-# Evaluates a plan of cases and backends into records, in the current process.
-#
-# An exception or refusal of a backend becomes a record and never ends the run. The error of a case that cannot be
-# built, or cannot detect what it is meant to test, is collected in `Examiner.blind`.
-
-
 def environment_of(device: str) -> Environment:
     """Return the environment on ``device``, with the float32 policy that an examination sets."""
     with exact_float32():
@@ -131,7 +125,7 @@ def environment_of(device: str) -> Environment:
 
 
 def _ignore(_stage: str) -> None:
-    """Ignore the stage."""
+    pass
 
 
 class Examiner:
@@ -213,53 +207,49 @@ class Examiner:
                 yield absent(self._circumstances, case, backend, check)
             return
         with exact_float32(), current_device(self.device), num_threads(self._num_threads):
-            prepared = self._prepare(case, backend, checks, begin)
-            if isinstance(prepared, list):
-                for record in prepared:
-                    raise_if_device_is_lost(record, self.device)
-                    yield record
+            prepared = self._prepare(case, backend, begin)
+            if prepared is None:
                 return
             for check in checks:
-                begin(f"check {check}")
-                began = perf_counter()
-                finding: Finding | Raised | BackendUnavailableError
-                try:
-                    with num_threads(self._timing_threads if check == TIMING else self._num_threads):
-                        finding = finding_of(prepared, check)
-                except StageError as failure:  # checks also call the backend's codec
-                    finding = failure.raised
-                except BackendUnavailableError as error:
-                    finding = error
-                except Exception as error:  # noqa: BLE001 (attncheck's own fault: report it, and go on)
-                    finding = capture_exception(OURSELVES, error)
-                    if is_refused_memory(finding.error_type, finding.message):
-                        finding = NotExamined((f"out of memory during the check: {finding.message}",), "attncheck")
-                took = perf_counter() - began
-                if isinstance(finding, Broken) and self.plan.dump is not None:  # before the caller can stop
-                    note = self._dump(prepared, self.plan.dump, backend.name)
-                    finding = replace(finding, details=(*finding.details, *note))
-                if isinstance(finding, BackendUnavailableError):
-                    record = unavailable(self._circumstances, case, backend, check, finding.reasons)
+                finding: RecordedFinding
+                if isinstance(prepared, NotExamined | Raised | BackendUnavailableError):
+                    finding, took = prepared, 0.0
                 else:
-                    record = record_of(self._circumstances, case, backend, check, finding, took)
+                    begin(f"check {check}")
+                    began = perf_counter()
+                    finding = self._finding(prepared, check)
+                    took = perf_counter() - began
+                    if isinstance(finding, Broken) and self.plan.dump is not None:  # before the caller can stop
+                        note = self._dump(prepared, self.plan.dump, backend.name)
+                        finding = replace(finding, details=(*finding.details, *note))
+                record = record_of(self._circumstances, case, backend, check, finding, took)
                 raise_if_device_is_lost(record, self.device)
                 yield record
+
+    def _finding(self, prepared: CaseChecks, check: str) -> RecordedFinding:
+        try:
+            with num_threads(self._timing_threads if check == TIMING else self._num_threads):
+                return finding_of(prepared, check)
+        except StageError as failure:  # checks also call the backend's codec
+            return failure.raised
+        except BackendUnavailableError as error:
+            return error
+        except Exception as error:  # noqa: BLE001 (report it, and go on)
+            # A backend's objects can run its code wherever attncheck reads them.
+            stage = f"check {check}" if passes_foreign_code(error) else OURSELVES
+            raised = capture_exception(stage, error)
+            if is_refused_memory(raised.error_type, raised.message):
+                return NotExamined((f"out of memory during the check: {raised.message}",), "attncheck")
+            return raised
 
     def fault_of(self, case: Case) -> QuestionError | None:
         """Return the error of the case if examining it was tried and was impossible, else None."""
         return self._faults.get(case)
 
     def _prepare(
-        self, case: Case, backend: LoadedBackend, checks: tuple[str, ...], begin: Callable[[str], None]
-    ) -> CaseChecks | list[Record]:
-        """Return the checks of the case, or their records if no check can run; none if the case itself is at fault."""
-
-        def same_for_all(finding: Finding | Raised) -> list[Record]:
-            return [record_of(self._circumstances, case, backend, check, finding, 0.0) for check in checks]
-
-        def gone(reasons: tuple[str, ...]) -> list[Record]:
-            return [unavailable(self._circumstances, case, backend, check, reasons) for check in checks]
-
+        self, case: Case, backend: LoadedBackend, begin: Callable[[str], None]
+    ) -> CaseChecks | NotExamined | Raised | BackendUnavailableError | None:
+        """Return the checks of the case, or the finding of each if none can run; None if the case is at fault."""
         cls = backend.backend
         begin("declarations")
         try:
@@ -267,37 +257,39 @@ class Examiner:
             # Skip the declarations of a class that cannot run here: they may raise for the same reason.
             reasons = () if absent_reasons else unsupported_reasons(cls, case)
         except StageError as failure:
-            return same_for_all(failure.raised)
+            return failure.raised
         if absent_reasons:
-            return gone(absent_reasons)
+            return BackendUnavailableError(backend.name, absent_reasons)
         unanswered = unanswered_reasons(case)
         if unanswered:
-            return same_for_all(NotExamined(unanswered, "attncheck"))
+            return NotExamined(unanswered, "attncheck")
         excluded = cls.conventions.excluded_strides(case.strides)
         if excluded:
-            return same_for_all(NotExamined((f"{excluded}: operand_strides 'rows' is declared",)))
+            return NotExamined((f"{excluded}: operand_strides 'rows' is declared",))
         if case in self._faults:
-            return []
+            return None
         begin("the preparation of the case")
         try:
             if self._latest is None or self._latest[0] != case:
                 self._latest = None  # free the tensors of the previous case before free memory is measured
                 lacking = shortage(case, self.device)
                 if lacking is not None:
-                    return gone((lacking,))
+                    return BackendUnavailableError(backend.name, (lacking,))
             return self._examination(case, backend, reasons)
         except StageError as failure:
-            return same_for_all(failure.raised)
+            return failure.raised
         except QuestionError as error:
-            self._faults[case] = error.with_traceback(None)  # its frames would keep the case's tensors alive
-            self.blind.append(error)
-            return []
+            fault = error if case.key in str(error) else QuestionError(f"case {case.key}: {error}")
+            self._faults[case] = fault.with_traceback(None)  # its frames would keep the case's tensors alive
+            self.blind.append(fault)
+            return None
         except (MemoryError, RuntimeError) as error:  # the declarations ran before and may have lost the device
             if is_refused_memory(type(error).__name__, str(error)):
-                return gone((f"out of memory while the truth was computed: {error}",))
+                reason = f"out of memory while the truth was computed: {error}"
+                return BackendUnavailableError(backend.name, (reason,))
             if not is_device_error(error, self.device):
                 raise
-            return same_for_all(capture_exception(OURSELVES, error))
+            return capture_exception(OURSELVES, error)
 
     def _dump(self, examination: CaseChecks, folder: Path, backend: str) -> tuple[str, ...]:
         """Write the case to ``folder``. Return a note if writing fails; the verdict does not change."""

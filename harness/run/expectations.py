@@ -28,7 +28,7 @@ from fnmatch import fnmatchcase
 from glob import escape
 from pathlib import Path
 from types import MappingProxyType
-from typing import ClassVar, Literal, Protocol
+from typing import ClassVar, Literal
 
 import attncheck
 from attncheck.backends.registry import known_names
@@ -36,6 +36,7 @@ from attncheck.cases.loader import suite_names
 from attncheck.cases.validation import suggestion, validate
 from attncheck.cases.yaml_tree import Items, Place, Table, Tree, describe, parse_yaml, read_text
 from attncheck.errors import readable
+from attncheck.harness.run.outcomes import RecordedQuestion
 from attncheck.reference.spec import CHECKS, FEATURES, FORMER_CHECKS, FORMS
 from attncheck.reports.analysis.findings import stated_cause
 from attncheck.reports.analysis.phrases import cut, one_line, plural, what_happened
@@ -121,10 +122,6 @@ class Expectation:
         """The reason, followed by the issue if there is one."""
         return f"{self.reason} ({self.issue})" if self.issue else self.reason
 
-    def has_expired(self, today: date) -> bool:
-        """Return whether ``today`` is after ``until``."""
-        return self.until is not None and date.fromisoformat(self.until) < today
-
     def fits_case(self, suite: str, case_id: str) -> bool:
         """Return whether the pattern matches this case."""
         return fnmatchcase(f"{suite}/{case_id}", self.case) or fnmatchcase(case_id, self.case)
@@ -146,21 +143,11 @@ class Expectation:
         meaning = (record.meaning or "") if isinstance(record, Failed) else ""
         return self.says is None or any(fnmatchcase(text, self.says) for text in (what_happened(record), meaning))
 
-    def excess(self, record: Failed | Errored | Ended) -> str:
-        """Return by what an expected failure exceeds the entry's bound; empty if it does not."""
-        if self.within is None:
-            return ""
-        return self.within.excess(record.figures if isinstance(record, Failed) else {})
-
     @property
     def suite(self) -> str:
-        """The part of the pattern for the suite; empty if the pattern is on the id."""
+        """The part of the pattern for the suite; ``*`` if the pattern is on the id."""
         named, slash, _ = self.case.partition("/")
-        return named if slash else ""
-
-    def fits_suite(self, suite: str) -> bool:
-        """Return whether the pattern could match a case of this suite."""
-        return not self.suite or fnmatchcase(suite, self.suite)
+        return named if slash else "*"
 
 
 @dataclass(frozen=True)
@@ -212,61 +199,32 @@ def load_expectations(path: Path) -> tuple[LocatedExpectation, ...]:
                 "unknown check", value=expectation.check, allowed=suggestion(expectation.check, [*CHECKS])
             )
         for need in expectation.needs:
-            _check_need(need, item)
+            key, is_form, _ = need.partition("=")
+            if is_form and key not in FORMS:
+                fault = "cases have no such form"
+                raise _place(item, "needs").fault(fault, value=need, allowed=suggestion(key, FORMS))
+            if not is_form and need not in FEATURES:
+                raise _place(item, "needs").fault("unknown feature", value=need, allowed=suggestion(need, [*FEATURES]))
         if not expectation.reason.strip():
             raise _place(item, "reason").fault("an expected failure needs a reason", allowed="say why it is known")
         if expectation.until is not None:
-            _check_date(expectation.until, item)
+            try:
+                date.fromisoformat(expectation.until)
+            except ValueError:
+                place, value = _place(item, "until"), expectation.until
+                raise place.fault("until must be a date", value=value, allowed="write YYYY-MM-DD") from None
         entries.append(LocatedExpectation(expectation, item.place, former))
     return tuple(entries)
-
-
-def _check_need(need: str, item: Tree) -> None:
-    """Raise CaseFileError if no record can have this need."""
-    place = _place(item, "needs")
-    key, is_form, _ = need.partition("=")
-    if is_form and key not in FORMS:
-        raise place.fault("cases have no such form", value=need, allowed=suggestion(key, FORMS))
-    if not is_form and need not in FEATURES:
-        raise place.fault("unknown feature", value=need, allowed=suggestion(need, [*FEATURES]))
-
-
-def _check_date(text: str, item: Tree) -> None:
-    try:
-        date.fromisoformat(text)
-    except ValueError:
-        fault = _place(item, "until").fault("until must be a date", value=text, allowed="write YYYY-MM-DD")
-        raise fault from None
 
 
 def _place(item: Tree, key: str) -> Place:
     return item.entries[key].place if isinstance(item, Table) else item.place
 
 
-# Applies expected failures to the records of a run.
+# An entry with `says` is about a finding, which may occur in any matching case: a case that passes is no `xpassed`.
 #
-# A record that failed as an entry expects, within its bound, becomes `xfailed`. Beyond the bound its outcome stays, and
-# a detail states by what the bound is exceeded. A record that passed although an entry expects a failure becomes
-# `xpassed`, which fails the run.
-#
-# An entry also fails the run if it matches no case of the run's suites, if no record confirms it, or if its `until` is
-# over. An entry with `says` is about a finding, which may occur in any matching case. A case that passes is not
-# `xpassed`. A run without the finding only has a note, unless expectations are strict: then it fails.
-#
-# Entries for suites, backends, cases or checks outside this run are ignored. An unknown name of a suite or backend
-# gives a note, since it may belong to another run. It fails the run if it differs from a known name only in capitals.
-
-
-class HasNames(Protocol):
-    """The suite and the id of a case."""
-
-    @property
-    def suite(self) -> str:
-        """Name of the suite."""
-
-    @property
-    def id(self) -> str:
-        """Id within the suite."""
+# An unknown name of a suite or backend gives a note, since it may belong to another run. It fails the run if it differs
+# from a known name only in capitals.
 
 
 class Expectations:
@@ -281,8 +239,8 @@ class Expectations:
         self,
         entries: Sequence[LocatedExpectation],
         *,
-        cases: Sequence[HasNames],
-        selected: Sequence[HasNames],
+        cases: Sequence[RecordedQuestion],
+        selected: Sequence[RecordedQuestion],
         backends: Sequence[str],
         checks: Sequence[str],
         today: date,
@@ -297,7 +255,7 @@ class Expectations:
         for entry in entries:
             wanted = entry.expectation
             self._check_name(entry, "backend", wanted.backend, backends, known_names())
-            if not any(wanted.fits_suite(suite) for suite in suites):
+            if not any(fnmatchcase(suite, wanted.suite) for suite in suites):
                 self._check_name(entry, "suite", wanted.suite, sorted(suites), [*suite_names(), UTILITIES])
             elif not any(wanted.fits_case(case.suite, case.id) for case in cases):
                 self._faults.append(f"{entry}, but {_no_case(wanted.case, cases)}")
@@ -321,11 +279,11 @@ class Expectations:
             self._seen.add(entry)
             if isinstance(record, Failed | Errored | Ended) and wanted.foresees(record):
                 self._met.add(entry)
-                beyond = wanted.excess(record)
-                if beyond:
+                figures = record.figures if isinstance(record, Failed) else {}
+                if wanted.within is not None and (beyond := wanted.within.excess(figures)):
                     excesses.append(f"more than {entry.place.file}:{entry.place.line} expects: {beyond}")
                     continue
-                if wanted.has_expired(self._today):
+                if wanted.until is not None and date.fromisoformat(wanted.until) < self._today:
                     self._expired[entry] = self._expired.get(entry, 0) + 1
                     continue
                 return XFailed(
@@ -334,7 +292,7 @@ class Expectations:
                     summary=what_happened(record),
                     reason=wanted.explanation,
                     finding=record.finding,
-                    figures=record.figures if isinstance(record, Failed) else {},
+                    figures=figures,
                 )
             if isinstance(record, Passed) and wanted.says is None:
                 self._met.add(entry)  # not confirmed, but the `xpassed` record reports that
@@ -409,7 +367,7 @@ class Expectations:
         self._notes.append(f"{entry}: not looked at, since there is no {kind} {name} in this run; {hint}")
 
 
-def _no_case(pattern: str, cases: Sequence[HasNames]) -> str:
+def _no_case(pattern: str, cases: Sequence[RecordedQuestion]) -> str:
     names = [f"{case.suite}/{case.id}" if "/" in pattern else case.id for case in cases]
     meant = _resembling(pattern, names)
     hint = f"did you mean {meant}?" if meant else "`attncheck list cases` shows the ids"
@@ -436,69 +394,45 @@ _SHOWN = 100
 Fallen = Failed | Errored | Ended | XFailed
 
 
-@dataclass(frozen=True)
-class FindingGroup:
-    """Records of one backend and check that failed in the same way; the first one is shown."""
-
-    records: tuple[Fallen, ...]
-
-    @property
-    def first(self) -> Fallen:
-        """The record whose message is shown."""
-        return self.records[0]
-
-    @property
-    def outcome(self) -> str:
-        """The outcome before expectations were applied."""
-        return _outcome(self.first)
-
-    @property
-    def cases(self) -> tuple[str, ...]:
-        """The ``suite/id`` of every case, without duplicates."""
-        return tuple(dict.fromkeys(record.case for record in self.records))
-
-
-def groups(records: Iterable[Record]) -> tuple[FindingGroup, ...]:
-    """Return the failed records, expected or not, grouped by finding regardless of its figures.
-
-    Faults of attncheck itself are left out, since no expectation excuses them.
-    """
-    found: dict[tuple[str, ...], list[Fallen]] = {}
-    for record in records:
-        if isinstance(record, Fallen) and not (isinstance(record, Errored) and record.stage == OURSELVES):
-            reason = record.reason if isinstance(record, XFailed) else ""
-            key = (record.backend, record.check, _outcome(record), _pattern(_words(record)), reason)
-            found.setdefault(key, []).append(record)
-    return tuple(FindingGroup(tuple(members)) for members in found.values())
-
-
 def expectations_text(run: Run) -> str:
     """Return a YAML file of expectations that excuses exactly the failures in ``run``.
 
     The entry of a finding in one case names that case. The entry of a finding in several cases has a pattern on the
     cases and ``says``, a pattern on their common message, so that it does not apply to cases that passed.
     """
-    found = groups(run.records)
-    ways = Counter((group.first.backend, group.first.check, case) for group in found for case in group.cases)
-    ways.update({(record.backend, record.check, record.case) for record in run.records if isinstance(record, Passed)})
+    found: dict[tuple[str, ...], list[Fallen]] = {}  # by all that makes a finding; figures do not
+    for record in run.records:
+        # No expectation excuses a fault of attncheck itself.
+        if isinstance(record, Fallen) and not (isinstance(record, Errored) and record.stage == OURSELVES):
+            reason = record.reason if isinstance(record, XFailed) else ""
+            key = (record.backend, record.check, _outcome(record), _pattern(_words(record)), reason)
+            found.setdefault(key, []).append(record)
+    results = {(key, _place_of(record)) for key, records in found.items() for record in records}
+    results |= {((), _place_of(record)) for record in run.records if isinstance(record, Passed)}
+    ways = Counter(place for _, place in results)
     day = run.header.started[:10]
     opening = [f"# Expected failures, from {one_line(run.path)}: {plural(len(found), 'finding')}."]
     if not run.complete:
-        opening.append("# The run was cut off: a whole run may find more.")
+        opening.append("# The run is incomplete: a whole run may find more.")
+    lone, others = list[str](), list[str]()
+    for records in found.values():
+        is_lone = len(_cases_of(records)) == 1 and ways[_place_of(records[0])] == 1  # rounds of a case may differ
+        (lone if is_lone else others).append(_entry(records, day, is_lone=is_lone))
     # An entry without `says` needs a matching record. An earlier entry with `says` could consume that record.
-    placed = sorted(((group, _is_place(group, ways)) for group in found), key=lambda each: not each[1])
-    entries = [_entry(group, day, is_place=is_place) for group, is_place in placed]
-    return "\n".join([*opening, *(f"\n{entry}" for entry in entries)]) + "\n"
+    return "\n".join([*opening, *(f"\n{entry}" for entry in (*lone, *others))]) + "\n"
 
 
-def _is_place(group: FindingGroup, ways: Mapping[tuple[str, str, str], int]) -> bool:
-    """Return whether the group is one case with a single result; the rounds of a case may differ."""
-    first = group.first
-    return len(group.cases) == 1 and ways[first.backend, first.check, first.case] == 1
+def _place_of(record: Record) -> tuple[str, str, str]:
+    return record.backend, record.check, record.case
 
 
-def _entry(group: FindingGroup, day: str, *, is_place: bool) -> str:
-    first, cases = group.first, group.cases
+def _cases_of(records: Iterable[Record]) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(record.case for record in records))
+
+
+def _entry(records: Sequence[Fallen], day: str, *, is_lone: bool) -> str:
+    """Return the entry of a finding. ``is_lone``: whether its only case has no other result for this check."""
+    first, cases = records[0], _cases_of(records)
     comments = [f"{plural(len(cases), 'case')}, such as {cases[0]}: {_happened(first)}"]
     if isinstance(first, Failed) and first.meaning:
         comments.append(stated_cause(first))
@@ -506,8 +440,8 @@ def _entry(group: FindingGroup, day: str, *, is_place: bool) -> str:
         "backend": first.backend,
         "case": _case_pattern(cases),
         "check": first.check,
-        "outcome": group.outcome,
-        **({} if is_place else {"says": _pattern(_words(first))}),
+        "outcome": _outcome(first),
+        **({} if is_lone else {"says": _pattern(_words(first))}),
         "reason": first.reason if isinstance(first, XFailed) else f"not explained yet; found by the run of {day}",
     }
     lines = [f"{name}: {json.dumps(_plain(value), ensure_ascii=False)}" for name, value in fields.items()]

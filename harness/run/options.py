@@ -22,6 +22,9 @@ if TYPE_CHECKING:
 
 # Readers: each turns the text of an option, or the value of a key, into the value of its field.
 
+_NO_TEXT = re.compile(r"[\ud800-\udfff]")
+"""Bytes of a name that cannot be decoded."""
+
 _PARTS = re.compile(r"(?:\[[^\]]*\]|\{[^}]*\}|[^,])+")
 """The parts between commas; commas inside brackets or braces do not separate."""
 
@@ -32,8 +35,20 @@ def split_commas(words: Iterable[str]) -> tuple[str, ...]:
     >>> split_commas(["decode,smoke{layer.dtype: float16, cache.block_size: 32}", "[a,b]*"])
     ('decode', 'smoke{layer.dtype: float16, cache.block_size: 32}', '[a,b]*')
     """
-    parts = ([word] if Path(word).is_file() else _PARTS.findall(word) for word in words)
+    parts = ([word] if _is_file(word) else _PARTS.findall(word) for word in words)
     return tuple(part.strip() for own in parts for part in own if part.strip())
+
+
+def _is_file(word: str) -> bool:
+    try:
+        return Path(word).is_file()
+    except OSError:  # a list is longer than the name of a file can be
+        return False
+
+
+def listed(names: str | Iterable[str]) -> tuple[str, ...]:
+    """Return ``names``, or the one name."""
+    return (names,) if isinstance(names, str) else tuple(names)
 
 
 def _names(_option: str, words: Iterable[str]) -> tuple[str, ...]:
@@ -471,6 +486,7 @@ class RunOptions:
     )
 
     def __post_init__(self) -> None:
+        self._check_encoding()
         self._check_processes()
         self._check_combinations()
         for ref in self.backends:
@@ -478,6 +494,12 @@ class RunOptions:
                 raise SelectionError(f"backend {ref!r} has the name of a case file; give --suite {ref}")
         if self.providers:
             self._check_providers()
+
+    def _check_encoding(self) -> None:
+        """Refuse names that other processes and the run file cannot hold, since they are no Unicode text."""
+        for name in (*self.backends, *self.providers, *self.suites, *self.settings, *self.pass_env, str(self.dump)):
+            if _NO_TEXT.search(name) and not self.in_process:
+                raise SelectionError(f"{name!r} is not UTF-8, or not in the locale's encoding; give another name")
 
     def _check_processes(self) -> None:
         """Check the limits of the processes of backends, and what a run without such processes cannot have."""

@@ -1,6 +1,6 @@
 """From findings to records: outcomes, descriptions of backends, and lost devices."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
@@ -10,7 +10,7 @@ from pydantic import BaseModel, ConfigDict
 from attncheck.backends.declarations import needs_of
 from attncheck.backends.registry import LoadedBackend
 from attncheck.cases.model import Case
-from attncheck.errors import AttncheckError, QuestionError
+from attncheck.errors import AttncheckError, BackendUnavailableError
 from attncheck.harness.checks.findings import Broken, Finding, Holds, Measurements, NotExamined
 from attncheck.harness.device import KINDS, accelerators_in_use
 from attncheck.harness.driver.observation import Raised
@@ -33,9 +33,7 @@ from attncheck.reports.run_file.records import (
 if TYPE_CHECKING:
     import torch
 
-# Turns findings, refusals and exceptions into records. No other module decides on an outcome.
-#
-# The evaluation of cases, the supervisor of the workers and the examination of providers all use it.
+# No other module decides on an outcome: not the evaluation of cases, nor the processes, nor the providers.
 
 OURSELVES = records.OURSELVES
 
@@ -84,13 +82,17 @@ class RecordedQuestion(Protocol):
         """12 hex digits that identify the content."""
 
 
+RecordedFinding = Finding | Raised | BackendUnavailableError
+"""What a record states of a check: its finding, what the backend raised, or why it cannot run on this machine."""
+
+
 def record_of(
     circumstances: Circumstances,
     case: RecordedQuestion,
     backend: "Backend",
     check: str,
-    finding: Finding | Raised,
-    duration_s: float,
+    finding: RecordedFinding,
+    duration_s: float = 0.0,
 ) -> Record:
     """Return the record of one finding.
 
@@ -106,6 +108,8 @@ def record_of(
             return Failed(**common, **_measured(finding), figures=dict(finding.figures), **own)
         case NotExamined(reasons, by):
             return Unsupported(**common, **_measured(finding), reasons=reasons, by=by)
+        case BackendUnavailableError():
+            return Unavailable(**common, reasons=finding.reasons)
         case Raised():
             return Errored(
                 **common,
@@ -122,13 +126,6 @@ def _measured(finding: Measurements) -> dict[str, Any]:
     return {name: value for name, value in values.items() if value is not None}
 
 
-def unavailable(
-    circumstances: Circumstances, case: RecordedQuestion, backend: "Backend", check: str, reasons: tuple[str, ...]
-) -> Record:
-    """Return the record of a case that cannot run on this machine."""
-    return Unavailable(**_identity(circumstances, case, backend, check), reasons=reasons)
-
-
 def ended(
     circumstances: Circumstances,
     case: RecordedQuestion,
@@ -138,25 +135,19 @@ def ended(
     end: ProcessEnd,
 ) -> Ended:
     """Return the record of a check without result: the backend's process ended during ``stage`` or before."""
-    who = _identity(circumstances, case, backend, check)
-    if end.limit_s is None:
-        return Crashed(**who, stage=stage, **_without_limit(end))
-    return TimedOut(**who, stage=stage, **asdict(end))
+    values = _identity(circumstances, case, backend, check) | {"stage": stage} | asdict(end)
+    if end.limit_s is not None:
+        return TimedOut(**values)
+    del values["limit_s"]
+    return Crashed(**values)
 
 
 def absent(circumstances: Circumstances, case: RecordedQuestion, backend: "BackendDescription", check: str) -> Record:
     """Return the record of a check of a backend that was not loaded."""
-    match backend.failure:
-        case ProcessEnd() as end:
-            return ended(circumstances, case, backend, check, IMPORT, end)
-        case Raised() as raised:
-            return record_of(circumstances, case, backend, check, raised, 0.0)
-        case None:
-            return unavailable(circumstances, case, backend, check, backend.unavailable_reasons)
-
-
-def _without_limit(end: ProcessEnd) -> dict[str, Any]:
-    return {name: value for name, value in asdict(end).items() if name != "limit_s"}
+    if isinstance(backend.failure, ProcessEnd):
+        return ended(circumstances, case, backend, check, IMPORT, backend.failure)
+    finding = backend.failure or BackendUnavailableError(backend.name, backend.unavailable_reasons)
+    return record_of(circumstances, case, backend, check, finding)
 
 
 def _identity(circumstances: Circumstances, case: RecordedQuestion, backend: "Backend", check: str) -> dict[str, Any]:
@@ -330,7 +321,3 @@ def not_loaded(ref: str, why: Sequence[str] | ProcessEnd | Raised, name: str = "
 def missing_variables(required: Mapping[str, str], environment: Mapping[str, str]) -> dict[str, str]:
     """Return the variables of ``required`` that ``environment`` lacks or has with another value."""
     return {name: value for name, value in required.items() if environment.get(name) != value}
-
-
-DescribeBackends = Callable[[Sequence[str]], Sequence[BackendDescription | QuestionError]]
-"""Function from references to descriptions, in order; a QuestionError if a reference names no backend to examine."""

@@ -1,7 +1,7 @@
 """Choose the device, the GPUs and the backends of a run."""
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from attncheck.backends import registry
@@ -9,10 +9,8 @@ from attncheck.cases.model import Case, Suite
 from attncheck.errors import BackendUnavailableError, DeviceError, QuestionError, SelectionError
 from attncheck.harness.device import KINDS, accelerator_of, accepted_devices
 from attncheck.harness.driver.observation import Raised
-from attncheck.harness.run.outcomes import IMPORT, BackendDescription, DescribeBackends, not_loaded
-from attncheck.reports.run_file.header import (
-    Environment,
-)
+from attncheck.harness.run.outcomes import IMPORT, BackendDescription, not_loaded
+from attncheck.reports.run_file.header import Environment
 
 # Finds the GPUs of one kind, for processes that each use one of them. Loads no torch when imported.
 
@@ -125,18 +123,20 @@ def first_refs(refs: Sequence[str], suites: Sequence[Suite]) -> tuple[str, ...]:
 
 
 def choose_backends(
-    refs: Sequence[str], suites: Sequence[Suite], cases: Sequence[Case], describe: DescribeBackends
+    refs: Sequence[str],
+    suites: Sequence[Suite],
+    cases: Sequence[Case],
+    describe: Callable[[Sequence[str]], Sequence[BackendDescription | QuestionError]],
 ) -> tuple[tuple[BackendDescription, ...], tuple[str, ...]]:
     """Return the backends of a run, and notes on the choice.
 
     They are those of ``refs``. If ``refs`` is empty, they are the default backends of the suites; the built-in ones are
     added if none of these can run here. If the suites have none either, they are the built-in ones. Unless ``refs``
-    names
-    them, built-in backends are included only if ``cases`` have layers of the kind they serve (empty: any kind).
+    names them, built-in backends are included only if ``cases`` have layers of the kind they serve (empty: any kind).
 
     A backend that cannot run here stays in the run, with its reasons. So does one that cannot be loaded, unless
-    ``refs``
-    names it. A backend whose own code fails during loading stays too, and its cases get that outcome.
+    ``refs`` names it. A backend whose own code fails during loading stays too, and its cases get that outcome.
+    ``describe``: returns descriptions of references, in order; an error if one names no backend to examine.
 
     Raises:
         QuestionError: one of ``refs`` is an unknown name or violates the contract; all of them raise while they are

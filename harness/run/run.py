@@ -14,10 +14,11 @@ from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
+from attncheck.cases.model import Case
 from attncheck.cases.outline import keys_of, shape_of
 from attncheck.errors import QuestionError
 from attncheck.harness.checks.findings import TimingSettings
-from attncheck.harness.run.outcomes import BackendDescription, DeviceLostError
+from attncheck.harness.run.outcomes import BackendDescription, DeviceLostError, RecordedQuestion
 from attncheck.harness.run.preparation import choose_backends, refuse_unavailable
 from attncheck.harness.run.selection import (
     DEFAULT_ROUNDS,
@@ -44,7 +45,7 @@ from attncheck.reports.run_file.store import now
 from attncheck.reports.run_file.timings import TIMING
 
 if TYPE_CHECKING:
-    from attncheck.harness.run.expectations import Expectations, HasNames
+    from attncheck.harness.run.expectations import Expectations
     from attncheck.harness.run.options import RunOptions
 
 Costs = Mapping[tuple[str, str, str], float]
@@ -175,7 +176,7 @@ class Run:
             selection = selection.of_suites(suites.values(), frozenset().union(*chosen.values()))
             plan = replace(plan, cases=selection.cases, chosen=chosen)
         if options.shard is not None:
-            plan = replace(plan, shard=str(options.shard), shard_keys=options.shard.cases(selection.cases))
+            plan = replace(plan, shard=options.shard, shards=options.shard.numbers(selection.cases))
         return cls(options, selection, plan, environment, backends, notes, choice_notes)
 
     @property
@@ -187,7 +188,7 @@ class Run:
         """Return the header of the run file. ``notes``: None for those of the run; notes of the suites are appended."""
         plan, selection, expect = self.plan, self.selection, self.options.expect
         checks = plan.checks or _checks_of(plan)
-        options = RecordOptions(expect="" if expect is None else _digest_of(expect))
+        options = RecordOptions(expect="" if expect is None else digest_of(expect))
         if TIMING in checks:
             times = {"time_limit": plan.timing.limit_s, "warm_cache": plan.timing.warm, "kernels": plan.timing.kernels}
             options = options.model_copy(update=times)
@@ -200,31 +201,35 @@ class Run:
                 SuiteInfo(name=suite.name, ref=ref, cases=counts[suite.name], digest=suite.hash)
                 for suite, ref in zip(selection.suites, selection.refs, strict=True)
             ),
-            cases=tuple(
-                CaseInfo(
-                    suite=c.suite,
-                    id=c.id,
-                    shape=shape_of(c),
-                    description=c.description,
-                    keys=keys_of(c),
-                    weight=c.weight,
-                )
-                for c in plan.cases
-            ),
+            cases=tuple(map(self._case_info, plan.cases)),
             checks=checks,
             device=plan.device,
             seed=plan.seed,
             rounds=plan.rounds,
-            shard=plan.shard,
-            backends=tuple(each.info.model_copy(update={"digest": file_digest(each.ref)}) for each in self.backends),
+            shard="" if plan.shard is None else str(plan.shard),
+            backends=tuple(each.info.model_copy(update={"files": _files_of(each)}) for each in self.backends),
             surveyed=tuple(surveyed),
             options=options,
             command=self.options.command,
             notes=(*(self.notes if notes is None else notes), *suite_notes),
         )
 
+    def _case_info(self, case: Case) -> CaseInfo:
+        names = tuple(each.name for each in self.backends if self.plan.includes(each.ref, case))
+        return CaseInfo(
+            suite=case.suite,
+            id=case.id,
+            shape=shape_of(case),
+            description=case.description,
+            keys=keys_of(case),
+            weight=case.weight,
+            checks=() if self.plan.until_failure else self.plan.checks_of(case),
+            backends=() if len(names) == len(self.backends) else names,
+            shard=self.plan.shards.get(case.key, 0),
+        )
+
     def expectations(
-        self, header: RunHeader, known: Sequence["HasNames"] = (), selected: Sequence["HasNames"] = ()
+        self, header: RunHeader, known: Sequence[RecordedQuestion] = (), selected: Sequence[RecordedQuestion] = ()
     ) -> "Expectations | None":
         """Return the expectations of the option ``expect``, with the records so far, or None without that option.
 
@@ -310,12 +315,19 @@ def _checks_of(plan: RunPlan) -> tuple[str, ...]:
     return tuple(check for check in BACKEND_CHECKS if check in {*default_checks(plan.device), *named})
 
 
+def _files_of(backend: BackendDescription) -> dict[str, str]:
+    """Return the digests of the files of a backend; if it was not loaded, of the file that its reference names."""
+    digest = file_digest(backend.ref)
+    named = {Path(backend.ref.rpartition(":")[0] or backend.ref).name: digest} if digest else {}
+    return backend.info.files or named
+
+
 def file_digest(ref: str) -> str:
-    """Return the first 12 hex digits of the SHA-256 of the .py file in a backend reference; empty if it names none."""
+    """Return the digest of the .py file in a backend reference; empty if it names none."""
     file = Path(ref.rpartition(":")[0] or ref)
-    return _digest_of(file) if file.suffix == ".py" else ""
+    return digest_of(file) if file.suffix == ".py" else ""
 
 
-def _digest_of(file: Path) -> str:
+def digest_of(file: Path) -> str:
     """Return the first 12 hex digits of the SHA-256 of ``file``; empty if it is not a file."""
     return sha256(file.read_bytes()).hexdigest()[:12] if file.is_file() else ""

@@ -47,17 +47,6 @@ def choose_checks(words: Iterable[str]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(chosen))
 
 
-def matching_cases(cases: Sequence[Case], pattern: str, refs: Sequence[str], named: str) -> Sequence[Case]:
-    """Return the cases that match ``pattern``. ``refs``: the suites they are from; ``named``: as the user named them.
-
-    Raises:
-        SelectionError: no case matches; the message suggests a pattern that does.
-    """
-    if found := select(cases, [pattern]):
-        return found
-    raise SelectionError(f"no case of {named} matches {pattern!r}; {_advice(cases, pattern, refs)}")
-
-
 def _advice(cases: Sequence[Case], pattern: str, refs: Sequence[str]) -> str:
     """Suggest a similar name of one of ``cases``, a built-in suite with a match, or a command that lists the ids."""
     if note := _why_left_out(pattern, refs):
@@ -164,8 +153,8 @@ class Shard:
     def __str__(self) -> str:
         return f"{self.number}/{self.count}"
 
-    def cases(self, cases: Sequence[Case]) -> frozenset[str]:
-        """Return the keys of the cases in this shard; ``cases`` are those of the whole run.
+    def numbers(self, cases: Sequence[Case]) -> dict[str, int]:
+        """Return the number of the shard of each case, by key; ``cases`` are those of the whole run.
 
         Raises:
             SelectionError: there are more shards than cases.
@@ -177,12 +166,12 @@ class Shard:
             layer = case.layer, case.cache.unplaced
             groups.setdefault(layer, []).append(case)
         parts = list(groups.values()) if len(groups) >= self.count else [[case] for case in cases]
-        costs, members = [0.0] * self.count, [list[str]() for _ in range(self.count)]
+        costs, numbers = [0.0] * self.count, dict[str, int]()
         for part in sorted(parts, key=_cost, reverse=True):  # a stable sort: equal costs keep their order
             least = costs.index(min(costs))
             costs[least] += _cost(part)
-            members[least] += [case.key for case in part]
-        return frozenset(members[self.number - 1])
+            numbers |= {case.key: least + 1 for case in part}
+        return numbers
 
 
 def read_shard(text: str) -> Shard:
@@ -369,8 +358,10 @@ def select_cases(
             raise SelectionError(f"{refs[twin]} and {refs[position]} are both called {suite.name!r}; {allowed}")
     cases = tuple(case for suite in loaded for case in suite.cases if not keys or case.key in keys)
     if patterns := split_commas(patterns):
-        chosen = {case.key for pattern in patterns for case in matching_cases(cases, pattern, refs, named)}
-        cases = tuple(case for case in cases if case.key in chosen)
+        for pattern in patterns:
+            if not select(cases, [pattern]):
+                raise SelectionError(f"no case of {named} matches {pattern!r}; {_advice(cases, pattern, refs)}")
+        cases = tuple(select(cases, patterns))
     if keywords:
         cases = cases_by_keywords(cases, keywords)
     if wanted is not None:
@@ -468,9 +459,9 @@ class RunPlan:
     ``chosen``: the keys of a backend's cases, by its reference. A backend without an entry gets all cases.
     ``timing``: settings of the check ``timing``.
     ``rounds``: the number of processes of each backend that are timed, one after another.
-    ``shard``: the name of the shard, such as ``2/7``; empty if the run is not divided.
-    ``shard_keys``: the keys of the cases in the shard, or None if the run is not divided. CUDA-graph probes are divided
-    among all cases of the run, in any shard, so that merged shards equal an undivided run.
+    ``shard``: the part of the run, or None if it is not divided. CUDA-graph probes are divided among all cases of the
+    run, in any shard, so that merged shards equal an undivided run.
+    ``shards``: the number of the shard of each case, by key; empty if the run is not divided.
     ``found``: the records that an earlier part of the run has: reference, case key, check and round.
     ``shares_probes``: whether cases of one layer and cache divide the CUDA-graph probes among them. If not, each case
     runs all of them.
@@ -486,8 +477,8 @@ class RunPlan:
     seed: int = 0
     dump: Path | None = None
     chosen: Mapping[str, frozenset[str]] = field(default_factory=dict)
-    shard: str = ""
-    shard_keys: frozenset[str] | None = None
+    shard: Shard | None = None
+    shards: Mapping[str, int] = field(default_factory=dict)
     timing: TimingSettings = field(default_factory=TimingSettings)
     rounds: int = 1
     found: frozenset[tuple[str, str, str, int]] = frozenset()
@@ -509,7 +500,7 @@ class RunPlan:
 
     def is_in_shard(self, case: Case) -> bool:
         """Return whether ``case`` is in this run's shard."""
-        return self.shard_keys is None or case.key in self.shard_keys
+        return self.shard is None or self.shards[case.key] == self.shard.number
 
     def examined_cases_of(self, ref: str) -> tuple[Case, ...]:
         """Return the cases of :meth:`cases_of` that are in this run's shard."""

@@ -37,7 +37,7 @@ from attncheck.harness.workers.protocol import (
     Done,
     Examine,
     HarnessFailure,
-    ProvidersPlanned,
+    ProvidersLoaded,
     Reasons,
     Refused,
     Surveyed,
@@ -87,7 +87,7 @@ def request_records(
                     stage, limit = answer.stage, limit_of(answer.stage, answer.reference_s)
                 case Done() | HarnessFailure() | DeviceLost():
                     return answer
-                case DeviceChosen() | Described() | ProvidersPlanned() | Surveyed() | Reasons() | Refused():
+                case DeviceChosen() | Described() | ProvidersLoaded() | Surveyed() | Reasons() | Refused():
                     raise RuntimeError(f"the process of {process.ref} answered a case by {answer.kind!r}")
                 case record:
                     take(record)

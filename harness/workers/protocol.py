@@ -25,7 +25,7 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
 
 from attncheck.cases.model import Case
 from attncheck.harness.checks.findings import TimingSettings
-from attncheck.harness.run.outcomes import BackendDescription
+from attncheck.harness.run.outcomes import BackendDescription, Circumstances
 from attncheck.harness.run.preparation import Gpu
 from attncheck.harness.workers.limits import MemoryLimits
 from attncheck.reference.spec import BACKEND_CHECKS
@@ -116,20 +116,22 @@ class GetReasons(_Message):
     cases: tuple[Case, ...]
 
 
-class PlanProviders(_Message):
-    """Import the providers of the run, to examine them on ``device``."""
+class LoadProviders(_Message):
+    """Import the providers ``refs``, to examine them on ``device`` with the batches of ``cases``."""
 
-    kind: Literal["plan_providers"] = "plan_providers"
+    kind: Literal["load_providers"] = "load_providers"
+    refs: tuple[str, ...]
+    cases: tuple[Case, ...]
     device: str
-    seed: int
+    circumstances: Circumstances
 
 
-class ExamineProviders(_Message):
-    """Examine all functions of all providers, from index ``first`` on. ``environment``: the run's digest."""
+class ExamineFunction(_Message):
+    """Examine one function of a provider. The answer is its record."""
 
-    kind: Literal["examine_providers"] = "examine_providers"
-    first: int
-    environment: str
+    kind: Literal["examine_function"] = "examine_function"
+    provider: BackendInfo
+    function: str
 
 
 class SurveyFamily(_Message):
@@ -148,13 +150,11 @@ class Surveyed(_Message):
     backend: SurveyedBackend
 
 
-class ProvidersPlanned(_Message):
-    """The ``subjects`` to examine for each provider of ``infos``, out of all that are ``known``."""
+class ProvidersLoaded(_Message):
+    """The providers were imported. ``infos``, ``notes``: for the header of the run."""
 
-    kind: Literal["providers_planned"] = "providers_planned"
+    kind: Literal["providers_loaded"] = "providers_loaded"
     infos: tuple[BackendInfo, ...]
-    subjects: tuple[str, ...]
-    known: tuple[str, ...]
     notes: tuple[str, ...]
 
 
@@ -227,12 +227,12 @@ class HarnessFailure(_Message):
 
 
 Request = (
-    Prepare | Load | ChooseDevice | Assignment | Examine | GetReasons | PlanProviders | ExamineProviders | SurveyFamily
+    Prepare | Load | ChooseDevice | Assignment | Examine | GetReasons | LoadProviders | ExamineFunction | SurveyFamily
 )
 Answer = (
     DeviceChosen
     | Described
-    | ProvidersPlanned
+    | ProvidersLoaded
     | Surveyed
     | Reasons
     | Refused

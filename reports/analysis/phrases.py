@@ -27,7 +27,7 @@ from attncheck.reports.run_file.records import (
     XFailed,
     XPassed,
 )
-from attncheck.reports.run_file.store import Run
+from attncheck.reports.run_file.store import Run, lacking_in_words
 
 _FIGURES = re.compile(r"([^(;]*)(;.*)", re.DOTALL)
 """The cause of a process's end, and the figures that follow it."""
@@ -271,9 +271,11 @@ def rounds_short(summary: RunSummary, record: Record) -> str:
 
 
 def incomplete(run: Run) -> str | None:
-    """Return a warning if the run has no footer, or None."""
+    """Return a warning if the run has no footer or lacks records, or None."""
     if run.complete:
         return None
+    if run.footer is not None:
+        return f"{PurePath(run.path).name} is incomplete: {lacking_in_words(run)}"
     where = "in the middle of a line" if run.cut_line else "before its footer"
     silent = [backend.name for backend in run.header.backends if backend.name not in {r.backend for r in run.records}]
     of_all = f"{len(silent)} of {plural(len(run.header.backends), 'backend')}"

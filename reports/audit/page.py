@@ -206,7 +206,7 @@ def _kind(needs: Sequence[str]) -> str:
 
 
 def _why_unmeasured(backend: str, run: Run) -> str:
-    missing = "no case of the run includes the check cudagraph" if run.complete else "the run was cut off before"
+    missing = "no case of the run includes the check cudagraph" if run.complete else "the run ended before"
     return next(_reasons(backend, run.records), missing)
 
 

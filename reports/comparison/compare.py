@@ -31,7 +31,7 @@ from attncheck.reports.comparison.speed_changes import (
     compare_suites,
 )
 from attncheck.reports.run_file.records import EXAMINED, Record
-from attncheck.reports.run_file.store import Run
+from attncheck.reports.run_file.store import Run, lacking_in_words
 from attncheck.reports.run_file.timings import PARTS, StepPart
 from attncheck.reports.speeds.speed import Speed, speeds
 
@@ -348,8 +348,10 @@ def _speeds(run: Run) -> dict[tuple[str, str], dict[StepPart, Speed]]:
 
 def _warnings(base: Run, new: Run, lone: int) -> Iterator[str]:
     for side, run in (("BASE", base), ("NEW", new)):
-        if not run.complete:
+        if run.footer is None:
             yield f"{side} was cut off after {plural(len(run.records), 'record')}: {run.path}"
+        elif run.lacking:
+            yield f"{side} is incomplete: {lacking_in_words(run)}: {run.path}"
         if run.errors:
             yield f"{side} ended with {plural(len(run.errors), 'error')} of its own: {run.errors[0]}"
     if lone:

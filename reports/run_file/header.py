@@ -26,8 +26,10 @@ CheckName = Annotated[str, BeforeValidator(_current_check)]
 """The name of a check; an older name is converted to the current one."""
 
 
-MOST_NAMES = Field(max_length=256)
-"""Limit for the suites, checks and backends of a run, since reports have tables of their combinations."""
+MOST = 256
+"""Most suites, checks and backends of a run, since reports have tables of their combinations."""
+
+MOST_NAMES = Field(max_length=MOST)
 
 
 class Environment(RunFileValue):
@@ -58,8 +60,9 @@ class Environment(RunFileValue):
 class BackendInfo(RunFileValue):
     """A backend of the run: its conventions are allowed differences, shown beside its name.
 
-    ``required_environment``: the environment variables its process was started with, as it requires. ``digest``: 12 hex
-    digits of the SHA-256 of its file; empty where ``ref`` names no file.
+    ``required_environment``: the environment variables its process was started with, as it requires. ``files``: 12 hex
+    digits of the SHA-256 of each file of its code, except those of installed packages, Python and attncheck.
+    ``digest``: in older files, that of the file that ``ref`` names; not written any more.
     """
 
     name: str
@@ -68,7 +71,8 @@ class BackendInfo(RunFileValue):
     conventions: dict[str, str | bool | int | float | None] = Field(default_factory=dict)
     features: tuple[str, ...] = ()
     required_environment: dict[str, str] = Field(default_factory=dict)
-    digest: str = ""
+    files: dict[str, str] = Field(default_factory=dict)
+    digest: str = Field(default="", exclude=True)
 
 
 class SurveyedBackend(RunFileValue):
@@ -99,6 +103,9 @@ class CaseInfo(RunFileValue):
     ``shape``: heads, sizes, dtype, cache, batch and modifiers in one line. ``keys``: what distinguishes cases, by case
     key (``cache.block_size``); a field at its default may be left out. ``weight``: how often the case came in recorded
     traffic; None: it was not recorded.
+    ``checks``: those that the run makes for it; empty in older files, from which no record can be missed. ``backends``:
+    the names of those that get it; empty: all of the header. ``shard``: the number of the shard that has it; 0: the
+    run is not divided.
     """
 
     suite: str
@@ -107,6 +114,9 @@ class CaseInfo(RunFileValue):
     description: str = ""
     keys: dict[str, bool | Whole | float | str] = Field(default_factory=dict)
     weight: Positive | None = None
+    checks: tuple[CheckName, ...] = ()
+    backends: tuple[str, ...] = ()
+    shard: int = 0
 
 
 class RecordOptions(RunFileValue):
@@ -164,6 +174,11 @@ class RunHeader(RunFileValue):
     def case_by_name(self) -> dict[tuple[str, str], CaseInfo]:
         """The cases that the header lists, by suite and id."""
         return {(case.suite, case.id): case for case in self.cases}
+
+    @property
+    def shard_number(self) -> int:
+        """The number of the shard that the run is; 0: it is about all cases."""
+        return int(self.shard.partition("/")[0] or 0)
 
     @property
     def declared(self) -> dict[str, tuple[str, ...]]:

@@ -8,12 +8,15 @@ from collections.abc import Iterable, Sequence
 from pydantic import BaseModel
 
 from attncheck.errors import RunFileError
-from attncheck.reports.run_file.header import RunHeader
+from attncheck.reports.run_file.header import BackendInfo, RunHeader
 from attncheck.reports.run_file.records import Record, RecordKey
-from attncheck.reports.run_file.store import Run
+from attncheck.reports.run_file.store import Run, lacking_in_words
 
 _OF_ONE_RUN = frozenset({"started", "command", "notes"})
 """Header fields that may differ between parts of one run, in addition to ``shard``."""
+
+_SHOWN = 3
+"""Number of changed files of a backend that a message names."""
 
 _OF_ONE_TIME = frozenset({"duration_s"})
 """Record fields that may differ between two records of the same check."""
@@ -23,33 +26,39 @@ def merge_runs(runs: Sequence[Run]) -> Run:
     """Return the run whose parts are ``runs``, with its records in the order of an undivided run.
 
     Raises:
-        RunFileError: a run was cut off, or differs in its header from the first; a shard is missing; two runs have
-            different records of one check.
+        RunFileError: a run was cut off or lacks records, or differs in its header from the first; a shard is missing;
+            two runs have different records of one check.
     """
     first = runs[0]
     for run in runs:
-        if not run.complete:
+        if run.footer is None:
             raise RunFileError(run.path, "is incomplete; run that shard again")
+        if run.lacking:
+            raise RunFileError(run.path, f"is incomplete: {lacking_in_words(run)}; run that shard again")
         _refuse_other_question(first, run)
     _refuse_missing(runs)
     headers = [run.header for run in runs]
     notes = tuple(dict.fromkeys(note for header in headers for note in header.notes))
     started = min(header.started for header in headers)
-    header = first.header.model_copy(update={"shard": "", "notes": notes, "started": started})
+    cases = tuple(case.model_copy(update={"shard": 0}) for case in first.header.cases)
+    header = first.header.model_copy(update={"shard": "", "cases": cases, "notes": notes, "started": started})
     footers = [run.footer for run in runs if run.footer is not None]
     errors = tuple(dict.fromkeys(error for footer in footers for error in footer.errors))
     last = max(footers, key=lambda footer: footer.finished)
     records = _in_order(header, _joined(runs))
-    return Run(first.path, header, records, last.model_copy(update={"errors": errors}))
+    merged = Run(first.path, header, records, last.model_copy(update={"errors": errors}))
+    if merged.lacking:
+        raise RunFileError(first.path, f"with the other shards, {lacking_in_words(merged)}")
+    return merged
 
 
 def question_differences(header: RunHeader, other: RunHeader) -> list[str]:
     """Return the fields in which the headers of two runs or shards differ, with both values if they are short."""
-    return sorted(_differences(_uncounted(header), _uncounted(other), _OF_ONE_RUN))
+    return sorted(_differences(_asked(header), _asked(other), _OF_ONE_RUN))
 
 
 def _refuse_other_question(first: Run, run: Run) -> None:
-    headers = _uncounted(first.header), _uncounted(run.header)
+    headers = _asked(first.header), _asked(run.header)
     if differences := sorted(_differences(*headers, _OF_ONE_RUN | {"shard"})):
         raise RunFileError(
             run.path,
@@ -58,10 +67,11 @@ def _refuse_other_question(first: Run, run: Run) -> None:
         )
 
 
-def _uncounted(header: RunHeader) -> RunHeader:
-    """Return ``header`` without the numbers of cases of its suites, which follow from its cases."""
+def _asked(header: RunHeader) -> RunHeader:
+    """Return ``header`` without what follows from its cases, checks, backends and shard."""
     suites = tuple(suite.model_copy(update={"cases": 0}) for suite in header.suites)
-    return header.model_copy(update={"suites": suites})
+    cases = tuple(case.model_copy(update={"checks": (), "backends": (), "shard": 0}) for case in header.cases)
+    return header.model_copy(update={"suites": suites, "cases": cases})
 
 
 def _differences(one: BaseModel, other: BaseModel, but: Iterable[str]) -> list[str]:
@@ -71,11 +81,28 @@ def _differences(one: BaseModel, other: BaseModel, but: Iterable[str]) -> list[s
         was, now = getattr(one, name), getattr(other, name)
         if was == now:
             continue
-        if isinstance(was, BaseModel) and isinstance(now, BaseModel):
+        if name == "backends" and len(was) == len(now):
+            found += _backend_differences(was, now)
+        elif isinstance(was, BaseModel) and isinstance(now, BaseModel):
             found += [f"{name}.{each}" for each in _differences(was, now, ())]
         else:
             is_short = not isinstance(was, tuple | dict) and not isinstance(now, tuple | dict)
             found.append(f"{name} ({was!r} and {now!r})" if is_short else name)
+    return found
+
+
+def _backend_differences(were: Sequence[BackendInfo], are: Sequence[BackendInfo]) -> list[str]:
+    """Return the changed files of the backends, or ``backends`` if they differ otherwise."""
+    if [each.model_copy(update={"files": {}}) for each in were] != [
+        each.model_copy(update={"files": {}}) for each in are
+    ]:
+        return ["backends"]
+    found = []
+    for was, now in zip(were, are, strict=True):
+        changed = sorted({name for name, _ in was.files.items() ^ now.files.items()})
+        found += [f"the file {name} of backend {was.name}" for name in changed[:_SHOWN]]
+        if len(changed) > _SHOWN:
+            found.append(f"{len(changed) - _SHOWN} more files of backend {was.name}")
     return found
 
 

@@ -9,6 +9,7 @@ The suffix of a file states its compression. Only ``.gz`` can be written, since 
 up to the cut.
 """
 
+import fcntl
 import gzip
 import lzma
 import os
@@ -16,6 +17,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from functools import cached_property
 from importlib import import_module
 from io import BufferedReader, TextIOWrapper
 from operator import attrgetter
@@ -29,7 +31,17 @@ from pydantic_core import from_json
 
 from attncheck.errors import RunFileError, WriteError, shorten, unwritable
 from attncheck.reports.run_file.header import FORMAT, RunHeader
-from attncheck.reports.run_file.records import OUTCOMES, Outcome, Record, RecordKey, RunFooter, format_line, parse_line
+from attncheck.reports.run_file.records import (
+    EXAMINED,
+    OUTCOMES,
+    Outcome,
+    Record,
+    RecordKey,
+    RunFooter,
+    format_line,
+    parse_line,
+)
+from attncheck.reports.run_file.timings import TIMING
 
 LONGEST_LINE = 2**27
 """Maximum bytes of a line; the header of a run of 100,000 cases has half as many."""
@@ -113,17 +125,38 @@ def open_new(path: Path) -> TextIOWrapper:
     return path.open("x", encoding="utf-8", newline="\n")
 
 
-def open_to_append(path: Path) -> TextIOWrapper:
-    """Open a plain run file for appending, after removing an incomplete last line of a cut-off run.
+def open_to_append(path: Path, earlier: "Run") -> TextIOWrapper:
+    """Open a plain run file for appending, after removing what follows the last record of ``earlier``.
 
     Raises:
         OSError: the file cannot be written.
+        RunFileError: another process writes the file, or has written it since ``earlier`` was read.
     """
-    content = path.read_bytes()
-    end = content.rfind(b"\n") + 1
-    with path.open("r+b") as file:
-        file.truncate(end)
-    return path.open("a", encoding="utf-8", newline="\n")
+    file = path.open("r+", encoding="utf-8", newline="\n")
+    _lock(file, path, earlier.size)
+    file.truncate(earlier.end)
+    file.seek(earlier.end)
+    return file
+
+
+def _lock(file: TextIOWrapper, path: Path, size: int | None = None) -> None:
+    """Lock a run file until it is closed. ``size``: in bytes, as it was when it was read; None: it is new.
+
+    Raises:
+        RunFileError: another process has locked it, or has written it since. The file is closed.
+    """
+    reason = ""
+    try:
+        fcntl.flock(file.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        reason = "another run writes this file; wait until it has ended"
+    except OSError:  # the file system has no locks
+        pass
+    if not reason and size not in (None, os.fstat(file.fileno()).st_size):
+        reason = "another run has written it in the meantime"
+    if reason:
+        file.close()
+        raise RunFileError(str(path), reason)
 
 
 def _open_plain(path: str) -> BufferedReader:
@@ -160,8 +193,8 @@ class RunWriter:
     """A context manager that writes one run; it writes the footer on exit, unless there is an exception.
 
     Raises:
-        RunFileError: on entry, if ``path`` exists (runs are never overwritten), or has the suffix of a compression that
-            cannot be written line by line (``.gz`` can).
+        RunFileError: on entry, if ``path`` exists (runs are never overwritten), has the suffix of a compression that
+            cannot be written line by line (``.gz`` can), or is written by another process.
         QuestionError: on entry, if ``path`` cannot be created for a reason other than the disk, such as an invalid
         folder. WriteError: on entry or later, if the disk is full or read-only. Lines written before stay readable.
         ValueError: from :meth:`add`, for a record whose key was written before.
@@ -185,7 +218,11 @@ class RunWriter:
             raise RunFileError(str(self.path), "exists already; runs are never overwritten, name another file")
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            self._file = open_new(self.path) if self._earlier is None else open_to_append(self.path)
+            if self._earlier is None:
+                self._file = open_new(self.path)
+                _lock(self._file, self.path)
+            else:
+                self._file = open_to_append(self.path, self._earlier)
         except OSError as error:
             raise unwritable(str(self.path), error) from error
         if self._file.tell() == 0:  # new, or cut off within its header
@@ -273,18 +310,41 @@ def write_run(path: Path, header: RunHeader, records: Iterable[Record], errors: 
 
 @dataclass(frozen=True)
 class Run:
-    """One run file as read. ``footer``: None if the run was cut off; ``cut_line``: it was cut off within a line."""
+    """One run file as read. ``footer``: None if the run was cut off; ``cut_line``: it was cut off within a line.
+
+    ``size``: bytes read, decompressed. ``end``: the byte after the last whole line before the footer.
+    """
 
     path: str
     header: RunHeader
     records: tuple[Record, ...]
     footer: RunFooter | None = None
     cut_line: bool = False
+    size: int = 0
+    end: int = 0
 
     @property
     def complete(self) -> bool:
-        """Whether the run finished."""
-        return self.footer is not None
+        """Whether the run finished, and each of its cases has all records that the header announces."""
+        return self.footer is not None and not self.lacking
+
+    @cached_property
+    def lacking(self) -> tuple[str, ...]:
+        """The ``suite/id`` of each case that lacks records and is named by no error of the run."""
+        header, counts = self.header, Counter((record.suite, record.case_id) for record in self.records)
+        rounds = Counter(
+            (record.suite, record.case_id)
+            for record in self.records
+            if record.check == TIMING and record.round == 0 and record.outcome in EXAMINED
+        )
+        found = []
+        for case in header.cases:
+            key = (case.suite, case.id)
+            due = len(case.checks) * len(case.backends or header.backends) + rounds[key] * (header.rounds - 1)
+            is_here = not header.shard or case.shard in (0, header.shard_number)
+            if is_here and counts[key] < due:
+                found.append("/".join(key))
+        return tuple(name for name in found if not any(name in error for error in self.errors))
 
     @property
     def errors(self) -> tuple[str, ...]:
@@ -308,14 +368,17 @@ def read_run(path: Path | str) -> Run:
     header = _read_header(path, first)
     announced = _announced(header)
     announced_by, known = attrgetter(*announced, "round"), set[tuple[object, ...]]()
+    shards = {(case.suite, case.id): case.shard for case in header.cases} if header.shard else {}
     records: dict[RecordKey, Record] = {}
     footer: RunFooter | None = None
     number = 1
+    size = end = len(first)
     for number, text in enumerate(lines, start=2):
+        size += len(text)
         if footer is not None:
             raise RunFileError(path, "nothing may follow the footer", line=number)
         if not text.endswith(b"\n") and not _is_json(text):
-            return Run(path, header, tuple(records.values()), cut_line=True)
+            return Run(path, header, tuple(records.values()), cut_line=True, size=size, end=end)
         line = _parse(path, number, text)
         if isinstance(line, RunHeader):
             raise RunFileError(path, "a second header; one file holds one run", line=number)
@@ -328,9 +391,19 @@ def read_run(path: Path | str) -> Run:
             if reason := _stranger(announced, header.rounds, line):
                 raise RunFileError(path, reason, line=number)
             known.add(values)
+        if shards.get((line.suite, line.case_id), 0) not in (0, header.shard_number):
+            raise RunFileError(path, f"{line.case} is no case of shard {header.shard}", line=number)
+        if text.endswith(b"\n"):
+            end = size
     if footer is not None:
         _compare_counts(path, number, footer.counts, count_outcomes(records.values()))
-    return Run(path, header, tuple(records.values()), footer)
+    return Run(path, header, tuple(records.values()), footer, size=size, end=end)
+
+
+def lacking_in_words(run: Run) -> str:
+    """Return how many cases of ``run`` lack records, with the name of one; there must be one."""
+    count, of_all = len(run.lacking), len(run.header.cases)
+    return f"{count} of {of_all} cases lack records, such as {run.lacking[0]}"
 
 
 def run_files(folder: Path) -> list[Path]:

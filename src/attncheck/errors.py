@@ -31,7 +31,6 @@
         |-- CaptureError             a forward cannot be captured as a CUDA graph
         |-- UnseenError              the graph recorder cannot see what a forward does
         |-- ReleasedMemoryError      a replayed graph wrote to memory that was released
-        |-- UntrustworthyTimeError   a time cannot be trusted: ends the measurement
         |-- UnfitQuestionError       the reference accepts arguments that it should reject, or the reverse
         |-- ProcessEndedError        a backend's process ended before it answered
         |-- PipeClosedError          the pipe between the run and a backend's process is closed
@@ -167,7 +166,8 @@ class SelectionError(QuestionError):
 class BackendLoadError(QuestionError):
     """A backend named on the command line cannot be loaded, or breaks the contract.
 
-    ``raised``: type of the exception that the backend's own code raised during loading. Empty if it raised none.
+    ``raised``: if the backend's own code is at fault, the type of the exception that it raised during loading, or the
+    name of this class. Such a backend costs a run its own cases only. Empty if the name is at fault.
     """
 
     def __init__(self, ref: str, reason: str, *, allowed: str = "", raised: str = "") -> None:

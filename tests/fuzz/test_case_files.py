@@ -24,7 +24,7 @@ TREES = [tree for content in FILES for tree in _apart(yaml.load(content, yaml.CS
 SMALL = [yaml.dump(tree, Dumper=yaml.CSafeDumper, sort_keys=False).encode() for tree in TREES]
 
 
-@pytest.mark.parametrize("count", [300, pytest.param(4_000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [150, pytest.param(4_000, marks=pytest.mark.slow)])
 def test_whatever_a_case_file_holds(tmp_path: Path, count: int) -> None:
     def check(chance: Random) -> None:
         data = changed(chance, TREES, FILES, SMALL)

@@ -19,7 +19,7 @@ def dump(tmp_path: Path) -> Path:
     return dump_tensors(tmp_path, load_suite("smoke").cases[0], 0, "Mine", content | {"block_size": 16})
 
 
-@pytest.mark.parametrize("count", [300, pytest.param(4_000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [150, pytest.param(4_000, marks=pytest.mark.slow)])
 def test_whatever_a_dump_holds(dump: Path, tmp_path: Path, count: int) -> None:
     whole = dump.read_bytes()
 

@@ -20,7 +20,7 @@ TREES = [[entry | OPTIONAL] for entry in ENTRIES]
 SMALL = [yaml.dump(tree, Dumper=yaml.CSafeDumper, sort_keys=False).encode() for tree in TREES]
 
 
-@pytest.mark.parametrize("count", [300, pytest.param(4_000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [150, pytest.param(4_000, marks=pytest.mark.slow)])
 def test_whatever_an_expectation_file_holds(tmp_path: Path, make_record: Callable[..., Record], count: int) -> None:
     record = make_record("failed", meaning="the window is one key too long")
     assert isinstance(record, Failed)

@@ -109,7 +109,7 @@ def _shown(run: Run, base: Run, chance: Random) -> str:
             return "".join(form.render_runs([run], STYLE))
 
 
-@pytest.mark.parametrize("count", [300, pytest.param(4_000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [150, pytest.param(4_000, marks=pytest.mark.slow)])
 def test_whatever_a_run_file_holds(base: Path, tmp_path: Path, count: int) -> None:
     lines = [json.loads(line) for line in base.read_bytes().splitlines()]
     known = read_run(base)

@@ -4,8 +4,16 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 
+from attncheck.backends.candidates.reference import ReferenceBackend
+from attncheck.backends.registry import LoadedBackend
 from attncheck.cases.model import Case
+from attncheck.harness.checks.case_checks import find_check
+from attncheck.harness.checks.findings import Finding, FindingError
+from attncheck.harness.checks.interface import CheckedCase, SharedByChecks
+from attncheck.harness.problem.problem import build_problem
+from attncheck.harness.truth.truth import truth_of
 from attncheck.reference.spec import BatchSpec, CacheSpec, LayerSpec, PaddingSpec, PathSpec, RequestSpec
 
 MIXED = ((1, 37), (5, 40), (33, 33), (1, 130))
@@ -46,3 +54,37 @@ def make_case() -> CaseMaker:
         )
 
     return make
+
+
+@pytest.fixture
+def checked() -> Callable[..., CheckedCase]:
+    """Return a function from a backend's class and a case to what each check gets."""
+
+    def make(backend: Any, case: Case) -> CheckedCase:
+        problem, device = build_problem(case, 0), torch.device("cpu")
+        loaded = LoadedBackend(name="candidate", ref="./x.py:X", backend=backend, version="", origin="test")
+        truth = truth_of(problem, device, refuse_blindness=False)
+        return CheckedCase(loaded, problem, truth, device, (), SharedByChecks())
+
+    return make
+
+
+@pytest.fixture
+def judge(checked: Callable[..., CheckedCase]) -> Callable[..., Finding]:
+    """Return a function from the name of a check, a backend's class and a case to the finding."""
+
+    def run(check: str, backend: Any, case: Case) -> Finding:
+        try:
+            return find_check(check).run(checked(backend, case))
+        except FindingError as ended:
+            return ended.finding
+
+    return run
+
+
+@pytest.fixture
+def backend_of() -> Callable[..., Any]:
+    """Return a function from an impl's class to the reference backend with that impl; keywords are further members."""
+    return lambda impl, **members: type(
+        "Tried", (ReferenceBackend,), {"get_impl_cls": staticmethod(lambda: impl)} | members
+    )

@@ -228,6 +228,12 @@ class UnprintableError(Exception):
     __repr__ = __str__
 
 
+class Hostile(torch.Tensor):
+    @classmethod
+    def __torch_function__(cls, *_: Any, **__: Any) -> Any:
+        raise RuntimeError("hands off")
+
+
 system_exit = faulty(forward=lambda: sys.exit(0))
 unprintable_exception = faulty(forward=lambda: throw(UnprintableError()))
 generator_exit = faulty(forward=lambda: throw(GeneratorExit()))
@@ -240,6 +246,9 @@ wrong_type = faulty(answer=lambda right, query, cache: "text")
 output_is_input = faulty(answer=lambda right, query, cache: query)
 output_on_meta = faulty(answer=lambda right, query, cache: right.to("meta"))
 wrong_shape = faulty(answer=lambda right, query, cache: right[:-1])
+exchanged_axes = faulty(answer=lambda right, query, cache: right.transpose_(0, 1))
+hostile_tensor = faulty(answer=lambda right, query, cache: right.as_subclass(Hostile))
+resized_storage = faulty(answer=lambda right, query, cache: (right.untyped_storage().resize_(0), right)[1])
 cache_of_nan = faulty(answer=lambda right, query, cache: (kept.append(cache.fill_(torch.nan)), right)[1])
 
 

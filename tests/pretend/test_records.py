@@ -60,7 +60,7 @@ def test_records_are_those_of_the_cpu(run_attncheck, tmp_path, backends, suite, 
     words = [word for backend in backends for word in ("--backend", backend)]
     words += ["--suite", suite]
     words += [word for case in cases for word in ("--case", case)]
-    words += [word for check in checks for word in ("--check", check)]
+    words += [*(word for check in checks for word in ("--check", check)), "--in-process"]
     _, expected = run_attncheck(words)
     header, found = run_attncheck(words, Settings(report=str(tmp_path)))
 

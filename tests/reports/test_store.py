@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from attncheck.errors import QuestionError, RunFileError
-from attncheck.reports.run_file.header import RunHeader
+from attncheck.reports.run_file.header import CaseInfo, RunHeader
 from attncheck.reports.run_file.records import Record
 from attncheck.reports.run_file.store import RunWriter, read_run
 
@@ -69,6 +69,52 @@ def test_a_last_line_that_only_lacks_its_newline_counts(write: Write, make: Make
     path = write(make("passed"))
     path.write_text(path.read_text().rstrip("\n"))
     assert read_run(path).complete
+
+
+def due(make: Make) -> list[Record]:
+    """All records of two cases, the second for one backend alone; two rounds of times, but none of what is refused."""
+    return [
+        *(make("passed", case_id="a", backend=name) for name in ("reference", "Wrong")),
+        *(make("passed", case_id="a", check="timing", round=number) for number in (0, 1)),
+        make("unsupported", case_id="a", check="timing", backend="Wrong"),
+        make("passed", case_id="b"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("dropped", "header_fields", "errors", "lacking"),
+    [
+        (None, {}, (), ()),
+        (0, {}, (), ("smoke/a",)),
+        (3, {}, (), ("smoke/a",)),
+        (4, {}, (), ("smoke/a",)),
+        (5, {}, (), ("smoke/b",)),
+        (5, {"shard": "1/2"}, (), ()),
+        (0, {"shard": "1/2"}, (), ("smoke/a",)),
+        (5, {}, ("case smoke/b: blind to sinks: no row",), ()),
+        (5, {}, ("another error",), ("smoke/b",)),
+    ],
+)
+def test_a_run_is_complete_with_all_records_that_its_header_announces(
+    write_run: Write,
+    make: Make,
+    header: RunHeader,
+    tmp_path: Path,
+    dropped: int | None,
+    header_fields: dict[str, object],
+    errors: tuple[str, ...],
+    lacking: tuple[str, ...],
+) -> None:
+    one = CaseInfo(suite="smoke", id="a", shape="", checks=("numerics", "timing"), shard=1)
+    other = CaseInfo(suite="smoke", id="b", shape="", checks=("numerics",), backends=("reference",), shard=2)
+    stated = {"checks": ("numerics", "timing"), "rounds": 2, "cases": (one, other), **header_fields}
+    records = [record for index, record in enumerate(due(make)) if index != dropped]
+    if header_fields and dropped != 5:
+        records = records[:-1]  # no case of the other shard
+    path = tmp_path / "stated.jsonl"
+    run = read_run(write_run(path, header.model_copy(update=stated), *records, errors=errors))
+    assert run.lacking == lacking
+    assert run.complete == (not lacking)
 
 
 def lines_of(path: Path) -> list[str]:

@@ -6,7 +6,8 @@ import torch
 from attncheck.backends.registry import load
 from attncheck.cases.model import Case
 from attncheck.harness.checks.cudagraph.check import OVER_NUMBERS
-from attncheck.harness.checks.cudagraph.emulation import EmulatedRecorder, passes_unseen
+from attncheck.harness.checks.cudagraph.emulation import EmulatedRecorder
+from attncheck.harness.checks.cudagraph.operators import passes_unseen
 from attncheck.harness.run.evaluate import Examiner, RunPlan
 from attncheck.reference.spec import BatchSpec, CacheSpec, LayerSpec, RequestSpec
 

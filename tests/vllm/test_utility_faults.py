@@ -33,8 +33,8 @@ def setting():
 
 def home_of(provider, name):
     """The module whose text holds the function: another one may offer it, too."""
-    found = provider.find(name).target
-    return sys.modules[getattr(found, "__module__", None) or provider.find(name).place]
+    place = next(module.__name__ for module in provider.modules if hasattr(module, name))
+    return sys.modules[getattr(provider.find(name), "__module__", place)]
 
 
 def copy_of(module, old, new):

@@ -120,6 +120,15 @@ def test_a_slip_in_a_step_is_found(file, right, wrong):
     assert list(problems(TEXTS[file].replace(right, wrong, 1))) != []
 
 
+@pytest.mark.parametrize("file", ["action.yml", *sorted(f".github/workflows/{name}" for name in TEXTS)])
+def test_actions_of_others_are_pinned_by_commit(file):
+    """A tag can be moved to other code; a comment has the release for readers."""
+    used = re.findall(r"^[^#\n]*\buses: (.*)$", (ROOT / file).read_text(encoding="utf-8"), re.MULTILINE)
+    assert used
+    foreign = [each for each in used if each != "./"]
+    assert [each for each in foreign if not re.match(r"[\w./-]+@[0-9a-f]{40} # v\d+\.\d+\.\d+", each)] == []
+
+
 def test_no_foreign_code_reaches_a_machine_of_ones_own_and_no_step_may_do_more_than_it_does():
     """Anyone who opens a pull request chooses what its workflow executes: that is for machines of GitHub's."""
     for file in FILES:

@@ -75,7 +75,7 @@ class Probe:
     level: AttentionCGSupport
     establishes: str
     buckets: tuple[Bucket, ...]
-    turns: tuple[ProbeStep, ...]
+    steps: tuple[ProbeStep, ...]
     dummy_lens: Literal["shortest", "longest"] = "shortest"
     drafts: int = 0
     claim: str = ""
@@ -85,7 +85,7 @@ class Probe:
 
 # The probes that measure a CUDA-graph level: sequences of captures and steps as in a model runner.
 #
-# A probe belongs to the level whose batches it plays. Probes are pure data for a given layer and cache; their lengths
+# A probe belongs to the level whose batches it runs. Probes are pure data for a given layer and cache; their lengths
 # lie around the edges of pages, windows and chunks.
 
 SINGLE = AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
@@ -96,7 +96,7 @@ VERIFIED = range(2, 9)
 """Query lengths of uniform batches: 1 + K for K draft tokens. 5, 6 and 7 do not fill a tile of a power of two."""
 
 PAIRED = frozenset({"decode", "long decode", "verify 2", "verify, longest dummies", "mixed", "long prefill"})
-"""Names of the probes of each level that reveal most faults. They are played on every pair of traits."""
+"""Names of the probes of each level that reveal most faults. They run on every pair of traits."""
 
 ALIKE = (frozenset({"verify 3", "verify 5", "verify 7"}), frozenset({"verify 4", "verify 6", "verify 8"}))
 """Sets of probes that differ in query length only: the odd lengths and the even ones."""
@@ -337,10 +337,10 @@ def _decodes(*seq_lens: int) -> tuple[Lengths, ...]:
 # Assign probes to the layers and caches of a run, so that together they cover what a graph fault may depend on.
 #
 # A graph fault depends on a probe and often on one trait of a layer or cache, such as a window, a dtype or a page size.
-# So every pair of a trait and a probe is played on some layer, but not every probe on every layer. Of probes that
+# So every pair of a trait and a probe runs on some layer, but not every probe on every layer. Of probes that
 # differ in one number only, each trait meets one. The first probes of each level also meet every pair of traits, such
-# as a window with pages of 32 tokens. Faults that need more traits are missed if no layer with all of them plays the
-# right probe.
+# as a window with pages of 32 tokens. Faults that need more traits are missed if the right probe runs on no layer
+# with all of them.
 
 Trait = tuple[str, object]
 """Name and value, such as ``("dtype", "float16")``."""
@@ -350,7 +350,7 @@ def traits_of(layer: LayerSpec, cache: CacheSpec) -> frozenset[Trait]:
     """Return the traits that select which code of a backend runs.
 
     Numbers that only change values, such as a window size or a scale, are no traits. Head sizes and group sizes are no
-    traits either, because every layer plays at least one probe, and so does every size.
+    traits either, because at least one probe runs on every layer, and so on every size.
     """
     traits: set[Trait] = {
         ("dtype", layer.dtype),
@@ -388,11 +388,12 @@ def assign_probes(
     paired: Collection[str] = (),
     alike: Collection[Collection[str]] = (),
 ) -> tuple[frozenset[str], ...]:
-    """Return the probes that each layer plays: all of them for the plainest layer, at least one for each other.
+    """Return the probes of each layer: all of them for the plainest layer, at least one for each other.
 
-    Each trait of a layer meets each probe, except that of each set in ``alike`` it meets one; a set's probes take
-    turns. Each pair of traits of a layer meets the probes in ``paired``. A layer without a probe gets one of
-    ``paired``, in turn. Among layers that add equally many traits to a probe, the one with the fewest probes gets it.
+    Each trait of a layer meets each probe, except that of each set in ``alike`` it meets one, each probe of the set as
+    often. Each pair of traits of a layer meets the probes in ``paired``. A layer without a probe gets one of
+    ``paired``, each as often. Among layers that add equally many traits to a probe, the one with the fewest probes gets
+    it.
     """
     if not probes:
         return (frozenset(),) * len(traits)
@@ -403,13 +404,13 @@ def assign_probes(
     sets = [[probe for probe in probes if probe in names] for names in alike]
     sets += [[probe] for probe in probes if not any(probe in names for names in alike)]
     for names in filter(None, sets):
-        turns = cycle(names)
+        following = cycle(names)
         owned: Sequence[frozenset[object]] = pairs if names[0] in paired else traits
         missing = frozenset().union(*owned) - owned[plain]
         while missing:
             gains = [len(missing & own) for own in owned]
             best = min(range(len(owned)), key=lambda index: (-gains[index], len(assigned[index])))
-            assigned[best].add(next(turns))
+            assigned[best].add(next(following))
             missing -= owned[best]
     enough = [probe for probe in probes if probe in paired] or probes
     for number, own in enumerate(own for own in assigned if not own):

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable, Container, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from traceback import extract_tb, walk_tb
 from types import CellType, CodeType, FrameType, FunctionType, ModuleType
@@ -380,27 +380,6 @@ class HeldMemory:
         return tuple(found.values())
 
 
-class DeviceRecording:
-    """A captured graph and its memory. ``blocks``: allocated before the capture; the graph may use them."""
-
-    def __init__(self, device: Accelerator, graph: Any, blocks: tuple[MemoryBlock, ...]) -> None:
-        self._device, self._graph = device, graph
-        self._blocks = blocks
-
-    def replay(self) -> None:
-        """Launch the graph on the current stream and wait for it, so that its errors are raised here.
-
-        First overwrite released memory, so that reading it shows in the output. Raise :class:`ReleasedMemoryError` if
-        the graph writes to such memory.
-        """
-        for block in self._blocks:
-            block.spoil()
-        self._graph.replay()
-        self._device.module().current_stream().synchronize()
-        if any(block.was_written() for block in self._blocks):
-            raise ReleasedMemoryError("the graph wrote to memory that has been let go of since its capture")
-
-
 @dataclass(frozen=True)
 class CaptureStream:
     """The side stream that all recorders of a device share. cuBLAS keeps a workspace per stream (32 MiB on some GPUs).
@@ -448,7 +427,20 @@ class DeviceRecorder:
             graph = self._capture(forward)
             if isinstance(graph, Violation):
                 raise CaptureError((graph,))
-            return Recording(DeviceRecording(self._device, graph, blocks).replay, graph.replay)
+            return Recording(partial(self._replay, graph, blocks), graph.replay)
+
+    def _replay(self, graph: Any, blocks: tuple[MemoryBlock, ...]) -> None:
+        """Launch a graph on the current stream and wait for it, so that its errors are raised here.
+
+        ``blocks``: memory from before the capture, which the graph may use. First overwrite what was released, so that
+        reading it shows in the output. Raise :class:`ReleasedMemoryError` if the graph writes to such memory.
+        """
+        for block in blocks:
+            block.spoil()
+        graph.replay()
+        self._torch.current_stream().synchronize()
+        if any(block.was_written() for block in blocks):
+            raise ReleasedMemoryError("the graph wrote to memory that has been let go of since its capture")
 
     def _rehearse(self, forward: Forward) -> Violation | None:
         with self._side_stream():

@@ -14,10 +14,10 @@ from attncheck.backends.interpreter import ENVIRONMENT, MARK, is_interpreted
 from attncheck.backends.registry import LoadedBackend
 from attncheck.cases.model import Case
 from attncheck.errors import QuestionError
+from attncheck.harness.checks.cudagraph.capture import CapturedGraph, capture_graph
 from attncheck.harness.checks.cudagraph.check import level_for, unexamined_reasons
-from attncheck.harness.checks.cudagraph.play import CapturedGraph, build_for_capture, capture_graph
 from attncheck.harness.checks.cudagraph.recorder import CaptureError, Recorder, recorder_for
-from attncheck.harness.checks.findings import Broken, Finding, Holds, NotExamined, TimingSettings
+from attncheck.harness.checks.findings import Broken, Finding, FindingError, Holds, NotExamined, TimingSettings
 from attncheck.harness.checks.interface import Check, CheckedCase
 from attncheck.harness.checks.timing.clock import (
     GUARDS,
@@ -40,7 +40,6 @@ from attncheck.harness.checks.timing.contents import (
     Contents,
     FreshContents,
     TimedAnswer,
-    UntrustworthyTimeError,
     copy_answer,
     require_stored,
 )
@@ -98,13 +97,9 @@ def parts_of(problem: Problem) -> dict[StepPart, Problem]:
     prefills = tuple(request for request in requests if request.query_len > 1)
     if not decodes or not prefills or not problem.has_pool:
         return {}
-    found: dict[StepPart, Problem] = {}
-    parts: tuple[tuple[StepPart, tuple[RequestSpec, ...]], ...] = (("decode", decodes), ("prefill", prefills))
-    for name, own in parts:
-        part = _build(problem, name, own, PaddingSpec())
-        if part is not None:
-            found[name] = part
-    return found
+    requests_of: dict[StepPart, tuple[RequestSpec, ...]] = {"decode": decodes, "prefill": prefills}
+    parts = {name: _build(problem, name, own, PaddingSpec()) for name, own in requests_of.items()}
+    return {name: part for name, part in parts.items() if part is not None}
 
 
 def neighbour_of(problem: Problem, distance: int) -> Problem | None:
@@ -169,17 +164,19 @@ class Neighbour:
 
 def compare(distance: int, own: Take, neighbour: Take) -> Neighbour:
     """Compare alternating samples of both, which must be warmed up. Take more samples only if the first ones differ."""
-    owns, others = _in_turns(own, neighbour, FEW_SAMPLES)
-    if median(others) <= NOTABLE * median(owns):
-        return Neighbour(distance, median(others) / max(1.0, median(owns)), 0.0)
-    owns, others = _in_turns(own, neighbour, MORE_SAMPLES)
+    pairs = [(own(), neighbour()) for _ in range(FEW_SAMPLES)]
+    ratio, _ = _compared(pairs)
+    if ratio <= NOTABLE:
+        return Neighbour(distance, ratio, 0.0)
+    pairs = [(own(), neighbour()) for _ in range(MORE_SAMPLES)]
+    return Neighbour(distance, *_compared(pairs))
+
+
+def _compared(pairs: list[tuple[int, int]]) -> tuple[float, float]:
+    """Return the ratio of the medians of pairs of times, and a lower bound of the ratio."""
+    owns, others = ([pair[side] for pair in pairs] for side in (0, 1))
     least = median_interval(others)[0] / max(1.0, median_interval(owns)[1])
-    return Neighbour(distance, median(others) / max(1.0, median(owns)), least)
-
-
-def _in_turns(own: Take, neighbour: Take, count: int) -> tuple[list[int], list[int]]:
-    pairs = [(own(), neighbour()) for _ in range(count)]
-    return [mine for mine, _ in pairs], [theirs for _, theirs in pairs]
+    return median(others) / max(1.0, median(owns)), least
 
 
 # Time one batch of one backend repeatedly, with new inputs in the same memory, and judge every output.
@@ -189,8 +186,8 @@ def _in_turns(own: Take, neighbour: Take, count: int) -> tuple[list[int], list[i
 
 Flusher = Callable[[], object]
 
-_EMPTY_CALLS = 15
-"""Number of latest empty calls whose median time is subtracted from each sample of a host clock."""
+EMPTY_CALLS = 15
+"""Number of empty calls whose median time is subtracted from each sample; for a host clock, the latest ones."""
 
 _FEW = 0.1
 """Share of calls in which the host may fall behind without a note, since so few hardly move a median."""
@@ -213,7 +210,7 @@ class LatestAnswer:
     def start_next(self, judge: AnswerJudge | None) -> None:
         """Check that the latest output has not changed, and make ``judge`` responsible for the next call.
 
-        Raise UntrustworthyTimeError if it has changed.
+        Raise FindingError if it has changed.
         """
         if self.judge is not None:
             self.judge.require_unchanged()
@@ -250,7 +247,7 @@ class TimedStep:
         self._replay: CapturedGraph | None = None
         self._notes: tuple[str, ...] = ()
         self.build_ns: list[int] = []
-        self._empty_ns: deque[int] = deque(maxlen=_EMPTY_CALLS)
+        self._empty_ns: deque[int] = deque(maxlen=EMPTY_CALLS)
         if memory is None:
             _, (call,) = self._session.step_of(problem)
             memory = LentMemory(PersistentInputs(call), session.layer.output_buffers(problem, call))
@@ -264,7 +261,7 @@ class TimedStep:
     def take(self) -> int:
         """Return the nanoseconds of one ``forward`` on inputs that no call has seen.
 
-        Raise StageError if the backend raised, and UntrustworthyTimeError if its output is not valid.
+        Raise StageError if the backend raised, and FindingError if its output is not valid.
         """
         contents, step, fresh, call = self._begin(self._judge)
         lent = map_tensors(call, torch.Tensor.detach)
@@ -277,9 +274,7 @@ class TimedStep:
         self._judge.judge(contents, step.row_order[fresh.rows].to(self._device), answer)
         changed = ", ".join(changed_inputs(pristine, lent))
         if changed:
-            raise UntrustworthyTimeError(
-                Broken(f"{self._judge.name}: the call changed what it was lent to read: {changed}")
-            )
+            raise FindingError(Broken(f"{self._judge.name}: the call changed what it was lent to read: {changed}"))
         if self._session.impl.brings_writer and step.key is not None and self._session.pool is not None:
             require_stored(self._judge.name, self._session.pool, step.problem, self._contents)
         return forward_ns
@@ -308,7 +303,7 @@ class TimedStep:
         return call
 
     def finish(self) -> None:
-        """Judge the last output in full. Raise UntrustworthyTimeError if it has changed or is wrong."""
+        """Judge the last output in full. Raise FindingError if it has changed or is wrong."""
         if self._latest.judge is self._judge:
             self._judge.require_unchanged()
         self._judge.finish()
@@ -354,7 +349,7 @@ class TimedStep:
         recorder.mark_host(*inputs.host_twins)
         inputs.load_rows(fresh)
         group = [(self._session.builder, call)]
-        captured = capture_graph(recorder, layer, group, self._kv_cache, build_for_capture, [buffers])
+        captured = capture_graph(recorder, layer, group, self._kv_cache, [buffers])
         if isinstance(captured, CapturedGraph):
             self._replay = captured
         else:
@@ -430,22 +425,31 @@ class TimedStep:
 WARM_UPS = 2
 """Untimed first calls, since a first call may compile."""
 
-EMPTY_CALLS = 15
-"""Number of empty calls. Their median is what a device's clock adds to a sample."""
-
 Sampler = Callable[[StepPart, Callable[[], int], TimingSettings], Samples]
 """Takes samples of a part by calling a function that returns nanoseconds: warm-ups first, the samples last."""
 
 
+def _take_samples(_part: StepPart, take: Callable[[], int], settings: TimingSettings) -> Samples:
+    return sample(take, settings)
+
+
 @dataclass(frozen=True)
 class TimingConditions:
-    """The device, settings, sampler, cache flush and clock overhead of a measurement."""
+    """How every batch is timed: on which device, and by which samples."""
 
     device: torch.device
     settings: TimingSettings
-    sampler: Sampler
-    flush: CacheFlush
-    overhead: ClockOverhead | None = None
+    sampler: Sampler = _take_samples
+
+    @cached_property
+    def flush(self) -> CacheFlush:
+        """The flush of the device's last-level cache. It allocates device memory."""
+        return CacheFlush(self.device)
+
+    @cached_property
+    def overhead(self) -> ClockOverhead | None:
+        """What the clock of the device adds to each sample; None for the clock of the host."""
+        return measure_overhead(self.device, self.flusher)
 
     @property
     def is_cold(self) -> bool:
@@ -461,7 +465,7 @@ class TimingConditions:
 class TimingMeasurement:
     """One backend on one problem. ``session``: that of the problem. ``own``: the step that is timed.
 
-    Raises StageError if the backend raised, and UntrustworthyTimeError if it manipulates its times.
+    Raises StageError if the backend raised, and FindingError if it manipulates its times.
     """
 
     def __init__(
@@ -501,7 +505,7 @@ class TimingMeasurement:
         return tuple(found)
 
     def compare_neighbours(self) -> None:
-        """Raise UntrustworthyTimeError if all batches of nearly the same shape take much longer."""
+        """Raise FindingError if all batches of nearly the same shape take much longer."""
         seen: list[Neighbour] = []
         for distance in DISTANCES:
             problem = neighbour_of(self._problem, distance)
@@ -517,7 +521,7 @@ class TimingMeasurement:
                 break
         if seen and all(neighbour.is_suspect for neighbour in seen):
             nearest = min(seen, key=lambda neighbour: neighbour.least)
-            raise UntrustworthyTimeError(
+            raise FindingError(
                 Broken(
                     _slower(nearest),
                     {"neighbour_ratio": nearest.ratio},
@@ -579,27 +583,17 @@ def measure_overhead(device: torch.device, flush: Callable[[], object] = do_noth
     def launch() -> None:
         accelerator.hold(0)
 
-    try:
-        replay = recorder_for(device).record(lambda: launch).launch
-    except CaptureError:  # no graph will be timed either
-        replay = None
-    return overhead_of(lambda: EventClock(accelerator), launch, replay, flush)
-
-
-def overhead_of(
-    new_clock: Callable[[], Clock],
-    launch: Callable[[], object],
-    replay: Callable[[], object] | None,
-    flush: Callable[[], object] = do_nothing,
-) -> ClockOverhead:
-    """Return what a clock adds to a sample. ``launch``: launches an empty kernel. ``replay``: replays its graph."""
-
     def taken_ns(call: Callable[[], object]) -> int:
-        clock = new_clock()
+        clock = EventClock(accelerator)
         times = [clock.time(call, before=flush) for _ in range(2 * GUARDS + EMPTY_CALLS)]  # first calls adjust the hold
         return round(median(times[-EMPTY_CALLS:]))
 
-    replay_ns = None if replay is None else max(0, taken_ns(replay) - taken_ns(launch))
+    try:
+        replay = recorder_for(device).record(lambda: launch).launch
+    except CaptureError:  # no graph will be timed either
+        replay_ns = None
+    else:
+        replay_ns = max(0, taken_ns(replay) - taken_ns(launch))
     return ClockOverhead(empty_ns=taken_ns(do_nothing), replay_ns=replay_ns)
 
 
@@ -656,36 +650,23 @@ def _latency(part: StepPart, clock: ClockName, samples: Samples, case: Case | No
 LOW_CLOCK = 0.8
 """Share of the highest SM clock. Below it, a note states that the device was slow."""
 
-_PLAYED = ("split_kv", "dcp", "micro_batch")
-
-
-def take_samples(_part: StepPart, take: Callable[[], int], settings: TimingSettings) -> Samples:
-    """Take as many samples as the median of a part needs."""
-    return sample(take, settings)
+_SEVERAL_CALLS = ("split_kv", "dcp", "micro_batch")
 
 
 class TimingCheck:
     """Times backends on one device. The device's ceilings are measured once per dtype."""
 
-    def __init__(self, device: torch.device, settings: TimingSettings, sampler: Sampler = take_samples) -> None:
-        self._device, self._settings, self._sampler = device, settings, sampler
+    def __init__(self, device: torch.device, settings: TimingSettings, sampler: Sampler = _take_samples) -> None:
+        self._conditions = TimingConditions(device, settings, sampler)
         self._ceilings: dict[str, Ceilings] = {}
 
-    @cached_property
-    def _conditions(self) -> TimingConditions:
-        """Created on first use, because the cache flush allocates device memory."""
-        conditions = TimingConditions(self._device, self._settings, self._sampler, CacheFlush(self._device))
-        return replace(conditions, overhead=measure_overhead(self._device, conditions.flusher))
-
     def examine(self, backend: LoadedBackend, problem: Problem, truth: Truth) -> Finding:
-        """Return the finding for one case. Raise StageError if the backend raised."""
-        reasons = unasked_reasons(problem.case, backend.features) or _interpreted_reasons(backend, self._device)
-        if reasons:
-            return NotExamined(reasons, "attncheck")
+        """Return the finding for one case. Raise StageError if the backend raised, and FindingError as a check does."""
+        if _runs_interpreted(backend, self._conditions.device):
+            reason = "its kernels are interpreted here: their times are not those of a GPU"
+            return NotExamined((reason,), "attncheck")
         try:
             return self._measure(backend, problem, truth)
-        except UntrustworthyTimeError as found:
-            return found.finding
         except (MemoryError, torch.OutOfMemoryError) as error:
             return NotExamined((f"out of memory for the contents of several problems: {error}",), "attncheck")
 
@@ -719,26 +700,16 @@ class TimingCheck:
 
     def _ceilings_of(self, dtype: str) -> Ceilings:
         if dtype not in self._ceilings:
-            flusher = self._conditions.flusher
-            self._ceilings[dtype] = measure_ceilings(self._device, dtype, clock_for(self._device), flusher)
+            device, flusher = self._conditions.device, self._conditions.flusher
+            self._ceilings[dtype] = measure_ceilings(device, dtype, clock_for(device), flusher)
         return self._ceilings[dtype]
 
 
-def unasked_reasons(case: Case, features: frozenset[str]) -> tuple[str, ...]:
-    """Return why this case is not timed for a backend with these features. Empty if it is timed."""
-    path = case.batch.path.name
-    if path in _PLAYED or is_merged(case.batch, features):
-        return (f"path {path}: the harness plays it by several calls, and times only what one forward does",)
-    return ()
-
-
-def _interpreted_reasons(backend: LoadedBackend, device: torch.device) -> tuple[str, ...]:
+def _runs_interpreted(backend: LoadedBackend, device: torch.device) -> bool:
     required: Mapping[str, str] = call_backend(
         "required_environment", lambda: backend.backend.required_environment(str(device))
     )
-    if ENVIRONMENT.keys() <= required.keys() or (is_interpreted() and MARK in backend.version):
-        return ("its kernels are interpreted here: their times are not those of a GPU",)
-    return ()
+    return ENVIRONMENT.keys() <= required.keys() or (is_interpreted() and MARK in backend.version)
 
 
 def _device_notes(state: DeviceState | None) -> Iterator[str]:
@@ -768,8 +739,11 @@ def _check(case: CheckedCase) -> Finding:
 
 
 def _not_applicable(case: Case, features: frozenset[str]) -> NotExamined | None:
-    reasons = unasked_reasons(case, features)
-    return NotExamined(reasons, "attncheck") if reasons else None
+    path = case.batch.path.name
+    if path not in _SEVERAL_CALLS and not is_merged(case.batch, features):
+        return None
+    reason = f"path {path}: the harness plays it by several calls, and times only what one forward does"
+    return NotExamined((reason,), "attncheck")
 
 
 CHECKS = {"timing": Check(_check, _not_applicable)}

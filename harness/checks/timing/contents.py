@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from attncheck.backends.conventions import Conventions
-from attncheck.errors import InternalError, QuestionError
-from attncheck.harness.checks.findings import Broken
+from attncheck.errors import QuestionError
+from attncheck.harness.checks.findings import Broken, FindingError
 from attncheck.harness.checks.numerics import lse_shares, summarize
 from attncheck.harness.driver.outputs import GuardedBuffer, read_result, still_unwritten
 from attncheck.harness.driver.pool import KVPool
@@ -252,14 +252,6 @@ Codes in a cache are coarser than rows.
 """
 
 
-class UntrustworthyTimeError(InternalError):
-    """Ends a measurement. ``finding`` states what is wrong with it."""
-
-    def __init__(self, finding: Broken) -> None:
-        self.finding = finding
-        super().__init__(finding.summary)
-
-
 @dataclass(frozen=True)
 class TimedAnswer:
     """The output of a call at the moment the clock stopped: copies, and the memory they were copied from.
@@ -327,27 +319,32 @@ class AnswerJudge:
         """The largest error so far, in budgets."""
 
     def judge(self, contents: Contents, rows: Tensor, answer: TimedAnswer) -> None:
-        """Raise UntrustworthyTimeError if an output is wrong. ``rows``: int64, the problem's row of each output row."""
+        """Raise FindingError if an output is wrong. ``rows``: int64, the problem's row of each output row."""
         self.num_judged += 1
         if answer.fault is not None:
-            raise UntrustworthyTimeError(Broken(answer.fault, {"calls": self.num_judged}, answer.meaning))
+            raise FindingError(Broken(answer.fault, {"calls": self.num_judged}, answer.meaning))
         layer = contents.base.problem.layer
         limit = max(1, JUDGED_ELEMENTS // answer.output[0].numel()) if len(rows) else 0
-        self.notes = () if limit >= len(rows) else (_sampled(self.name, limit, len(rows)),)
+        if limit >= len(rows):
+            self.notes = ()
+        else:
+            judged = f"{limit} of {len(rows)} rows were judged after each call, chosen at random"
+            self.notes = (f"{self.name}: {judged}; all after the first and last",)
         which = self._source.random_indices(len(rows), len(rows) if self._latest is None else limit)
         self._latest = (contents, rows, answer)
         share = float(_shares(contents, rows[which], answer.output[which]).max()) if len(which) else 0.0
         self.worst = max(self.worst, share)
         if share > 1:
-            raise UntrustworthyTimeError(self._wrong(contents, rows, answer))
-        if answer.lse is not None and not _shifts_lse(layer.alibi_slopes is not None, self._conventions):
+            raise FindingError(self._wrong(contents, rows, answer))
+        shifts_lse = layer.alibi_slopes is not None and self._conventions.alibi_reference != "query"
+        if answer.lse is not None and not shifts_lse:
             self._judge_lse(contents, rows[which], answer.lse[which])
         self._earlier.append(contents)
 
     def require_unchanged(self) -> None:
-        """Raise UntrustworthyTimeError if the latest output has changed since its call."""
+        """Raise FindingError if the latest output has changed since its call."""
         if self._latest is not None and self._latest[2].has_changed():
-            raise UntrustworthyTimeError(
+            raise FindingError(
                 Broken(
                     f"{self.name}: the output changed after the clock had stopped",
                     {"calls": self.num_judged},
@@ -356,11 +353,11 @@ class AnswerJudge:
             )
 
     def finish(self) -> None:
-        """Judge the last output in full. Raise UntrustworthyTimeError if it is wrong."""
+        """Judge the last output in full. Raise FindingError if it is wrong."""
         if self._latest is not None:
             contents, rows, answer = self._latest
             if len(rows) and float(_shares(contents, rows, answer.output).max()) > 1:
-                raise UntrustworthyTimeError(self._wrong(contents, rows, answer))
+                raise FindingError(self._wrong(contents, rows, answer))
 
     def _wrong(self, contents: Contents, rows: Tensor, answer: TimedAnswer) -> Broken:
         problem = contents.base.problem
@@ -398,13 +395,11 @@ class AnswerJudge:
         shares = lse_shares(lse.double() * unit, contents.lse(rows), contents.right(rows)[1].lse)
         if bool((shares > 1).any()):
             summary = f"{self.name}: call {self.num_judged} left a wrong LSE: {int((shares > 1).any(dim=1).sum())} rows"
-            raise UntrustworthyTimeError(
-                Broken(summary, {"calls": self.num_judged, "budget_share": float(shares.max())})
-            )
+            raise FindingError(Broken(summary, {"calls": self.num_judged, "budget_share": float(shares.max())}))
 
 
 def require_stored(name: str, pool: KVPool, problem: Problem, contents: FreshContents) -> None:
-    """Raise UntrustworthyTimeError if new rows of ``problem`` are not in the cache. Do nothing without a codec.
+    """Raise FindingError if new rows of ``problem`` are not in the cache. Do nothing without a codec.
 
     Omitting the write saves time, and the output does not show it. Cannot see: single wrong elements, which
     ``cache_write`` detects; or a codec of the backend that writes or invents missing rows when it reads.
@@ -423,7 +418,7 @@ def require_stored(name: str, pool: KVPool, problem: Problem, contents: FreshCon
         missing |= ~(error <= _NEAR * wanted.norm(dim=1)).cpu()
     if bool(missing.any()):
         slot = int(slots[missing][0])
-        raise UntrustworthyTimeError(
+        raise FindingError(
             Broken(
                 f"{name}: {int(missing.sum())} of {len(new)} examined new rows are not in the cache, the first is "
                 f"{problem.slot_name(slot)}",
@@ -444,16 +439,6 @@ def _are_near(contents: Contents, rows: Tensor, output: Tensor) -> bool:
     error = output_error(output, right, output_codes(contents.base.problem.layer))
     relative = error.norm(dim=-1) / right.norm(dim=-1)
     return bool((relative[share_of_budget(error, budget) > 1] <= _NEAR).double().mean() > 0.5)
-
-
-def _sampled(name: str, judged: int, rows: int) -> str:
-    return (
-        f"{name}: {judged} of {rows} rows were judged after each call, chosen at random; all after the first and last"
-    )
-
-
-def _shifts_lse(has_alibi: bool, conventions: Conventions) -> bool:
-    return has_alibi and conventions.alibi_reference != "query"
 
 
 def _bits(rows: Tensor) -> Tensor:

@@ -30,8 +30,8 @@ from attncheck.cases.model import Case
 from attncheck.errors import SpecError
 from attncheck.harness.checks.timing.clock import Clock, do_nothing, host_ns
 from attncheck.harness.device import accelerator_of
-from attncheck.harness.problem.pages import visible_span
-from attncheck.harness.problem.problem import Request, request_of
+from attncheck.harness.problem.pages import Request, visible_span
+from attncheck.harness.problem.problem import request_of
 from attncheck.harness.problem.sizes import ITEMSIZES, naive_layer, num_weights
 from attncheck.reference import layer_params
 from attncheck.reference.spec import LayerSpec, MLASpec, RequestSpec, TreeOptions

@@ -61,7 +61,7 @@ MEASURED = {
 
 @contextmanager
 def no_explanations():
-    """Checks judge alone: to explain a failure takes five times as long, and ``harness/truth/test_explain.py`` does."""
+    """Checks judge alone: to explain a failure takes five times as long, and ``harness/diagnosis/test_explain.py`` does."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(numerics, "explain", lambda *_, **__: None)
         patch.setattr(numerics, "explain_lse", lambda *_, **__: None)

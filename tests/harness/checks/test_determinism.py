@@ -4,31 +4,18 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-import torch
 from inline_snapshot import snapshot
 
 from attncheck.backends.candidates.reference import ReferenceBackend, ReferenceImpl
 from attncheck.backends.conventions import Conventions
 from attncheck.backends.registry import load
-from attncheck.harness.checks.findings import Broken, Finding, Holds
-from attncheck.harness.checks.invariance import check_determinism
-from attncheck.harness.driver.session import Session
-from attncheck.harness.problem.problem import build_problem
-from attncheck.harness.truth.truth import truth_of
+from attncheck.harness.checks.findings import Broken, Holds
 
-CPU = torch.device("cpu")
 WAVERING = Conventions(padded_rows="untouched", deterministic=False)
 
 
-def examine(backend: Any, case: Any) -> Finding:
-    problem = build_problem(case, 0)
-    session = Session(backend, problem, CPU)
-    seen = session.run()
-    return check_determinism(problem, truth_of(problem, CPU), session, seen)
-
-
 def moved_by(amount: float) -> Any:
-    """The reference, whose output grows by the share ``amount`` with every call."""
+    """The reference's impl, whose output grows by the share ``amount`` with every call."""
 
     class Impl(ReferenceImpl):
         calls = 0
@@ -38,11 +25,11 @@ def moved_by(amount: float) -> Any:
             self.calls += 1
             args[6][: args[5].num_rows] *= 1 + amount * (self.calls - 1)
 
-    return type("Variant", (ReferenceBackend,), {"get_impl_cls": staticmethod(lambda: Impl)})
+    return Impl
 
 
-def test_a_right_backend_has_the_same_bits(make_case: Any) -> None:
-    found = examine(ReferenceBackend, make_case((5, 3), (1, 20), padding=(1, 2)))
+def test_a_right_backend_has_the_same_bits(judge: Any, make_case: Any) -> None:
+    found = judge("determinism", ReferenceBackend, make_case((5, 3), (1, 20), padding=(1, 2)))
     assert isinstance(found, Holds)
     assert found.figures["bitwise"] == 1
 
@@ -54,31 +41,28 @@ def test_a_right_backend_has_the_same_bits(make_case: Any) -> None:
         ("splits-by-the-count", "on a new impl and builder"),
     ],
 )
-def test_bits_that_move_are_found(make_case: Any, mutant: str, where: str) -> None:
-    found = examine(load(f"mutants:{mutant}").backend, make_case())
+def test_bits_that_move_are_found(judge: Any, make_case: Any, mutant: str, where: str) -> None:
+    found = judge("determinism", load(f"mutants:{mutant}").backend, make_case())
     assert isinstance(found, Broken)
     assert "of the output have other bits" in found.summary
     assert "; the largest difference is " in found.summary
     assert where in found.summary
 
 
-def test_a_backend_that_declares_it_must_stay_within_the_budget(make_case: Any) -> None:
-    case = make_case(dtype="float32")
-    slightly, grossly = moved_by(2.0**-22), moved_by(0.1)
-    assert isinstance(examine(slightly, case), Broken)
-    for backend in (slightly, grossly):
-        backend.conventions = WAVERING
-    found = examine(slightly, case)
+def test_a_backend_that_declares_it_must_stay_within_the_budget(judge: Any, backend_of: Any, make_case: Any) -> None:
+    case, slightly = make_case(dtype="float32"), moved_by(2.0**-22)
+    assert isinstance(judge("determinism", backend_of(slightly), case), Broken)
+    found = judge("determinism", backend_of(slightly, conventions=WAVERING), case)
     assert isinstance(found, Holds)
     assert found.notes == snapshot(("compared within the allowed error: the backend declares deterministic=False",))
-    found = examine(grossly, case)
+    found = judge("determinism", backend_of(moved_by(0.1), conventions=WAVERING), case)
     assert isinstance(found, Broken)
     assert found.summary == snapshot(
         "right at first, wrong when the step is repeated on the same impl: 40 of 40 rows are wrong, the first is row 0 (request 0, position 36), in all heads; the largest error is 9.32e+04 times the allowed error, at row 8, head 3"
     )
 
 
-def test_a_cache_that_wavers_is_found_whatever_is_declared(make_case: Any) -> None:
+def test_a_cache_that_wavers_is_found_whatever_is_declared(judge: Any, backend_of: Any, make_case: Any) -> None:
     class Impl(ReferenceImpl):
         calls = 0
 
@@ -87,8 +71,7 @@ def test_a_cache_that_wavers_is_found_whatever_is_declared(make_case: Any) -> No
             self.calls += 1
             value_cache[0, 0] = self.calls
 
-    members = {"get_impl_cls": staticmethod(lambda: Impl), "conventions": replace(WAVERING)}
-    found = examine(type("Variant", (ReferenceBackend,), members), make_case())
+    found = judge("determinism", backend_of(Impl, conventions=replace(WAVERING)), make_case())
     assert isinstance(found, Broken)
     assert found.summary == snapshot(
         "right at first, wrong when the step is repeated on the same impl: the cache holds other bytes than after the first step"

@@ -1,6 +1,7 @@
 """Failures after the first ones cost little: causes of earlier cases are tried first, and unknown ones are bounded."""
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -14,6 +15,12 @@ from attncheck.harness.truth.unpaged import share_of_budget
 from attncheck.reports.run_file.causes import ON_EARLIER, likely_causes
 
 BATCHES = [((1, 40), (5, 37)), ((1, 33), (7, 50)), ((1, 61), (4, 44))]
+
+
+@pytest.fixture
+def small(make_case: Any) -> Any:
+    """Return a function to cases of few heads."""
+    return partial(make_case, num_heads=2, num_kv_heads=1, head_size=32)
 
 
 def meaning(causes: EarlierCauses, case: Any, noise: float = 0.0, **changes: Any) -> str:
@@ -30,28 +37,26 @@ def refuse(*_: Any) -> Any:
 
 
 @pytest.mark.parametrize("factor", [None, 1.137])
-def test_a_cause_of_two_cases_is_tried_first(
-    make_case: Any, monkeypatch: pytest.MonkeyPatch, factor: float | None
-) -> None:
-    changes: dict[str, Any] = {"logits_soft_cap": None} if factor is None else {"scale": 0.125 * factor}
+def test_a_cause_of_two_cases_is_tried_first(small: Any, monkeypatch: pytest.MonkeyPatch, factor: float | None) -> None:
+    changes: dict[str, Any] = {"logits_soft_cap": None} if factor is None else {"scale": 32**-0.5 * factor}
     cause = "the soft cap is ignored" if factor is None else "the scale is 1.137 times the layer's"
-    cases = [make_case(*batch, logits_soft_cap=5.0) for batch in BATCHES]
+    cases = [small(*batch, logits_soft_cap=5.0) for batch in BATCHES]
     causes = EarlierCauses()
     for case in cases[:2]:
         assert likely_causes(meaning(causes, case, **changes))[0] == cause
-    other = make_case((1, 40), (6, 30), sliding_window=8)
+    other = small((1, 40), (6, 30), sliding_window=8)
     assert likely_causes(meaning(causes, other, window=(-1, 0)))[0] == "the window is ignored"
     monkeypatch.setattr(explaining, "_standing", refuse)
     assert likely_causes(meaning(causes, cases[2], **changes)) == (cause,)
 
 
 def test_a_cause_with_other_figures_is_tried_first_after_four_cases(
-    make_case: Any, monkeypatch: pytest.MonkeyPatch
+    small: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     causes = EarlierCauses()
 
     def found(lens: tuple[tuple[int, int], ...], window: int) -> str:
-        case = make_case(*lens, sliding_window=window)
+        case = small(*lens, sliding_window=window)
         return meaning(causes, case, window=(window, 0))
 
     for window, lens in zip((5, 6, 7, 8), (*BATCHES, BATCHES[0]), strict=True):
@@ -60,21 +65,21 @@ def test_a_cause_with_other_figures_is_tried_first_after_four_cases(
     assert likely_causes(found(BATCHES[1], 9)) == ("the window is one key too long (sliding_window=10)",)
 
 
-def test_after_two_cases_without_a_known_cause_only_new_faults_and_kinds_are_tried(make_case: Any) -> None:
+def test_after_two_cases_without_a_known_cause_only_new_faults_and_kinds_are_tried(small: Any) -> None:
     causes = EarlierCauses()
-    first, second, third = (make_case(*batch) for batch in BATCHES)
+    first, second, third = (small(*batch) for batch in BATCHES)
     assert ON_EARLIER not in meaning(causes, first, noise=0.3) + meaning(causes, second, noise=0.3)
     assert meaning(causes, third, scale=0.0).endswith(ON_EARLIER)
-    windowed = make_case((1, 40), (6, 30), sliding_window=8)
+    windowed = small((1, 40), (6, 30), sliding_window=8)
     assert likely_causes(meaning(causes, windowed, window=(-1, 0)))[0] == "the window is ignored"
-    without_context = make_case((1, 40), (30, 30))
+    without_context = small((1, 40), (30, 30))
     assert likely_causes(meaning(causes, without_context, scale=0.0))[0].startswith("all visible keys weigh the same")
 
 
-def test_large_cases_on_which_nothing_is_tried_refute_nothing(make_case: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_cases_on_which_nothing_is_tried_refute_nothing(small: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     causes = EarlierCauses()
     monkeypatch.setattr(explaining, "_FEW_WORK", 0)
     for batch in BATCHES:
-        meaning(causes, make_case(*batch), noise=0.3)
+        meaning(causes, small(*batch), noise=0.3)
     monkeypatch.undo()
-    assert ON_EARLIER not in meaning(causes, make_case(*BATCHES[0]), noise=0.3)
+    assert ON_EARLIER not in meaning(causes, small(*BATCHES[0]), noise=0.3)

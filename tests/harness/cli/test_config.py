@@ -76,8 +76,9 @@ def test_the_nearest_table_counts_and_its_paths_are_those_of_its_folder(
     assert "../../pyproject.toml" in config.note
 
 
-def test_without_a_table_nothing_is_filled_in(tmp_path: Path) -> None:
-    (tmp_path / "pyproject.toml").write_text("[tool.other]\n")
+@pytest.mark.parametrize("others", ["[tool.other]\n", "[tool.other]\nseed =\n"])
+def test_a_file_of_others_fills_in_nothing(others: str, tmp_path: Path) -> None:
+    (tmp_path / "pyproject.toml").write_text(others)
     assert read_config(tmp_path) == Config()
     assert read_config(tmp_path).note == ""
 
@@ -111,11 +112,6 @@ def test_what_is_wrong_is_named(
     with pytest.raises(CaseFileError) as wrong:
         read_config(tmp_path)
     assert plain(str(wrong.value)) == message
-
-
-def test_a_broken_file_of_others_is_no_matter_of_ours(tmp_path: Path) -> None:
-    (tmp_path / "pyproject.toml").write_text("[tool.other]\nseed =\n")
-    assert read_config(tmp_path) == Config()
 
 
 def test_a_wrong_check_of_the_table_is_refused(

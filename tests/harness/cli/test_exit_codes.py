@@ -2,7 +2,6 @@
 
 import errno
 import os
-import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -13,184 +12,11 @@ import typer
 from inline_snapshot import snapshot
 
 from attncheck.harness.cli import app as cli
+from attncheck.harness.cli.common import print_foreign, print_stderr, show_printed
 from attncheck.reports.run_file.store import read_run
 
 Attncheck = Callable[..., int]
 TheRun = Callable[[Path], Path]
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (
-            ["--backend", "refrence"],
-            snapshot("error: unknown backend 'refrence'; did you mean 'reference'? (known: ...)"),
-        ),
-        (
-            ["--backend", "./wrong.py"],
-            snapshot(
-                "error: backend './wrong.py': has 5 backends; write ./wrong.py:Wrong or ./wrong.py:Raising or ./wrong.py:Leaving or ./wrong.py:Nowhere or ./wrong.py:Nothing"
-            ),
-        ),
-        (["small.yaml"], snapshot("error: backend 'small.yaml' has the name of a case file; give --suite small.yaml")),
-        (
-            ["wrong:Missing"],
-            snapshot(
-                "error: backend 'wrong:Missing': importing it raised ModuleNotFoundError: No module named 'wrong'; for the file, write ./wrong.py:Missing"
-            ),
-        ),
-        (["wrong"], snapshot("error: backend 'wrong': no backend has this name; for the file, write ./wrong.py")),
-        (
-            ["--no-output", "--output", "a.jsonl"],
-            snapshot("error: --no-output cannot be combined with --output a.jsonl; leave out one of them"),
-        ),
-        (
-            ["--skip", "cuda*", "--check", "cudagraph"],
-            snapshot(
-                "error: --skip cudagraph removes every selected check; leave out --skip, or select more with --check"
-            ),
-        ),
-        (
-            ["--provider", "vllm", "--skip", "lse"],
-            snapshot("error: --skip lse: a run of providers alone has the one check utilities; leave --skip out"),
-        ),
-        (
-            ["-k", "("],
-            snapshot(
-                "error: -k '(': expected not OR left parenthesis OR identifier; got end of input; join words by and, or, not and parentheses, such as 'window and not fp8'"
-            ),
-        ),
-        (
-            ["--last-failed"],
-            snapshot("error: results: holds no run yet; `attncheck run` without --output writes one"),
-        ),
-        (
-            ["--backend", "./broken.py:B"],
-            snapshot(
-                "error: backend './broken.py:B': importing it raised ModuleNotFoundError: No module named 'nothing_of_that_name' (TMP/broken.py:N: import nothing_of_that_name); nothing_of_that_name is neither installed nor beside broken.py"
-            ),
-        ),
-        (
-            ["--backend", "./nothing.py:B"],
-            snapshot("error: backend './nothing.py:B': cannot read nothing.py: No such file or directory"),
-        ),
-        (["--backend", "./wrong.py:Nowhere"], snapshot("error: backend 'Nowhere' is unavailable here: needs a moon")),
-        (["--suite", "smoky"], snapshot("error: unknown suite 'smoky'; did you mean 'smoke'? (known: ...)")),
-        (["--suite", "nothing.yaml"], snapshot("error: nothing.yaml: there is no such file; built-in suites: ...")),
-        (
-            ["--suite", "bad.yaml"],
-            snapshot(
-                "error: bad.yaml:4:5: cases[0].bach: a case has no key 'bach'; did you mean 'batch'? (known: ...)"
-            ),
-        ),
-        (
-            ["--set", "layer.num_head=4"],
-            snapshot(
-                "error: small.yaml with --set layer.num_head=4: layer.num_head: a layer has no key 'num_head'; did you mean 'num_heads'? (known: ...)"
-            ),
-        ),
-        (["--case", "decod"], snapshot("error: no case of small.yaml matches 'decod'; did you mean 'decode'?")),
-        (
-            ["--case", "zz*"],
-            snapshot(
-                "error: no case of small.yaml matches 'zz*'; `attncheck list cases --suite small.yaml` shows the ids"
-            ),
-        ),
-        (["--case", "prefill", "--check", "lse"], snapshot("error: no case of small.yaml that matches asks for lse")),
-        (["--check", "numeric"], snapshot("error: unknown check 'numeric'; did you mean 'numerics'? (known: ...)")),
-        (
-            ["--backend", "reference", "--device", "tpu"],
-            snapshot("error: device 'tpu': no such device; give cpu, cuda or cuda:N"),
-        ),
-        (
-            ["--backend", "reference", "--device", "meta"],
-            snapshot("error: device 'meta': attncheck examines on cpu, cuda or cuda:N"),
-        ),
-        (
-            ["--backend", "reference", "--expect", "nothing.yaml"],
-            snapshot("error: nothing.yaml: there is no such file"),
-        ),
-        (
-            ["--backend", "reference", "--output", "wrong.py"],
-            snapshot("error: wrong.py: exists already; runs are never overwritten, name another file"),
-        ),
-        (
-            ["--backend", "reference", "--dump", "wrong.py"],
-            snapshot("error: --dump wrong.py cannot be written: File exists"),
-        ),
-        (
-            ["--suite", "again.yaml"],
-            snapshot("error: small.yaml and again.yaml are both called 'small'; give them two names"),
-        ),
-        (
-            ["--suite", "small.yaml{cache.block_size: 32}"],
-            snapshot(
-                "error: small.yaml and small.yaml{cache.block_size: 32} are both called 'small'; examine them in two runs"
-            ),
-        ),
-    ],
-)
-def test_a_wrong_question_is_exit_code_2_with_one_line_that_helps(
-    plain: Callable[[str], str],
-    run: Attncheck,
-    folder: Path,
-    capsys: pytest.CaptureFixture[str],
-    words: list[str],
-    message: str,
-) -> None:
-    shutil.copy(folder / "small.yaml", folder / "again.yaml")
-    (folder / "broken.py").write_text("import nothing_of_that_name\n")
-    (folder / "bad.yaml").write_text("suite: bad\ncases:\n  - id: a\n    bach: q1\n")
-    assert run(*words) == 2
-    printed = capsys.readouterr()
-    (line,) = printed.err.splitlines()
-    assert line.startswith("error: ")
-    assert plain(line) == message
-    assert not list((folder / "results").iterdir())
-
-
-@pytest.mark.parametrize(
-    ("words", "line"),
-    [
-        ("weigh", snapshot("error: no such command 'weigh'; see `attncheck --help`")),
-        ("test ./mine.py", snapshot("error: no such command 'test'; use `attncheck run`; see `attncheck --help`")),
-        ("version", snapshot("error: no such command 'version'; use `attncheck --version`; see `attncheck --help`")),
-        (
-            "run --timeout 3",
-            snapshot(
-                "error: no such option: --timeout; use --case-timeout for one check of a case, --backend-timeout for a whole backend; see `attncheck run --help`"
-            ),
-        ),
-        ("new", snapshot("Usage: attncheck new [OPTIONS] COMMAND [ARGS]...")),
-        ("compare", snapshot("error: missing argument 'BASE'; see `attncheck compare --help`")),
-        ("run --seed x", snapshot("error: --seed: must be a whole number (found 'x'); see `attncheck run --help`")),
-        ("run --seed -1", snapshot("error: --seed: must be at least 0 (found '-1'); see `attncheck run --help`")),
-        (
-            "time --time-limit x",
-            snapshot("error: --time-limit: must be a number (found 'x'); see `attncheck time --help`"),
-        ),
-        (
-            "run --rounds 3",
-            snapshot("error: no such option: --rounds; use `attncheck time --rounds`; see `attncheck run --help`"),
-        ),
-        (
-            "run --ray-address local",
-            snapshot(
-                "error: no such option: --ray-address; use --executor ray:FILE, whose keys are address, resources and runtime_env; see `attncheck run --help`"
-            ),
-        ),
-        ("run --frobnicate", snapshot("error: no such option: --frobnicate; see `attncheck run --help`")),
-        (
-            "report a.jsonl --format pdf",
-            snapshot(
-                "error: --format: 'pdf' is not one of 'terminal', 'markdown', 'html', 'junit', 'github', 'pytest-benchmark', 'json', 'csv', 'audit', 'audit-json', 'expect'; see `attncheck report --help`"
-            ),
-        ),
-    ],
-)
-def test_what_there_is_not_is_a_usage_error(words: str, line: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(words.split()) == 2
-    assert capsys.readouterr().err.splitlines()[0] == line
 
 
 def test_each_mistake_of_a_case_file_is_an_error_of_its_own(
@@ -269,6 +95,30 @@ set ATTNCHECK_TRACEBACK=1 to see where; please report it with that output
     assert "in fall" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("limit", "advice"),
+    [
+        (RuntimeError("can't start new thread"), "raise `ulimit -u`"),
+        (BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable"), "raise `ulimit -u`"),
+        (OSError(errno.EMFILE, "Too many open files"), "raise `ulimit -n`"),
+    ],
+)
+def test_a_limit_of_the_machine_is_no_fault_of_ours(
+    limit: Exception, advice: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.exit_code_of(limit) == 3
+    message = capsys.readouterr().err
+    assert message.startswith("error: no further ")
+    assert advice in message
+
+
+def test_what_foreign_code_prints_controls_no_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    show_printed("mine", "a\x1b]8;;http://x\x07b\x9b31mc\u202ed\0e")
+    print_foreign("f\x1b[2Jg")
+    print_stderr("h\x1bi")
+    assert capsys.readouterr() == ("f?[2Jg\n", "mine | a?]8;;http://x?b?31mc?d?e\nh?i\n")
+
+
 def test_foreign_code_cannot_choose_the_exit_code(
     run: Attncheck, folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -296,7 +146,7 @@ def test_what_ends_a_run_in_this_process_ends_with_the_table_too(
     assert here("--backend", "./stopped.py:Wrong", "--check", "numerics") == 130
     printed = capsys.readouterr()
     assert "Wrong    1/1" in printed.out
-    assert "interrupted by SIGINT: 1 of 2 cases; the remaining cases were not examined" in printed.out
+    assert "interrupted by SIGINT: 1 of 2 cases begun; the remaining cases were not examined" in printed.out
     assert printed.err.splitlines() == ["interrupted by SIGINT"]
 
 
@@ -344,15 +194,21 @@ def test_a_name_that_the_locale_cannot_decode_is_printed_with_a_replacement(fold
     assert run.header.suites[0].ref == "f??lle.yaml"
 
 
-@pytest.mark.parametrize(
-    "command", [[], *([name] for name in typer.main.get_command(cli.app).commands), ["new", "backend"]]
-)
-def test_every_command_has_a_short_help_option_that_fits_80_columns(
-    command: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+def test_every_command_has_a_short_help_that_fits_80_columns_and_a_summary_in_the_list(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "80")
-    assert cli.main([*command, "-h"]) == 0
-    out = capsys.readouterr().out
-    assert out.startswith(f"Usage: {' '.join(['attncheck', *command])} ")
-    assert max(map(len, out.splitlines())) <= 80
-    assert command or "..." not in out.partition("Commands:")[2]  # no summary is cut off
+
+    def shown(*command: str) -> str:
+        assert cli.main([*command, "-h"]) == 0
+        out = capsys.readouterr().out
+        assert out.startswith(f"Usage: {' '.join(['attncheck', *command])} ")
+        assert max(map(len, out.splitlines())) <= 80
+        return out
+
+    listed = " ".join(shown().partition("Commands:\n")[2].split())
+    assert "..." not in listed  # no summary is cut off
+    shown("new", "backend")
+    for name in typer.main.get_command(cli.app).commands:
+        summary = " ".join(shown(name).split("\n\n")[1].split())
+        assert name in ("warm", "mutants") or f"{name} {summary}" in listed

@@ -36,12 +36,6 @@ def test_merged_shards_are_the_whole_run(runs, capsys, monkeypatch):
     assert headers[0]["cases"] == headers[1]["cases"]
 
 
-def test_no_shard_is_the_whole_run(runs):
-    parts = [records(runs / f"{number}.jsonl") for number in (1, 2, 3)]
-    assert all(parts)
-    assert sum(map(len, parts)) == len(records(runs / "whole.jsonl"))
-
-
 def test_a_missing_shard_is_a_wrong_question(runs, capsys, monkeypatch):
     monkeypatch.chdir(runs)
     assert cli.main(["merge", "1.jsonl", "2.jsonl", "--output", "none.jsonl"]) == 2
@@ -49,6 +43,42 @@ def test_a_missing_shard_is_a_wrong_question(runs, capsys, monkeypatch):
     assert "3/3" in printed
     assert printed == snapshot("error: 1.jsonl: shard 3/3 is missing: the runs to merge have 1/3, 2/3\n")
     assert not (runs / "none.jsonl").exists()
+
+
+def edited(path, line, words, instead):
+    """Replace ``words`` in one line of a run file."""
+    lines = path.read_text().splitlines(keepends=True)
+    assert words in lines[line]
+    lines[line] = lines[line].replace(words, instead)
+    return lines
+
+
+@pytest.mark.parametrize(
+    ("edit", "reason"),
+    [
+        ("relabelled", "2.jsonl:2: smoke/decode.bfloat16 is no case of shard 2/3"),
+        ("emptied", "1.jsonl: is incomplete: 5 of 8 cases lack records, such as smoke/decode.float16"),
+        ("shortened", "1.jsonl: is incomplete: 1 of 8 cases lack records, such as smoke/decode.bfloat16"),
+    ],
+)
+def test_a_shard_that_is_not_what_its_header_states_is_refused(runs, tmp_path, capsys, monkeypatch, edit, reason):
+    monkeypatch.chdir(tmp_path)
+    for number in (1, 2, 3):
+        (tmp_path / f"{number}.jsonl").write_text((runs / f"{number}.jsonl").read_text())
+    first = tmp_path / "1.jsonl"
+    if edit == "relabelled":
+        (tmp_path / "2.jsonl").write_text("".join(edited(first, 0, '"shard":"1/3"', '"shard":"2/3"')))
+    elif edit == "emptied":
+        first.write_text("".join(edited(first, 0, '"shard":"1/3"', '"shard":""')))
+    else:
+        header, dropped, *records, footer = first.read_text().splitlines(keepends=True)
+        outcome = json.loads(dropped)["outcome"]
+        counts = json.loads(footer)
+        counts["counts"][outcome] -= 1
+        first.write_text("".join([header, *records, json.dumps(counts), "\n"]))
+    assert cli.main(["merge", "1.jsonl", "2.jsonl", "3.jsonl", "--output", "none.jsonl"]) == 2
+    assert reason in capsys.readouterr().err
+    assert not (tmp_path / "none.jsonl").exists()
 
 
 def test_a_report_names_the_shard(runs, capsys, monkeypatch):
@@ -66,28 +96,6 @@ def test_a_shard_with_nothing_to_examine_is_no_error(tmp_path, capsys):
     ]
     assert codes == [0, 0]
     assert "1 not applicable" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(
-    ("words", "reason"),
-    [
-        (
-            ["--backend", "reference", "--shard", "3"],
-            snapshot("error: --shard 3: give I/N with I from 1 to N, such as 2/7 for the second of seven shards\n"),
-        ),
-        (
-            ["--provider", "vllm", "--shard", "1/2"],
-            snapshot("error: --shard 1/2 cannot be combined with --provider vllm; leave out one of them\n"),
-        ),
-        (
-            ["--backend", "reference", "--suite", "smoke", "--case", "decode.float16", "--shard", "1/2"],
-            snapshot("error: --shard 1/2: 1 cases are selected; give at most as many shards\n"),
-        ),
-    ],
-)
-def test_what_cannot_be_divided_is_refused(words, reason, capsys):
-    assert cli.main(["run", *words, "--in-process", "--no-output"]) == 2
-    assert capsys.readouterr().err == reason
 
 
 def test_an_expected_failure_of_another_shard_is_not_missed(tmp_path, capsys, monkeypatch):

@@ -4,13 +4,14 @@ import io
 import itertools
 import sys
 import threading
+from collections.abc import Iterable
 
 import pytest
 from inline_snapshot import snapshot
 
 from attncheck.harness.cli import run
-from attncheck.harness.cli.run import NoProgress, ProgressBar, ProgressLines, progress_for
-from attncheck.reports.run_file.records import Crashed, Failed, Passed, Unsupported
+from attncheck.harness.cli.run import ProgressLines, Tally, progress_bar
+from attncheck.reports.run_file.records import Crashed, Failed, Passed, Record, Unsupported
 
 
 def record(
@@ -32,11 +33,17 @@ def record(
     return Failed.model_validate(who | {"summary": "1 of 2 rows"}) if failed else Passed.model_validate(who)
 
 
+def see_lines(records: Iterable[Record], cases: int, rounds: int = 1, *, verbose: bool = False) -> None:
+    """Show records as a run outside a terminal does."""
+    tally = Tally(cases, rounds)
+    lines = ProgressLines(tally, verbose=verbose)
+    for each in records:
+        tally.see(each)
+        lines.see(each)
+
+
 def test_lines_state_the_first_failures_at_once(capsys: pytest.CaptureFixture[str]) -> None:
-    with progress_for(30) as watcher:
-        assert isinstance(watcher, ProgressLines)
-        for number in range(30):
-            watcher.see(record(number, failed=number % 2 == 0))
+    see_lines((record(number, failed=number % 2 == 0) for number in range(30)), 30)
     printed = capsys.readouterr()
     assert printed.out == ""
     lines = printed.err.splitlines()
@@ -48,10 +55,9 @@ def test_the_checks_of_a_case_that_one_end_of_the_process_prevents_share_a_line(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     who = record(0).model_dump(exclude={"outcome", "check"}, include=set(Crashed.model_fields))
-    with progress_for(2) as watcher:
-        for case_id, check in (("case0", "numerics"), ("case0", "lse"), ("case1", "numerics")):
-            ended = who | {"case_id": case_id, "check": check, "stage": "check numerics", "cause": "killed by SIGSEGV"}
-            watcher.see(Crashed.model_validate(ended))
+    who |= {"stage": "check numerics", "cause": "killed by SIGSEGV"}
+    ended = [("case0", "numerics"), ("case0", "lse"), ("case1", "numerics")]
+    see_lines((Crashed.model_validate(who | {"case_id": case, "check": check}) for case, check in ended), 2)
     found = [line.split()[2:4] for line in capsys.readouterr().err.splitlines()]
     assert found == [["s/case0", "numerics:"], ["s/case1", "numerics:"]]
 
@@ -61,9 +67,7 @@ def test_lines_state_the_progress_now_and_then(
 ) -> None:
     clock = itertools.count(step=6.0)
     monkeypatch.setattr(run.time, "monotonic", lambda: next(clock))
-    with progress_for(3) as watcher:
-        for number in range(3):
-            watcher.see(record(number))
+    see_lines(map(record, range(3)), 3)
     assert capsys.readouterr().err == snapshot("""\
 case 2 of 3, 0 did not pass, about 20 s left
 case 3 of 3, 0 did not pass
@@ -73,9 +77,7 @@ case 3 of 3, 0 did not pass
 def test_a_case_counts_once_a_backend(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     clock = itertools.count(step=11.0)
     monkeypatch.setattr(run.time, "monotonic", lambda: next(clock))
-    with progress_for(4) as watcher:
-        for backend in ("a", "a", "b"):
-            watcher.see(record(0, backend=backend))
+    see_lines((record(0, backend=backend) for backend in ("a", "a", "b")), 4)
     assert capsys.readouterr().err.splitlines()[-1] == snapshot("case 2 of 4, 0 did not pass, about 2 min left")
 
 
@@ -84,15 +86,11 @@ def test_a_case_counts_in_every_round_it_is_timed_in_and_once_for_all_else(
 ) -> None:
     clock = itertools.count(step=11.0)
     monkeypatch.setattr(run.time, "monotonic", lambda: next(clock))
-    with progress_for(2 * (1 + 3), rounds=3) as watcher:
-        for check in ("numerics", "lse"):
-            watcher.see(record(0, check=check))
-        watcher.see(record(1))
-        watcher.see(record(0, check="timing"))
-        fields = record(1, check="timing").model_dump(exclude={"figures", "notes", "graph", "chosen_kernels", "timing"})
-        watcher.see(Unsupported.model_validate(fields | {"outcome": "unsupported", "reasons": ["no windows"]}))
-        for number in (1, 2):
-            watcher.see(record(0, check="timing", round_number=number))
+    fields = record(1, check="timing").model_dump(exclude={"figures", "notes", "graph", "chosen_kernels", "timing"})
+    unsupported = Unsupported.model_validate(fields | {"outcome": "unsupported", "reasons": ["no windows"]})
+    timed = [record(0, check="timing", round_number=number) for number in range(3)]
+    untimed = [record(0, check="numerics"), record(0, check="lse"), record(1)]
+    see_lines([*untimed, timed[0], unsupported, *timed[1:]], 2 * (1 + 3), rounds=3)
     lines = capsys.readouterr().err.splitlines()
     # Later rounds leave out what the first one did not examine, so it counts as done at once.
     assert [int(line.split()[1]) for line in lines] == [1, 1, 2, 3, 6, 7, 8]
@@ -113,7 +111,7 @@ def test_the_time_left_is_estimated_once_there_is_a_pace(
 ) -> None:
     now = 0.0
     monkeypatch.setattr(run.time, "monotonic", lambda: now)
-    tally = run.Tally(cases, 1)
+    tally = Tally(cases, 1)
     times_left = []
     for number in range(len(expected)):
         now += seconds_a_case
@@ -125,7 +123,7 @@ def test_the_time_left_is_estimated_once_there_is_a_pace(
 def test_the_time_of_explaining_failures_is_not_expected_of_the_cases_left(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 0.0
     monkeypatch.setattr(run.time, "monotonic", lambda: now)
-    tally = run.Tally(100, 1)
+    tally = Tally(100, 1)
     for number in range(10):
         seconds = 61.0 if number < 5 else 1.0
         now += seconds
@@ -134,9 +132,7 @@ def test_the_time_of_explaining_failures_is_not_expected_of_the_cases_left(monke
 
 
 def test_verbose_lines_state_every_record(capsys: pytest.CaptureFixture[str]) -> None:
-    with progress_for(30, verbose=True) as watcher:
-        for number in range(30):
-            watcher.see(record(number, failed=number % 2 == 0))
+    see_lines((record(number, failed=number % 2 == 0) for number in range(30)), 30, verbose=True)
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) == 30
     assert lines[:2] == ["failed  b[1]  s/case0  numerics: 1 of 2 rows", "passed  b[1]  s/case1  numerics  0.00 s"]
@@ -152,9 +148,11 @@ def test_nothing_is_drawn_while_a_time_is_taken(is_timed: bool, monkeypatch: pyt
     terminal = Terminal()
     monkeypatch.setattr(sys, "stderr", terminal)
     threads = threading.active_count()
-    with progress_for(2, is_timed=is_timed) as watcher:
+    tally = Tally(2, 1)
+    with progress_bar(tally, is_timed=is_timed, color=True) as draw:
         assert (threading.active_count() == threads) == is_timed  # a thread draws now and then
-        watcher.see(record(0))
+        tally.see(record(0))
+        draw(record(0))
         if is_timed:
             assert "b[1]  s/case0" in terminal.getvalue()
 
@@ -162,9 +160,10 @@ def test_nothing_is_drawn_while_a_time_is_taken(is_timed: bool, monkeypatch: pyt
 def test_a_terminal_gets_a_bar_that_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
     terminal = Terminal()
     monkeypatch.setattr(sys, "stderr", terminal)
-    with progress_for(2) as watcher:
-        assert isinstance(watcher, ProgressBar)
-        watcher.see(record(0, failed=True))
+    tally = Tally(2, 1)
+    with progress_bar(tally, is_timed=False, color=True) as draw:
+        tally.see(record(0, failed=True))
+        draw(record(0, failed=True))
     message = terminal.getvalue()
     assert "s/case0" in message
     assert message == snapshot("""\
@@ -173,8 +172,9 @@ def test_a_terminal_gets_a_bar_that_leaves_nothing_behind(monkeypatch: pytest.Mo
 """)
 
 
-def test_a_debugger_sees_nothing(capsys: pytest.CaptureFixture[str]) -> None:
-    with progress_for(2, silent=True) as watcher:
-        assert isinstance(watcher, NoProgress)
-        watcher.see(record(0, failed=True))
-    assert capsys.readouterr() == ("", "")
+def test_remaining_cases_are_mentioned_only_while_there_are_some() -> None:
+    tally, rest = Tally(2, 1), []
+    for number in range(2):
+        tally.see(record(number))
+        rest.append(tally.rest)
+    assert rest == ["; the remaining cases were not examined", ""]

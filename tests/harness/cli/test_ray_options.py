@@ -3,10 +3,8 @@
 from pathlib import Path
 
 import pytest
-from inline_snapshot import snapshot
 
 from attncheck.errors import CaseFileError, SelectionError
-from attncheck.harness.cli import app as cli
 from attncheck.harness.run.options import RaySettings, read_executor
 
 
@@ -49,43 +47,3 @@ def test_what_is_wrong_in_the_file_is_named(content: str | None, reason: str, tm
         path.write_text(content)
     with pytest.raises(CaseFileError, match=f"ray.yaml: {reason}"):
         read_executor("--executor", f"ray:{path}")
-
-
-@pytest.mark.parametrize(
-    ("words", "reason"),
-    [
-        (
-            ["--in-process"],
-            snapshot("error: --executor ray cannot be combined with --in-process; leave out one of them"),
-        ),
-        (
-            ["--dump", "tensors"],
-            snapshot("error: --executor ray cannot be combined with --dump tensors; leave out one of them"),
-        ),
-        (
-            ["--show-output"],
-            snapshot("error: --executor ray cannot be combined with --show-output; leave out one of them"),
-        ),
-        (
-            ["--provider", "vllm"],
-            snapshot("error: --executor ray cannot be combined with --provider vllm; leave out one of them"),
-        ),
-        (["--watch"], snapshot("error: --watch cannot be combined with --executor ray; leave out one of them")),
-        (
-            ["--check", "timing"],
-            snapshot(
-                "error: --executor ray: the check timing compares times of one device, and a cluster has many; take times by a run on one machine"
-            ),
-        ),
-        (
-            ["--executor", "dask"],
-            snapshot("error: --executor 'dask': give local, ray or ray:FILE"),
-        ),
-    ],
-)
-def test_what_a_cluster_cannot_do_is_refused(
-    words: list[str], reason: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    assert cli.main(["run", "reference", "--executor", "ray", *words]) == 2
-    assert " ".join(capsys.readouterr().err.replace("│", " ").split()) == reason

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from attncheck.errors import SelectionError
+from attncheck.harness.cli import app as cli
 from attncheck.harness.cli.run import execute_run
-from attncheck.harness.run.evaluate import RunPlan, environment_of
+from attncheck.harness.run.evaluate import Examiner, RunPlan, environment_of
 from attncheck.harness.run.options import RunOptions
 from attncheck.harness.run.outcomes import BackendDescription
 from attncheck.harness.run.preparation import Gpu
@@ -54,9 +54,16 @@ def test_a_run_is_a_call(
     assert len(list(tmp_path.glob("attncheck/truths/*"))) == truths
 
 
-def test_options_that_contradict_each_other_are_no_options() -> None:
-    with pytest.raises(SelectionError, match="--no-output cannot be combined with --output"):
-        RunOptions(no_output=True, output=Path("run.jsonl"))
+def test_a_run_that_lacks_a_record_has_exit_code_2(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(Examiner, "run", lambda _self: (_ for _ in ()))
+    path = str(tmp_path / "run.jsonl")
+    words = ["reference", "--suite", "smoke", "--case", "decode.float32", "--check", "numerics", "--in-process"]
+    assert cli.main(["run", *words, "--output", path]) == 2
+    printed = capsys.readouterr()
+    assert "the run is incomplete: 1 of 1 cases lack records, such as smoke/decode.float32" in printed.err
+    assert not read_run(path).complete
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,7 @@
 """Where run files are kept, and how many."""
 
+import os
+import resource
 from collections.abc import Callable
 from pathlib import Path
 
@@ -123,12 +125,6 @@ def test_costs_of_checks_come_from_the_newest_runs_on_this_device(
     assert measured_costs(plain, name) == {}
 
 
-def test_a_folder_without_runs_has_no_newest(tmp_path: Path) -> None:
-    (tmp_path / "times.jsonl").touch()
-    with pytest.raises(RunFileError, match="holds no run yet"):
-        kept_run(tmp_path)
-
-
 def test_words_name_kept_runs(plain: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     oldest, middle, newest = (kept_folder() / name for name in runs(kept_folder(), 1, 2, 3))
     words = {"last": newest, "last~0": newest, "1": newest, "last~1": middle, "2": middle, "last~2": oldest}
@@ -150,3 +146,40 @@ def test_the_newest_kept_run_is_the_default(here: Attncheck, capsys: pytest.Capt
     assert cli.main(["report", "--section", "verdict"]) == 0
     assert "reference: PASSED" in capsys.readouterr().out
     assert cli.main(["compare", "own.jsonl"]) == 0
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file to another user")
+@pytest.mark.parametrize("given", ["the file", "the folder"])
+def test_a_kept_run_of_another_user_names_no_code_to_execute(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: str
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    folder = kept_folder()
+    (name,) = runs(folder, 1)
+    assert run_path("last") == folder / name
+    os.chown(folder / name if given == "the file" else folder, 1234, -1)
+    with pytest.raises(RunFileError, match="belongs to the user 1234, and attncheck runs as 0; to read it never"):
+        run_path("last")
+
+
+@pytest.mark.parametrize("given", ["the file", "the folder"])
+def test_a_kept_run_that_others_may_write_names_no_code_to_execute(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: str
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    folder = kept_folder()
+    (name,) = runs(folder, 1)
+    (folder / name if given == "the file" else folder).chmod(0o777)
+    with pytest.raises(RunFileError, match=r"written by every user|other users may write in it"):
+        run_path("last")
+
+
+def test_a_disk_without_room_for_a_header_and_some_records_is_not_used(tmp_path: Path) -> None:
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limit[1]))
+    try:
+        reason = run_files._fault_of_writing(tmp_path, 100)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+    assert reason == "File too large"
+    assert list(tmp_path.iterdir()) == []

@@ -185,15 +185,19 @@ def is_alive(pid: int) -> bool:
     return True
 
 
-def test_in_this_process_there_is_one_round_with_a_note(run: Attncheck, capfd: pytest.CaptureFixture[str]) -> None:
-    assert run("--backend", "mine.py:Plain", "--case", "decode", "--in-process") == 0
-    found = read_run("out.jsonl")
-    assert [(record.check, record.round) for record in found.records] == [("timing", 0)]
-    assert found.header.rounds == 1
-    assert found.header.notes == snapshot(
+def test_in_this_process_there_is_one_round_with_a_note_and_what_is_wrong_is_dumped(
+    run: Attncheck, capfd: pytest.CaptureFixture[str]
+) -> None:
+    words = ("--case", "prefill", "--in-process", "--dump", "dumped")
+    assert run("--backend", "mine.py:Plain", "--backend", "mine.py:Wrong", *words) == 1
+    assert outcomes() == [("Plain", 0, "prefill", "passed"), ("Wrong", 0, "prefill", "failed")]
+    assert [path.name for path in Path("dumped").iterdir()] == ["small.prefill.Wrong.seed0.pt"]
+    header = read_run("out.jsonl").header
+    assert (header.checks, header.rounds) == (("timing",), 1)
+    assert header.notes == snapshot(
         ("timed in this one process: how far times of different processes lie apart is not known",)
     )
-    assert found.header.notes[0] in capfd.readouterr().out
+    assert header.notes[0] in capfd.readouterr().out
 
 
 def test_one_of_whom_no_time_could_be_taken_was_a_wrong_question(
@@ -206,12 +210,6 @@ def test_one_of_whom_no_time_could_be_taken_was_a_wrong_question(
     assert printed == snapshot(
         "error: no case of backend 'Plain' was examined: no windows; select cases and checks that it supports\n"
     )
-
-
-def test_what_was_wrong_while_it_was_timed_is_dumped(run: Attncheck) -> None:
-    assert run("--backend", "mine.py:Wrong", "--case", "prefill", "--in-process", "--dump", "dumped") == 1
-    assert outcomes() == [("Wrong", 0, "prefill", "failed")]
-    assert [path.name for path in Path("dumped").iterdir()] == ["small.prefill.Wrong.seed0.pt"]
 
 
 @pytest.mark.parametrize(
@@ -236,21 +234,6 @@ def test_options_reach_the_plan(
     monkeypatch.setattr(WorkerPool, "start", lambda self, refs: None)
     assert cli.main(["time", "--suite", "small.yaml", "--device", "cpu", *words]) == 2
     assert opened == [(settings, rounds)]
-
-
-@pytest.mark.parametrize(
-    ("words", "right"),
-    [
-        (["--rounds", "0"], "--rounds: must be at least 1 (found '0')"),
-        (["--rounds", "3", "--in-process"], "leave out --in-process or --rounds"),
-        (["--time-limit", "0"], "a time limit of 0.0 s: give seconds, more than 0"),
-        (["--time-limit", "nan"], "a time limit of nan s: give seconds, more than 0"),
-    ],
-)
-def test_wrong_questions(run: Attncheck, words: list[str], right: str, capsys: pytest.CaptureFixture[str]) -> None:
-    command = ["time", "--suite", "small.yaml", "--device", "cpu", "--backend", "missing.py:Nothing"]
-    assert cli.main([*command, *words]) == 2
-    assert right in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("option", "default"), [("rounds", DEFAULT_ROUNDS), ("time_limit", TimingSettings().limit_s)])

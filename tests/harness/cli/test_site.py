@@ -7,7 +7,8 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from urllib.request import urlopen
+from urllib.error import HTTPError
+from urllib.request import Request, urlopen
 
 import pytest
 
@@ -48,8 +49,6 @@ def test_planted_faults_are_no_backends_of_a_site(
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ([], "there is no run file"),
-        (["--runs", "none"], "--runs none is not a folder"),
         (["notes"], "no run file can be read"),
         (["missing.jsonl"], "no run file can be read"),
         (["runs/a.jsonl", "--output", "runs"], "--output runs has other files"),
@@ -81,6 +80,13 @@ def test_the_server_shows_a_run_as_it_grows_and_ends_with_a_signal(
                 with urlopen(match[0] + name, timeout=30) as answer:
                     return str(answer.read().decode())
 
+            for path, headers in (
+                ("index.html", {"Host": "evil.example"}),  # a name of another site that resolves to this machine
+                ("index.html", {"Origin": "http://evil.example"}),
+                ("data/", {}),  # a folder is not listed
+            ):
+                with pytest.raises(HTTPError, match=r"40[34]"):
+                    urlopen(Request(match[0] + path, headers=headers), timeout=30)
             assert ">stopped<" in page("runs.html")
             assert "data/written.txt" in page("index.html")
             written = page("data/written.txt")

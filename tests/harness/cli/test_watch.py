@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from attncheck.errors import SelectionError
 from attncheck.harness.cli import watch
 from attncheck.harness.cli.watch import watch_run
 from attncheck.harness.run.options import RunOptions
@@ -130,22 +129,6 @@ def test_a_save_ends_the_round_and_what_it_wrote_is_not_kept(
     assert "crashed" not in text
     (run,) = (folder / "results").iterdir()
     assert [record.outcome for record in read_run(run).records] == ["passed", "failed"]
-
-
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        ({"in_process": True}, "--in-process"),
-        ({"providers": ("vllm",), "checks": ()}, "--provider"),
-        ({"output": Path("run.jsonl")}, "--output"),
-        ({"last_failed": True}, "--last-failed"),
-        ({"backends": ()}, "--watch needs a backend"),
-        ({"checks": ("timing",)}, "check timing"),
-    ],
-)
-def test_what_does_not_go_with_it_is_refused(mine: Path, given: dict[str, object], message: str) -> None:
-    with pytest.raises(SelectionError, match=message):
-        watch_run(options(watch=True, **given), None, color=False, keys=Script())
 
 
 def test_the_option_is_one_of_run(

@@ -10,12 +10,9 @@ from attncheck.backends.caches.learned_codec import learn_codec
 from attncheck.backends.candidates.reference import ReferenceBackend, ReferenceBuilder, ReferenceImpl
 from attncheck.backends.candidates.torch_mla import TorchMLABackend
 from attncheck.cases.model import Case
-from attncheck.harness.checks import cache_write
 from attncheck.harness.checks.findings import Broken, Finding, Holds, NotExamined
 from attncheck.harness.driver import pool
 from attncheck.harness.driver.construction import LayerStub
-from attncheck.harness.driver.session import Session
-from attncheck.harness.problem.problem import build_problem
 from attncheck.reference.spec import CacheSpec, MLASpec
 
 CPU = torch.device("cpu")
@@ -42,25 +39,26 @@ def without_codec(impl: Any, *, apart: bool = True) -> Any:
     return type("Untold", (ReferenceBackend,), members)
 
 
-def judged(backend: Any, case: Case) -> Finding:
-    problem = build_problem(case, 0)
-    session = Session(backend, problem, CPU)
-    seen = session.run()
-    return cache_write.check_cache_write(problem, session, seen)
+@pytest.fixture
+def judged(judge: Any) -> Callable[[Any, Case], Finding]:
+    """Return a function from a backend's class and a case to the finding of ``cache_write``."""
+    return lambda backend, case: judge("cache_write", backend, case)
 
 
 @pytest.mark.parametrize("apart", [True, False])
 @pytest.mark.parametrize("cache", [{}, {"layout": "HND", "block_size": 32}, SCALED])
-def test_a_right_writer_is_judged_by_what_it_taught(make_case: Callable[..., Case], cache: Any, apart: bool) -> None:
+def test_a_right_writer_is_judged_by_what_it_taught(
+    judged: Any, make_case: Callable[..., Case], cache: Any, apart: bool
+) -> None:
     case = make_case(cache=cache, padding=(1, 2))
     finding = judged(without_codec(Apart if apart else ReferenceImpl, apart=apart), case)
     assert isinstance(finding, Holds)
-    assert finding.figures == judged(ReferenceBackend, case).figures  # type: ignore[union-attr]
+    assert finding.figures == judged(ReferenceBackend, case).figures
     assert finding.notes == ("how the cache is laid out was learned from the backend's own writer",)
 
 
 def test_a_layout_is_learned_once_for_each_layer_and_cache(
-    make_case: Callable[..., Case], monkeypatch: pytest.MonkeyPatch
+    judged: Any, make_case: Callable[..., Case], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     learned: list[CacheSpec] = []
 
@@ -75,7 +73,7 @@ def test_a_layout_is_learned_once_for_each_layer_and_cache(
     assert [cache.block_size for cache in learned] == [16, 32]
 
 
-def test_a_latent_cache_is_learned_as_well(make_case: Callable[..., Case]) -> None:
+def test_a_latent_cache_is_learned_as_well(judged: Any, make_case: Callable[..., Case]) -> None:
     mla = MLASpec(kv_lora_rank=64, qk_nope_head_dim=32, qk_rope_head_dim=16, v_head_dim=24)
     case = make_case((1, 20), (5, 40), path="mla", num_kv_heads=1, head_size=80, mla=mla)
     backend = type("Untold", (TorchMLABackend,), {"kv_cache_codec": classmethod(lambda *_: None)})
@@ -84,7 +82,7 @@ def test_a_latent_cache_is_learned_as_well(make_case: Callable[..., Case]) -> No
     assert finding.notes
 
 
-def test_padding_written_to_the_last_slot_is_seen(make_case: Callable[..., Case]) -> None:
+def test_padding_written_to_the_last_slot_is_seen(judged: Any, make_case: Callable[..., Case]) -> None:
     class Wrapping(Apart):
         def do_kv_cache_update(self, layer: Any, key: Any, value: Any, kv_cache: Any, slots: Any) -> None:
             keys, values = self._cache_views(kv_cache)
@@ -97,7 +95,7 @@ def test_padding_written_to_the_last_slot_is_seen(make_case: Callable[..., Case]
     assert finding.details[-1] == "how the cache is laid out was learned from the backend's own writer"
 
 
-def test_a_scale_left_out_is_seen_although_it_was_learned_without(make_case: Callable[..., Case]) -> None:
+def test_a_scale_left_out_is_seen_although_it_was_learned_without(judged: Any, make_case: Callable[..., Case]) -> None:
     class Unscaled(Apart):
         def do_kv_cache_update(self, layer: Any, *args: Any) -> None:
             super().do_kv_cache_update(LayerStub(CacheSpec(), CPU), *args)
@@ -107,7 +105,9 @@ def test_a_scale_left_out_is_seen_although_it_was_learned_without(make_case: Cal
     assert finding.meaning == "k_scale and v_scale are left out"
 
 
-def test_a_writer_that_shows_no_layout_is_not_examined_and_the_reason_is_stated(make_case: Callable[..., Case]) -> None:
+def test_a_writer_that_shows_no_layout_is_not_examined_and_the_reason_is_stated(
+    judged: Any, make_case: Callable[..., Case]
+) -> None:
     class Forgetful(Apart):
         def do_kv_cache_update(self, layer: Any, key: Any, value: Any, kv_cache: Any, slots: Any) -> None:
             key = key.clone()
@@ -121,7 +121,9 @@ def test_a_writer_that_shows_no_layout_is_not_examined_and_the_reason_is_stated(
     assert "the first is element 0 of the key of head 1 (page 0, offset 0)" in finding.reasons[0]
 
 
-def test_a_builder_prepares_the_layer_whose_writer_the_layout_is_learned_from(make_case: Callable[..., Case]) -> None:
+def test_a_builder_prepares_the_layer_whose_writer_the_layout_is_learned_from(
+    judged: Any, make_case: Callable[..., Case]
+) -> None:
     class PreparingBuilder(ReferenceBuilder):
         def __init__(self, spec: Any, names: Any, config: Any, device: Any) -> None:
             super().__init__(spec, names, config, device)
@@ -141,7 +143,7 @@ def test_a_builder_prepares_the_layer_whose_writer_the_layout_is_learned_from(ma
     assert isinstance(judged(backend, make_case()), Holds)
 
 
-def test_a_wrong_slot_is_named_with_whose_k_and_v_it_holds(make_case: Callable[..., Case]) -> None:
+def test_a_wrong_slot_is_named_with_whose_k_and_v_it_holds(judged: Any, make_case: Callable[..., Case]) -> None:
     class Late(ReferenceImpl):
         def write(self, layer: Any, key: Any, value: Any, key_cache: Any, value_cache: Any, slots: Any) -> None:
             super().write(layer, key, value, key_cache, value_cache, slots + 1)

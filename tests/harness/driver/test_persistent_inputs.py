@@ -32,7 +32,7 @@ def test_a_step_is_lent_in_the_memory_of_the_first(make_case):
     lent = PersistentInputs(first)
     call = lent.load_metadata(second)
     assert addresses(call) == where
-    assert not torch.equal(call.query, second.query)  # the rows come when it is the layer's turn
+    assert not torch.equal(call.query, second.query)  # the rows come when the layer runs
     assert set(changed_inputs(second, call)) == {"query", "key", "value"}
     lent.load_rows(second)
     assert list(changed_inputs(second, call)) == []

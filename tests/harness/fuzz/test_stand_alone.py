@@ -1,10 +1,12 @@
 """A stand-alone file fails while the fault is there, without attncheck, and passes once it is repaired."""
 
+import io
 import runpy
 import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,7 +14,9 @@ import torch
 from attncheck.cases.model import Case
 from attncheck.harness.fuzz import stand_alone_process
 from attncheck.harness.fuzz.stand_alone import StandAloneAnswer, StandAloneRequest
-from attncheck.harness.fuzz.stand_alone_process import written
+from attncheck.harness.fuzz.stand_alone_process import NotExpressibleError, plain, written
+from attncheck.harness.fuzz.stand_alone_template import restored
+from attncheck.reference import AttentionParams
 from attncheck.reference.spec import BatchSpec, CacheSpec, LayerSpec, PaddingSpec, PathSpec, RequestSpec, SplitKVOptions
 
 FUNCTION = """\
@@ -56,6 +60,23 @@ class Impl(SDPAImpl):
         result = super().forward(*args, **keywords)
         result[1:] *= FACTOR
         return result
+
+FACTOR = 1.25
+"""
+
+SEPARATE = """\
+from attncheck.backends.candidates.torch_sdpa import SDPABackend, SDPAImpl
+
+class Wrong(SDPABackend):
+    forward_includes_kv_cache_update = False
+    get_impl_cls = staticmethod(lambda: Impl)
+
+class Impl(SDPAImpl):
+    def do_kv_cache_update(self, layer, key, value, kv_cache, slots):
+        super().write(layer, key * FACTOR, value, *self._cache_views(kv_cache), slots)
+
+    def write(self, *_):
+        pass
 
 FACTOR = 1.25
 """
@@ -170,6 +191,18 @@ def test_a_function_of_another_module_is_loaded_by_its_path(
     assert run_here(tmp_path, monkeypatch, capsys)[0] == 1
 
 
+@pytest.mark.usefixtures("kept")
+def test_a_class_that_writes_the_cache_apart_from_forward_is_called_for_both(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_for(tmp_path, SEPARATE, "Wrong", "cache_write")
+    code, printed = run_here(tmp_path, monkeypatch, capsys)
+    assert code == 1
+    assert "elements of the cache are wrong" in printed
+    (tmp_path / "mine.py").write_text(SEPARATE.replace("1.25", "1"), encoding="utf-8")
+    assert run_here(tmp_path, monkeypatch, capsys) == (0, "right\n")
+
+
 @pytest.mark.slow
 def test_a_wrong_function_is_shown_without_attncheck_until_it_is_repaired(tmp_path: Path) -> None:
     assert write_for(tmp_path, FUNCTION, "Mine") == StandAloneAnswer(True)
@@ -231,3 +264,31 @@ def test_what_is_defined_within_a_function_is_left_to_attncheck(tmp_path: Path) 
     )
     source = f"from attncheck import kernel_backend\n{inner}Mine = kernel_backend(make(), name='mine')\n"
     assert "make.<locals>.attend is defined within a function" in write_for(tmp_path, source, "Mine").reason
+
+
+def test_arguments_are_read_as_they_were_without_running_code() -> None:
+    codes = torch.arange(80, dtype=torch.uint8)
+    fused = torch.tensor([torch.nan, torch.inf, 0.1, 1e-40] * 15).view(3, 20)
+    query, key = fused[:, :8].unflatten(1, (2, 4)), fused[:, 8:16]
+    params = AttentionParams(num_heads=4, num_kv_heads=2, head_size=64, window=(3, 0))
+    config = SimpleNamespace(get_head_size=lambda: 64, inner=(torch.float16, [torch.device("cpu")]))
+    file = io.BytesIO()
+    torch.save(plain([query, key, codes, codes.view(torch.float8_e4m3fn), params, config]), file)
+    file.seek(0)
+    got = restored(torch.load(file, weights_only=True))
+    assert (got[0].shape, got[0].stride()) == (query.shape, query.stride())
+    assert torch.equal(got[0].view(torch.int32), query.view(torch.int32))
+    assert got[0].untyped_storage().data_ptr() == got[1].untyped_storage().data_ptr()
+    assert got[3].dtype == torch.float8_e4m3fn
+    assert got[3].view(torch.uint8).tolist() == codes.tolist()
+    assert (got[4].group_size, got[4].softmax_scale, got[4].window) == (2, 0.125, (3, 0))
+    assert got[5].get_head_size() == 64
+    assert got[5].inner == (torch.float16, [torch.device("cpu")])
+    with pytest.raises(NotExpressibleError, match="a generator is among the arguments"):
+        plain(each for each in ())
+
+
+@pytest.mark.usefixtures("kept")
+def test_what_is_too_long_for_a_file_is_left_to_attncheck(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stand_alone_process, "_MOST_TEXT", 1024)
+    assert write_for(tmp_path, FUNCTION, "Mine").reason == "its tensors take more than 1 KiB of text"

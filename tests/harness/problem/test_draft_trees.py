@@ -21,14 +21,9 @@ def parents(draw: st.DrawFn) -> tuple[int, ...]:
 
 @settings(max_examples=100, deadline=None)
 @given(parents())
-def test_what_is_written_is_read_again(tree: tuple[int, ...]) -> None:
-    assert torch.equal(tree_mask(token_tree(tree)), ancestors(tree))
-
-
-@settings(max_examples=100, deadline=None)
-@given(parents())
-def test_a_row_sees_what_its_parent_sees_and_itself(tree: tuple[int, ...]) -> None:
+def test_a_row_sees_itself_and_its_ancestors_here_and_in_what_a_builder_reads(tree: tuple[int, ...]) -> None:
     mask = ancestors(tree)
+    assert torch.equal(tree_mask(token_tree(tree)), mask)
     for row, parent in enumerate(tree):
         line, node = {row}, parent
         while node >= 0:

@@ -19,13 +19,9 @@ def test_the_same_seed_draws_the_same_batches_and_another_seed_others(drawn):
     assert drawn_batches(1) != drawn
 
 
-def test_what_is_drawn_is_distinct_and_small_first(drawn):
-    assert len(drawn) > 50
+def test_what_is_drawn_is_distinct_small_first_and_covers_every_dimension(drawn):
     assert len({(b.query_lens, b.seq_lens, b.block_size, b.padding_tokens, b.causal) for b in drawn}) > 50
     assert [batch.size for batch in drawn] == sorted(batch.size for batch in drawn)
-
-
-def test_what_is_drawn_covers_every_dimension(drawn):
     assert any(batch.has_padding_requests for batch in drawn)
     assert any(batch.padding_tokens for batch in drawn)
     assert any(not batch.causal for batch in drawn)

@@ -2,12 +2,15 @@
 
 import re
 import shlex
+from collections.abc import Iterator
+from contextlib import redirect_stdout
+from io import StringIO
 from pathlib import Path
 
 import pytest
 
 from attncheck.harness.cli import app as cli
-from attncheck.harness.providers import examine as planning
+from attncheck.harness.providers import examine
 from attncheck.reports.run_file.store import read_run
 
 SUITE = """\
@@ -28,64 +31,69 @@ def slice_query_start_locs(query_start_loc, request_slice):
 """
 
 
-@pytest.fixture(autouse=True)
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.chdir(tmp_path)
+@pytest.fixture(autouse=True, scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    path = tmp_path_factory.mktemp("providers")
     files = {"small.yaml": SUITE, "right.py": RIGHT, "wrong.py": WRONG, "broken.py": "import nowhere\n", "none.py": ""}
     for name, text in files.items():
-        (tmp_path / name).write_text(text, encoding="utf-8")
-    monkeypatch.setattr(planning, "drawn_batches", lambda _seed: [])  # drawing batches has tests of its own
-    return tmp_path
+        (path / name).write_text(text, encoding="utf-8")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(path)
+        patch.setattr(examine, "drawn_batches", lambda _seed: [])  # drawing batches has tests of its own
+        yield
 
 
 def run(*words: str) -> int:
     return cli.main(["run", "--suite", "small.yaml", *words])
 
 
+@pytest.fixture(scope="module")
+def printed() -> str:
+    """What a run of the wrong provider prints; its file is ``wrong.jsonl``."""
+    with redirect_stdout(StringIO()) as text:
+        assert run("--provider", "wrong.py", "--output", "wrong.jsonl") == 1
+    return text.getvalue()
+
+
 def test_a_right_provider_ends_with_0_and_a_record_for_every_function(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run("--provider", "right.py", "--output", "a.jsonl") == 0
+    assert run("--provider", "right.py", "--output", "right.jsonl") == 0
     printed = capsys.readouterr().out
     assert "utilities of right 7.1" in printed
     assert re.search(r"^slice_query_start_locs: verdict equal, questions (\d+), equal \1$", printed, re.MULTILINE)
     assert re.search(r"^split_attn_metadata: verdict missing$", printed, re.MULTILINE)
     assert re.search(r"passed: 1 provider, \d+ functions: 2 passed, \d+ unsupported", printed)
-    found = read_run("a.jsonl")
+    found = read_run("right.jsonl")
     assert {record.check for record in found.records} == {"utilities"}
-    assert {record.case_id for record in found.records if record.outcome == "passed"} == {
-        "PAD_SLOT_ID",
-        "slice_query_start_locs",
-    }
+    passed = {record.case_id for record in found.records if record.outcome == "passed"}
+    assert passed == {"PAD_SLOT_ID", "slice_query_start_locs"}
     assert [(info.name, info.ref, info.version) for info in found.header.backends] == [("right", "right.py", "7.1")]
 
 
-def test_a_wrong_one_ends_with_1_and_both_values(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run("--provider", "wrong.py", "--output", "a.jsonl") == 1
-    printed = capsys.readouterr().out
+def test_a_wrong_one_ends_with_1_both_values_and_a_cause(printed: str) -> None:
     assert re.search(r"^slice_query_start_locs: verdict differs, ", printed, re.MULTILINE)
     assert re.search(r"^split_attn_metadata: verdict equal, ", printed, re.MULTILINE)
     flat = " ".join(printed.split())
-    assert "requests 0:1: returned.start locations[0]: expected 0 of int32 [0, 1]; got 1 of int32 [1, 2]" in flat
-    (record,) = (record for record in read_run("a.jsonl").records if record.outcome == "failed")
+    assert "request_slice 0:1: returned.start locations[0]: expected 0 of int32 [0, 1]; got 1 of int32 [1, 2]" in flat
+    assert "likely cause: each wrong number is 1 too large" in flat
+    (record,) = (record for record in read_run("wrong.jsonl").records if record.outcome == "failed")
     assert record.figures["differs"] + record.figures["equal"] == record.figures["questions"]
     assert record.figures["equal"] == 2  # what the reference refuses, this one refuses too
 
 
-def test_the_line_that_repeats_it_does(capsys: pytest.CaptureFixture[str]) -> None:
-    run("--provider", "wrong.py")
-    (line,) = re.findall(r"repeat: attncheck (run .*)", capsys.readouterr().out)
+def test_the_line_that_repeats_it_does(printed: str, capsys: pytest.CaptureFixture[str]) -> None:
+    (line,) = re.findall(r"repeat: attncheck (run .*)", printed)
     assert cli.main(shlex.split(line)) == 1
     assert "1 provider, 1 function: 1 failed" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("form", ["terminal", "markdown"])
+@pytest.mark.usefixtures("printed")
 def test_a_run_file_is_reported(form: str, capsys: pytest.CaptureFixture[str]) -> None:
-    run("--provider", "wrong.py", "--output", "a.jsonl")
-    capsys.readouterr()
-    assert cli.main(["report", "a.jsonl", "--format", form]) == 0
-    printed = capsys.readouterr().out
-    assert "utilities of wrong" in printed
-    assert "expected 0 of int32" in " ".join(printed.replace("\\", "").split())
-    assert "not examined" not in printed.lower()
+    assert cli.main(["report", "wrong.jsonl", "--format", form]) == 0
+    report = capsys.readouterr().out
+    assert "utilities of wrong" in report
+    assert "expected 0 of int32" in " ".join(report.replace("\\", "").split())
+    assert "not examined" not in report.lower()
 
 
 @pytest.mark.parametrize(
@@ -120,32 +128,22 @@ def test_wrong_questions(words: tuple[str, ...], why: str, capsys: pytest.Captur
     assert why in capsys.readouterr().err
 
 
-def test_functions_are_chosen_by_pattern(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run("--provider", "wrong.py", "--case", "PAD*", "--in-process", "--output", "a.jsonl") == 0
-    assert [record.case_id for record in read_run("a.jsonl").records] == ["PAD_SLOT_ID"]
+def test_functions_are_chosen_by_pattern() -> None:
+    assert run("--provider", "wrong.py", "--case", "PAD*", "--in-process", "--output", "chosen.jsonl") == 0
+    assert [record.case_id for record in read_run("chosen.jsonl").records] == ["PAD_SLOT_ID"]
 
 
 def test_beside_a_backend_both_are_examined(capsys: pytest.CaptureFixture[str]) -> None:
     words = ("--backend", "reference", "--check", "numerics", "--check", "utilities", "--case", "slice*")
-    assert run("--provider", "right.py", *words, "--output", "a.jsonl") == 0
+    assert run("--provider", "right.py", *words, "--output", "both.jsonl") == 0
     assert "passed: 1 backend, 2 cases: 2 right; 1 provider, 1 function: 1 passed" in capsys.readouterr().out
-    assert [(r.backend, r.check) for r in read_run("a.jsonl").records] == [
-        ("reference", "numerics"),
-        ("reference", "numerics"),
-        ("right", "utilities"),
-    ]
-
-
-def test_a_run_without_providers_does_not_mention_them(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run("--backend", "reference", "--case", "decode", "--output", "a.jsonl") == 0
-    header = read_run("a.jsonl").header
-    assert "utilities" not in {*header.checks, *(suite.name for suite in header.suites)}
-    assert "provider" not in capsys.readouterr().out
+    records = [(record.backend, record.check) for record in read_run("both.jsonl").records]
+    assert records == [("reference", "numerics")] * 2 + [("right", "utilities")]
 
 
 def test_an_expected_difference_is_no_failure() -> None:
     entry = "backend: wrong, case: slice_query_start_locs, check: utilities, outcome: failed, reason: known"
     Path("known.yaml").write_text(f"- {{{entry}}}\n", encoding="utf-8")
-    assert run("--provider", "wrong.py", "--expect", "known.yaml", "--output", "a.jsonl") == 0
-    assert {record.outcome for record in read_run("a.jsonl").records} == {"passed", "xfailed", "unsupported"}
+    assert run("--provider", "wrong.py", "--expect", "known.yaml", "--output", "expected.jsonl") == 0
+    assert {record.outcome for record in read_run("expected.jsonl").records} == {"passed", "xfailed", "unsupported"}
     assert run("--provider", "right.py", "--expect", "known.yaml") == 0

@@ -7,7 +7,7 @@ tests/vllm.
 import sys
 from dataclasses import dataclass, fields, replace
 from functools import partial
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 
 import pytest
 import torch
@@ -18,8 +18,9 @@ from attncheck.harness.providers import vllm
 from attncheck.harness.providers.batches import ALWAYS
 from attncheck.harness.providers.examine import SUBJECTS, examine_subject
 from attncheck.harness.providers.provider import Departures, SubjectSetting, load_provider
+from attncheck.harness.providers.vllm_departures import DEPARTURES
 
-SETTING = SubjectSetting(ALWAYS, torch.device("cpu"))
+SETTING = SubjectSetting(ALWAYS[1:9], torch.device("cpu"))
 BY_KEY = {subject.key: subject for subject in SUBJECTS}
 GONE = {"seq_lens_cpu", "num_computed_tokens_cpu"}
 
@@ -154,11 +155,12 @@ def package(monkeypatch):
 
 @pytest.fixture
 def newer(package):
-    classes = {"CommonAttentionMetadata": Metadata, "UBatchSlice": UBatchSlice}
+    """A stand-in of a newer version, in which one known departure is repaired."""
     package(
         **{
             "vllm.v1.attention.backends.utils": FUNCTIONS,
-            "vllm.v1.attention.backend": classes,
+            "vllm.v1.attention.backend": {"CommonAttentionMetadata": Metadata, "UBatchSlice": UBatchSlice},
+            "vllm.v1.worker.ubatch_utils": {"slice_query_start_locs": reference.slice_query_start_locs},
             "vllm.model_executor.layers.attention_layer_base": {"AttentionLayerBase": AttentionLayerBase},
         }
     )
@@ -167,10 +169,7 @@ def newer(package):
 
 @pytest.mark.parametrize("key", FUNCTIONS)
 def test_only_the_form_is_another(newer, key):
-    unknown = SimpleNamespace(**{**vars(newer), "departures": Departures(), "find": newer.find})
-    unknown.adapted = newer.adapted
-    seen = examine_subject(unknown, BY_KEY[key], SETTING)
-    assert seen.place == "vllm.v1.attention.backends.utils"
+    seen = examine_subject(replace(newer, departures=Departures()), BY_KEY[key], SETTING)
     if key == "compute_causal_conv1d_metadata":  # its parameters have other names, which is the difference
         assert seen.first.question == "its parameters"
     else:
@@ -187,49 +186,33 @@ def test_older_forms_are_translated_as_they_are_found(package):
         assert (key, seen.first, seen.counts) == (key, None, {"equal": seen.questions})
 
 
-def test_what_is_fixed_is_stale(package):
-    package(**{"vllm.v1.worker.ubatch_utils": {"slice_query_start_locs": reference.slice_query_start_locs}})
-    seen = examine_subject(load_provider("vllm"), BY_KEY["slice_query_start_locs"], SETTING)
-    assert seen.place == "vllm.v1.worker.ubatch_utils"
-    assert seen.verdict == "equal"
-    assert [departure.subject for departure in seen.stale] == ["slice_query_start_locs"]
+def test_what_is_fixed_is_stale(newer):
+    seen = examine_subject(newer, BY_KEY["slice_query_start_locs"], SETTING)
+    assert (seen.first, seen.stale) == (None, DEPARTURES.known["slice_query_start_locs"])
 
 
-@pytest.fixture
-def patched(newer, tmp_path):
-    """A file of functions in the stand-in's objects."""
+PATCHED = """\
+from vllm.v1.attention.backends.utils import split_attn_metadata as right
+from vllm.v1.worker.ubatch_utils import slice_query_start_locs
+def split_attn_metadata(ubatch_slices, common_attn_metadata):
+    made = right(ubatch_slices, common_attn_metadata)
+    for each in made:
+        each.max_seq_len -= 1
+    return made
+"""
+
+
+@pytest.mark.usefixtures("newer")
+def test_a_file_of_its_functions_gets_its_objects(tmp_path):
     path = tmp_path / "patched.py"
-    path.write_text(
-        "from vllm.v1.attention.backends.utils import split_attn_metadata as right\n"
-        "from vllm.v1.worker.ubatch_utils import slice_query_start_locs\n"
-        "def split_attn_metadata(ubatch_slices, common_attn_metadata):\n"
-        "    made = right(ubatch_slices, common_attn_metadata)\n"
-        "    for each in made:\n"
-        "        each.max_seq_len -= 1\n"
-        "    return made\n"
-    )
-    return path
-
-
-def test_a_file_of_its_functions_gets_its_objects(package, patched):
-    classes = {"CommonAttentionMetadata": Metadata, "UBatchSlice": UBatchSlice}
-    package(
-        **{
-            "vllm.v1.attention.backends.utils": FUNCTIONS,
-            "vllm.v1.attention.backend": classes,
-            "vllm.v1.worker.ubatch_utils": {"slice_query_start_locs": reference.slice_query_start_locs},
-        }
-    )
-    found = load_provider(f"vllm:{patched}")
+    path.write_text(PATCHED)
+    found = load_provider(f"vllm:{path}")
     assert (found.name, found.version) == ("vllm:patched", "0.32.0, changed by patched.py")
     seen = examine_subject(found, BY_KEY["split_attn_metadata"], SETTING)
     assert seen.first.differences[0].place == "returned[0].max_seq_len"
     repaired = examine_subject(found, BY_KEY["slice_query_start_locs"], SETTING)
-    assert (repaired.first, len(repaired.stale)) == (
-        None,
-        1,
-    )  # of another version, so that the run notes it and goes on
-    assert found.version != found.departures.version
+    assert (repaired.first, len(repaired.stale)) == (None, 1)
+    assert found.version != found.departures.version  # so that the run notes what is stale, and goes on
     assert found.find("make_local_attention_virtual_batches") is None
     assert found.departures.why_gone("subclass_attention_metadata") is None
 

@@ -118,11 +118,17 @@ def test_timing_comes_beside_the_other_checks_where_it_is_requested(folder: pyte
     assert items(*TIMING) == ["timing"]
 
 
-def test_times_are_taken_by_their_own_items_alone(folder: pytest.Pytester) -> None:
-    words = ("--attncheck-timing", "--attncheck-check", "numerics", "--benchmark-json", "out.json")
-    run(folder, *words, backends=("torch_sdpa", "reference")).assert_outcomes(passed=4)
-    names = [each["name"] for each in saved(folder)["benchmarks"]]
-    assert names == [f"decode[{name}-{part}]" for name in ("torch_sdpa", "reference") for part in ("forward", "build")]
+def test_parts_of_a_mixed_batch_are_benchmarks_and_other_checks_and_refused_cases_are_none(
+    folder: pytest.Pytester,
+) -> None:
+    cases = ("--attncheck-case", "mixed", "--attncheck-case", "soft", "-k", "not decode")
+    words = ("--attncheck-timing", "--attncheck-check", "numerics", "--benchmark-json", "out.json", "-rs", *cases)
+    result = run(folder, *words)
+    result.assert_outcomes(passed=2, skipped=2, deselected=2)
+    assert "unsupported: " in result.stdout.str()
+    names = [(each["group"], each["name"]) for each in saved(folder)["benchmarks"]]
+    parts = ("forward", "decode", "prefill", "build")
+    assert names == [(f"small/mixed {part}", f"mixed[torch_sdpa-{part}]") for part in parts]
 
 
 def test_the_other_checks_are_made_as_ever(folder: pytest.Pytester) -> None:
@@ -139,18 +145,6 @@ def test_disabled_benchmarks_are_examined_and_not_printed(folder: pytest.Pyteste
     result = run(folder, *TIMING, "--benchmark-disable", backends=("reference", "./wrong.py:Keeping"))
     result.assert_outcomes(passed=1, failed=1)
     assert "benchmark 'small" not in result.stdout.str()
-
-
-def test_the_parts_of_a_mixed_batch_are_benchmarks_of_their_own(folder: pytest.Pytester) -> None:
-    run(folder, *TIMING, "-k", "mixed", "--attncheck-case", "mixed", "--benchmark-json", "out.json")
-    groups = [each["group"] for each in saved(folder)["benchmarks"]]
-    assert groups == [f"small/mixed {part}" for part in ("forward", "decode", "prefill", "build")]
-
-
-def test_a_case_that_is_refused_is_a_skip(folder: pytest.Pytester) -> None:
-    result = run(folder, *TIMING, "--attncheck-case", "soft", "-rs")
-    assert "unsupported: " in result.stdout.str()
-    result.assert_outcomes(passed=1, skipped=1)
 
 
 @pytest.fixture
@@ -262,26 +256,19 @@ def test_what_is_saved_is_what_the_clock_of_the_check_measured(benchmarks: Bench
     assert (saved_.group, saved_.name) == ("small/decode forward", "decode[mine-forward]")
 
 
-def test_few_samples_are_not_settled(benchmarks: Benchmarks) -> None:
-    found = benchmarks.sample("forward", lambda: 100, TimingSettings(min_samples=4))
-    assert not found.is_settled
+def test_as_many_are_taken_as_fit_into_the_time_and_few_are_not_settled(benchmarks: Benchmarks, session: Any) -> None:
+    assert not benchmarks.sample("forward", lambda: 100, TimingSettings(min_samples=4)).is_settled
     assert benchmarks.sample("decode", lambda: 100, TimingSettings(min_samples=3)).is_settled
-
-
-def test_as_many_are_taken_as_fit_into_the_time_and_no_more_than_the_most(benchmarks: Benchmarks, session: Any) -> None:
     session.options["max_time"] = 3600.0
-    found = benchmarks.sample("forward", lambda: 100, TimingSettings(max_samples=17))
+    found = benchmarks.sample("prefill", lambda: 100, TimingSettings(max_samples=17))
     assert len(found.samples_ns) == 17
 
 
-@pytest.mark.parametrize("outcome", ["failed", "errored"])
-def test_times_of_a_wrong_answer_are_taken_back_and_those_of_others_stay(
-    benchmarks: Benchmarks, session: Any, outcome: str
-) -> None:
+def test_times_of_a_wrong_answer_are_taken_back_and_those_of_others_stay(benchmarks: Benchmarks, session: Any) -> None:
     session.benchmarks.append(other := SimpleNamespace())
     benchmarks.sample("forward", lambda: 100, TimingSettings())
     assert len(session.benchmarks) == 2
-    benchmarks.end(record(outcome))
+    benchmarks.end(record("failed"))
     assert session.benchmarks == [other]
 
 

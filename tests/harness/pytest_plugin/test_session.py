@@ -1,15 +1,14 @@
 """Expected failures, dumps, defaults and failed examinations in a pytest session; all in the process of this one."""
 
 import xml.etree.ElementTree as ET
-from types import SimpleNamespace
-from typing import Any, cast
 
 import pytest
 
 import attncheck.backends.candidates.reference
 import attncheck.backends.candidates.torch_sdpa
 import attncheck.harness.api  # noqa: F401 (pytester forgets what is imported while it runs)
-from attncheck.harness.pytest_plugin.items import _FewProcesses
+from attncheck.harness.pytest_plugin.items import FewProcesses
+from attncheck.harness.workers.pool import WorkerPool
 
 pytest_plugins = ["pytester"]
 
@@ -148,10 +147,13 @@ def test_a_wrong_question_of_a_module_is_a_collection_error(folder: pytest.Pytes
     result.stdout.fnmatch_lines(["test_mine: unknown suite 'smoky'; did you mean 'smoke'?*"])
 
 
-def test_a_worker_of_xdist_keeps_one_process_while_backends_describe_themselves() -> None:
+def test_a_worker_of_xdist_keeps_one_process_while_backends_describe_themselves(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     discarded: list[str] = []
-    pool = SimpleNamespace(describe=lambda refs: [f"{ref} described" for ref in refs], discard=discarded.append)
-    assert _FewProcesses(cast(Any, pool)).describe(["a", "b", "c"]) == ["a described", "b described", "c described"]
+    monkeypatch.setattr(WorkerPool, "describe", lambda _, refs: [f"{ref} described" for ref in refs])
+    monkeypatch.setattr(WorkerPool, "discard", lambda _, ref: discarded.append(ref))
+    assert FewProcesses().describe(["a", "b", "c"]) == ["a described", "b described", "c described"]
     assert discarded == ["b", "c"]
 
 

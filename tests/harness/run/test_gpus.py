@@ -4,7 +4,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from inline_snapshot import snapshot
 
 from attncheck.errors import QuestionError
 from attncheck.harness.device import Cuda
@@ -83,14 +82,10 @@ def test_a_process_on_another_gpu_or_in_another_environment_is_refused(monkeypat
     monkeypatch.setattr("attncheck.harness.run.evaluate.collect_environment", lambda device: here)
     machine(monkeypatch, gpu("a"))
     refuse_other_gpu("cuda", "a", here)
-    with pytest.raises(QuestionError) as refused:
+    with pytest.raises(QuestionError, match=r"^the process sees the GPUs a, and has to use b alone$"):
         refuse_other_gpu("cuda", "b", here)
-    assert str(refused.value) == snapshot("the process sees the GPUs a, and has to use b alone")
-    with pytest.raises(QuestionError) as refused:
+    with pytest.raises(QuestionError, match=r"^driver on GPU a is None, and '570.1' in the run$"):
         refuse_other_gpu("cuda", "a", here.model_copy(update={"driver": "570.1"}))
-    assert str(refused.value) == snapshot("driver on GPU a is None, and '570.1' in the run")
-    assert "'570.1'" in str(refused.value)
     machine(monkeypatch, gpu("a"), gpu("b"))
-    with pytest.raises(QuestionError) as refused:
+    with pytest.raises(QuestionError, match=r"^the process sees the GPUs a, b, and has to use a alone$"):
         refuse_other_gpu("cuda", "a", here)
-    assert str(refused.value) == snapshot("the process sees the GPUs a, b, and has to use a alone")

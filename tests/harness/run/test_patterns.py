@@ -9,7 +9,7 @@ import pytest
 from inline_snapshot import snapshot
 
 from attncheck.cases.loader import load_suite
-from attncheck.errors import QuestionError, SelectionError, UnknownNameError
+from attncheck.errors import QuestionError, SelectionError
 from attncheck.harness.run.selection import (
     RunPlan,
     Selection,
@@ -18,7 +18,7 @@ from attncheck.harness.run.selection import (
     select_cases,
     split_commas,
 )
-from attncheck.reference.spec import BACKEND_CHECKS, default_checks
+from attncheck.reference.spec import default_checks
 from attncheck.reports.run_file.timings import TIMING
 
 SMOKE = load_suite("smoke").cases
@@ -45,32 +45,28 @@ def test_checks_are_named_by_commas_and_patterns(words: list[str], expected: tup
     assert set(choose_checks(words)) == set(expected)
 
 
-def test_a_pattern_of_no_check_is_an_error_with_a_suggestion(plain: Callable[[str], str]) -> None:
-    with pytest.raises(UnknownNameError) as refused:
-        choose_checks(["lse,numeric"])
-    assert plain(str(refused.value)) == snapshot("unknown check 'numeric'; did you mean 'numerics'? (known: ...)")
-    assert "'numeric'" in str(refused.value)
-    assert "'numerics'" in str(refused.value)
-    with pytest.raises(UnknownNameError) as refused:
-        choose_checks(["zz*"])
-    assert plain(str(refused.value)) == snapshot("unknown check 'zz*' (known: ...)")
-    assert "'zz*'" in str(refused.value)
-    with pytest.raises(SelectionError) as refused:
-        choose_checks(["!cudagraph"])
-    assert plain(str(refused.value)) == snapshot("check '!cudagraph': to leave a check out, give --skip cudagraph")
-    assert "--skip" in str(refused.value)
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("lse,numeric", "unknown check 'numeric'; did you mean 'numerics'? (known: ...)"),
+        ("zz*", "unknown check 'zz*' (known: ...)"),
+        ("!cudagraph", "check '!cudagraph': to leave a check out, give --skip cudagraph"),
+    ],
+)
+def test_a_pattern_of_no_check_is_an_error_with_a_suggestion(
+    plain: Callable[[str], str], words: str, message: str
+) -> None:
+    with pytest.raises(QuestionError) as refused:
+        choose_checks([words])
+    assert plain(str(refused.value)) == message
 
 
 def test_skip_leaves_checks_out() -> None:
     selection = select_cases(["smoke"], skip=["cudagraph,l*"])
     assert selection.checks == tuple(check for check in BY_DEFAULT if check not in ("cudagraph", "lse"))
     assert select_cases(["smoke"], (), ["lse,numerics"], skip=["lse"]).checks == ("numerics",)
-    with pytest.raises(SelectionError) as refused:
+    with pytest.raises(SelectionError, match=r"^--skip lse removes every selected check; leave out --skip, or select "):
         select_cases(["smoke"], (), ["lse"], skip=["lse"])
-    assert str(refused.value) == snapshot(
-        "--skip lse removes every selected check; leave out --skip, or select more with --check"
-    )
-    assert "--skip" in str(refused.value)
 
 
 def test_commas_within_brackets_and_in_names_of_files_separate_nothing(tmp_path: Path) -> None:
@@ -143,8 +139,9 @@ def test_chosen_cases_come_first_and_the_others_stay_in_order() -> None:
     assert [case.key for case in first.cases] == [keys[1], keys[3], keys[0], keys[2], *keys[4:]]
 
 
-def test_the_checks_that_are_made_of_any_case() -> None:
-    assert select_cases(["smoke"], ["prefill"], ["lse", "numerics"]).selected_checks == ("numerics", "lse")
+def test_the_checks_that_are_made_of_any_case_are_in_the_order_of_reports() -> None:
+    selection = select_cases(["smoke"], ["prefill"], ["lse", "numerics"])
+    assert selection.selected_checks == selection.checks == ("numerics", "lse")
     assert "timing" not in select_cases(["smoke"]).selected_checks
     assert select_cases(["smoke"], (), ["timing"]).selected_checks == ("timing",)
 
@@ -168,44 +165,23 @@ def test_keywords_are_looked_for_in_id_description_and_needs(expression, expecte
     assert all(any(word in f"{case.key} {case.description}".lower() for word in words) for case in unexpected)
 
 
+SYNTAX = "join words by and, or, not and parentheses, such as 'window and not fp8'"
+NO_MATCH = "matches no id, description or need of the 78 cases that the other options select"
+
+
 @pytest.mark.parametrize(
     ("expression", "message"),
     [
-        (
-            "a b",
-            snapshot(
-                "-k 'a b': expected end of input; got identifier; join words by and, or, not and parentheses, such as 'window and not fp8'"
-            ),
-        ),
-        (
-            "(sinks",
-            snapshot(
-                "-k '(sinks': expected right parenthesis; got end of input; join words by and, or, not and parentheses, such as 'window and not fp8'"
-            ),
-        ),
-        (
-            "sincs",
-            snapshot(
-                "-k 'sincs' matches no id, description or need of the 78 cases that the other options select; did you mean 'sinks'?"
-            ),
-        ),
-        (
-            "head_size=12345",
-            snapshot(
-                "-k 'head_size=12345' matches no id, description or need of the 78 cases that the other options select; did you mean 'head_size=256'?"
-            ),
-        ),
+        ("a b", f"expected end of input; got identifier; {SYNTAX}"),
+        ("(sinks", f"expected right parenthesis; got end of input; {SYNTAX}"),
+        ("sincs", f"{NO_MATCH}; did you mean 'sinks'?"),
+        ("head_size=12345", f"{NO_MATCH}; did you mean 'head_size=256'?"),
     ],
 )
 def test_the_message_of_a_wrong_expression_states_what_is_wrong(expression: str, message: str) -> None:
     with pytest.raises(QuestionError) as refused:
         select_cases(["smoke"], keywords=expression)
-    assert str(refused.value) == message
-
-
-def test_checks_keep_the_order_of_reports() -> None:
-    checks = select_cases(["smoke"], (), ["lse", "numerics"]).checks
-    assert checks == tuple(check for check in BACKEND_CHECKS if check in ("numerics", "lse"))
+    assert str(refused.value).removeprefix(f"-k {expression!r}").lstrip(": ") == message
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,7 @@
 """A run is prepared: without a named suite, each backend gets the one that it declares."""
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +10,7 @@ from inline_snapshot import snapshot
 
 import attncheck
 from attncheck.cases.loader import load_suite
-from attncheck.errors import BackendLoadError, SelectionError
+from attncheck.errors import QuestionError, SelectionError
 from attncheck.harness.run.backend_loading import ThisProcess
 from attncheck.harness.run.options import RunOptions
 from attncheck.harness.run.outcomes import not_loaded
@@ -68,6 +68,13 @@ def test_each_backend_is_examined_on_its_own_suite(slow: str) -> None:
     }
     assert [suite.name for suite in prepared.selection.suites] == ["smoke", "interpreted"]
     assert prepared.notes == (f"reference: suite smoke; {slow}: suite interpreted",)
+    lone = opened(select_cases([], ["decode.float16"]), ["reference", slow])
+    assert lone.notes == (f"reference: suite smoke; {slow}: no case of suite interpreted",)
+
+
+def test_every_backend_is_examined_on_a_named_suite(slow: str) -> None:
+    plan = opened(select_cases(["smoke"], ["decode.float16"]), ["reference", slow]).plan
+    assert [[case.key for case in plan.cases_of(ref)] for ref in ("reference", slow)] == [["smoke/decode.float16"]] * 2
 
 
 def test_a_suite_without_a_backend_is_not_part_of_the_run(slow: str) -> None:
@@ -78,20 +85,9 @@ def test_a_suite_without_a_backend_is_not_part_of_the_run(slow: str) -> None:
         assert prepared.notes == ()
 
 
-def test_every_backend_is_examined_on_a_named_suite(slow: str) -> None:
-    selection = select_cases(["smoke"], ["decode.float16"], ["numerics"])
-    here = ThisProcess()
-    prepared = opened(selection, ["reference", slow], here)
-    assert examined_keys(examined(prepared, here)) == {name: {"smoke/decode.float16"} for name in ("reference", "Slow")}
-
-
-@pytest.mark.parametrize("names", [["Slow"], ["Slow", "Slower"]])
-def test_cases_of_another_suite_are_refused_by_its_name(slow: str, names: list[str]) -> None:
-    refs = [slow.replace("Slow", name) for name in names]
-    with pytest.raises(SelectionError) as refused:
-        opened(select_cases([], ["decode.float16"]), refs)
-    assert str(refused.value) == snapshot("no such case in interpreted, the default suite; give --suite smoke")
-    assert "--suite" in str(refused.value)
+def test_cases_of_another_suite_are_refused_by_its_name(slow: str) -> None:
+    with pytest.raises(SelectionError, match=r"^no such case in interpreted, the default suite; give --suite smoke$"):
+        opened(select_cases([], ["decode.float16"]), [slow, slow.replace("Slow", "Slower")])
 
 
 def test_a_run_that_names_nothing_is_short() -> None:
@@ -110,11 +106,6 @@ def test_a_run_that_names_nothing_is_short() -> None:
     assert note == snapshot(
         "reference, torch_sdpa, flex_attention, torch_varlen, flash_attn, flashinfer: suite smoke; triton_unified, xformers: 9 of 79 cases of suite interpreted; reference_mla, torch_mla: 2 of 78 cases of suite smoke; triton_mla: 1 of 79 cases of suite interpreted; --case '*' selects all"
     )
-    assert "reference_mla" in note
-    assert "torch_mla" in note
-    assert "78" in note
-    assert "--case" in note
-    assert "'*'" in note
 
 
 def test_a_run_that_names_a_backend_or_a_case_is_whole(slow: str) -> None:
@@ -127,18 +118,11 @@ def test_a_run_that_names_a_backend_or_a_case_is_whole(slow: str) -> None:
     assert "of 77 cases" not in by_case.notes[0]
 
 
-def test_a_backend_that_the_filters_leave_no_case_is_reported(slow: str) -> None:
-    prepared = opened(select_cases([], ["decode.float16"]), ["reference", slow])
-    assert prepared.notes == (f"reference: suite smoke; {slow}: no case of suite interpreted",)
-
-
 def test_a_backend_that_cannot_run_here_is_refused_or_kept() -> None:
     gone = not_loaded("gone", ("no library",))
     selection, here = select_cases(["smoke"]), ThisProcess([gone])
-    with pytest.raises(SelectionError) as refused:
+    with pytest.raises(SelectionError, match=r"^backend 'gone' is unavailable here: no library$"):
         opened(selection, ["gone"], here)
-    assert str(refused.value) == snapshot("backend 'gone' is unavailable here: no library")
-    assert "'gone'" in str(refused.value)
     prepared = opened(selection, ["gone"], here, keeps_unavailable=True)
     assert [each.unavailable_reasons for each in prepared.backends] == [("no library",)]
     assert here.examiner(prepared).plan.backends == (gone,)
@@ -155,14 +139,9 @@ def test_from_python_too(slow: str) -> None:
     assert [suite.name for suite in examination.header.suites] == ["interpreted"]
 
 
-def test_a_default_suite_is_one_of_the_two(plain: Callable[[str], str], slow: str) -> None:
-    with pytest.raises(BackendLoadError) as refused:
+def test_a_default_suite_is_one_of_the_two(slow: str) -> None:
+    with pytest.raises(QuestionError, match="default_suite answered 'decode', none of smoke, interpreted"):
         attncheck.examine(slow.replace("Slow", "Odd"))
-    assert plain(str(refused.value)) == snapshot(
-        "backend 'TMP/slow.py:Odd': default_suite answered 'decode', none of smoke, interpreted"
-    )
-    assert "default_suite" in str(refused.value)
-    assert "'decode'" in str(refused.value)
     assert DEFAULT_SUITES == ("smoke", "interpreted")
 
 
@@ -181,34 +160,27 @@ class Broken(ReferenceBackend):
 """
 
 
-def test_a_named_backend_is_examined_on_pages_that_it_takes(tmp_path: Path) -> None:
+@pytest.fixture
+def picky(tmp_path: Path) -> str:
     path = tmp_path / "picky.py"
     path.write_text(PICKY)
-    selection = select_cases(["smoke"], ["decode.float32"], ["numerics"])
+    return f"{path}:Picky"
+
+
+@pytest.mark.parametrize("suites", [["smoke"], []])
+def test_a_named_backend_is_examined_on_pages_that_it_takes(picky: str, suites: list[str]) -> None:
+    selection = select_cases(suites, ["decode.float32"], ["numerics"])
     here = ThisProcess()
-    prepared = opened(selection, [f"{path}:Picky"], here, fits_pages=True)
+    prepared = opened(selection, [picky], here, fits_pages=True)
     assert prepared.selection.refs == ("smoke{cache.block_size: 48, cache.layout: HND}",)
     (record,) = examined(prepared, here)
     assert (record.outcome, record.case_hash) == ("passed", prepared.selection.cases[0].hash)
     assert prepared.notes[0] == snapshot(
         "suite smoke: cache.block_size=48 instead of 16, cache.layout=HND instead of NHD, for Picky; --set chooses others"
     )
-    assert "block_size" in prepared.notes[0]
-    assert "48" in prepared.notes[0]
-    assert "16" in prepared.notes[0]
 
 
-def test_declarations_that_raise_choose_no_pages(tmp_path: Path) -> None:
-    path = tmp_path / "picky.py"
-    path.write_text(PICKY)
+def test_declarations_that_raise_choose_no_pages(picky: str) -> None:
     selection = select_cases(["smoke"], ["decode.float32"], ["numerics"])
-    prepared = opened(selection, [f"{path}:Broken"], fits_pages=True)
+    prepared = opened(selection, [picky.replace("Picky", "Broken")], fits_pages=True)
     assert prepared.selection.refs == ("smoke",)
-
-
-def test_pages_are_chosen_in_the_default_suite(tmp_path: Path) -> None:
-    path = tmp_path / "picky.py"
-    path.write_text(PICKY)
-    selection = select_cases([], ["decode*"], ["numerics"])
-    prepared = opened(selection, [f"{path}:Picky"], fits_pages=True)
-    assert prepared.selection.refs == ("smoke{cache.block_size: 48, cache.layout: HND}",)

@@ -5,7 +5,6 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from inline_snapshot import snapshot
 
 from attncheck.errors import SelectionError
 from attncheck.harness.checks.findings import TimingSettings
@@ -64,11 +63,8 @@ def test_every_backend_is_the_first_as_often_as_any_other() -> None:
     [
         (None, True, False, DEFAULT_ROUNDS),
         (3, True, False, 3),
-        (1, True, False, 1),
         (None, False, False, 1),
-        (1, False, False, 1),
         (None, True, True, 1),
-        (1, True, True, 1),
     ],
 )
 def test_ten_rounds_by_default(wanted: int | None, is_timed: bool, in_process: bool, rounds: int) -> None:
@@ -78,11 +74,10 @@ def test_ten_rounds_by_default(wanted: int | None, is_timed: bool, in_process: b
 
 
 def test_rounds_in_one_process_are_refused() -> None:
-    with pytest.raises(SelectionError) as refused:
+    with pytest.raises(
+        SelectionError, match=r"^--rounds 2 in one process: a round is a process; leave out --in-process "
+    ):
         RunOptions(rounds=2, in_process=True)
-    assert str(refused.value) == snapshot(
-        "--rounds 2 in one process: a round is a process; leave out --in-process or --rounds"
-    )
 
 
 class FakePool(WorkerPool):
@@ -117,7 +112,5 @@ def test_a_selection_states_whether_it_is_timed() -> None:
     assert selection.is_timed
     assert selection.cases == select_cases(["decode"]).cases
     check_timed(selection, "--kernels")
-    with pytest.raises(SelectionError) as refused:
+    with pytest.raises(SelectionError, match=r"^--kernels configures the check timing: add --check timing$"):
         check_timed(select_cases(["decode"], (), ["lse"]), "--kernels")
-    assert str(refused.value) == snapshot("--kernels configures the check timing: add --check timing")
-    assert "--kernels" in str(refused.value)

@@ -20,9 +20,9 @@ from launches import Kernel, recorded
 from attncheck.backends import interpreter, registry
 from attncheck.cases.loader import load_suite, select
 from attncheck.harness.checks import cache_write, numerics
-from attncheck.harness.checks.cudagraph import check, play
-from attncheck.harness.checks.cudagraph.play import ProbeProblems
+from attncheck.harness.checks.cudagraph import check, replay
 from attncheck.harness.checks.cudagraph.recorder import Recorder, Recording
+from attncheck.harness.checks.cudagraph.replay import ProbeProblems
 from attncheck.harness.checks.findings import Holds
 from attncheck.harness.run.evaluate import Examiner, RunPlan
 
@@ -44,7 +44,7 @@ def judging_nothing() -> Iterator[None]:
         for where, name, value in (
             (interpreter, "unavailable_reasons", lambda device: []),
             (check, "recorder_for", lambda _device: Recorder("cuda", launched)),
-            (play, "step_fault", lambda *seen: None),
+            (replay, "step_fault", lambda *seen: None),
             (ProbeProblems, "truth", lambda *given: None),
             (numerics, "check_numerics", lambda *seen, explains=True: Holds({})),
             (cache_write, "judge_pool", lambda *seen: Holds({})),

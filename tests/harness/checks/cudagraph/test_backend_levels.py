@@ -1,4 +1,4 @@
-"""Layers that share probes: what each plays, and when one plays them all."""
+"""Layers that share probes: which run on each, and when all run on one."""
 
 from dataclasses import replace
 
@@ -9,9 +9,9 @@ from attncheck.backends.candidates.torch_sdpa import SDPABackend, SDPABuilder
 from attncheck.cases.model import Case
 from attncheck.harness.checks.cudagraph import check as check_module
 from attncheck.harness.checks.cudagraph.check import GraphLevelCheck
-from attncheck.harness.checks.cudagraph.play import PlayedProbe, ProbeFault, UnmeasuredProbe
 from attncheck.harness.checks.cudagraph.probes import ALIKE, probes_of
-from attncheck.harness.checks.findings import Broken, Holds, NotExamined
+from attncheck.harness.checks.cudagraph.replay import ProbeOutcome
+from attncheck.harness.checks.findings import Broken, NotExamined
 from attncheck.harness.driver.foreign_code import StageError
 from attncheck.harness.driver.observation import Raised
 from attncheck.reference.spec import AttentionCGSupport, BatchSpec, CacheSpec, LayerSpec, RequestSpec
@@ -29,11 +29,14 @@ WIDE = replace(CASE, id="wide", layer=replace(LAYER, head_size=32))
 WINDOW = replace(CASE, id="window", layer=replace(LAYER, sliding_window=3))
 HALF = replace(CASE, id="half", layer=replace(LAYER, dtype="float16"))
 CASES = (WINDOW, CASE, WIDE, HALF)
+WRONG = ProbeOutcome("failed", "wrong")
+UNSEEN = ProbeOutcome("not examined", "hidden")
+RAISED = StageError(Raised("forward", ValueError("no"), "no", ""))
 ALL = len(probes_of(LAYER, CASE.cache))
 
 
 class Always(SDPABackend):
-    """Declares ``ALWAYS`` of every layer; never run here."""
+    """Declares ``ALWAYS`` of every layer. No probe is really run here."""
 
     level = ALWAYS
 
@@ -53,22 +56,41 @@ class Always(SDPABackend):
         return cls.level
 
 
-@pytest.fixture
-def plays(monkeypatch):
-    """``plays(outcome)``: replaces a play by ``outcome(case, probe)``, and returns the list of all plays."""
+class Uniform(Always):
+    level = UNIFORM
 
-    def replaced(outcome=lambda case, probe: None):
+
+class ByWindow(Always):
+    @classmethod
+    def level_of(cls, spec):
+        return SINGLE if spec.sliding_window else ALWAYS
+
+
+def declining(reason_of):
+    """A backend for which ``reason_of(layer, batch)`` tells whether it declines a batch."""
+
+    def unsupported_reasons(cls, layer, cache, batch):
+        return ["declined"] if reason_of(layer, batch) else []
+
+    return type("Declining", (Always,), {"unsupported_reasons": classmethod(unsupported_reasons)})
+
+
+@pytest.fixture
+def run_as(monkeypatch):
+    """``run_as(outcome)``: probes come out as ``outcome(case, probe)``; returns the list of all that are run."""
+
+    def replaced(outcome):
         made = []
 
-        def play_probe(backend, probe, questions, *rest, **keywords):
-            case = questions.case(probe, probe.turns[0])
-            made.append((case.layer, probe.name, len(probe.turns)))
+        def run_probe(probed, probe, **keywords):
+            case = probed.problems.case(probe, probe.steps[0])
+            made.append((case.layer, probe.name, len(probe.steps)))
             found = outcome(case, probe)
             if isinstance(found, Exception):
                 raise found
-            return PlayedProbe(found)
+            return found or ProbeOutcome("passed")
 
-        monkeypatch.setattr(check_module, "play_probe", play_probe)
+        monkeypatch.setattr(check_module, "run_probe", run_probe)
         return made
 
     return replaced
@@ -86,163 +108,125 @@ def examined(backend, *examined_cases, cases=CASES):
     return {case.id: finding(case) for case in examined_cases}
 
 
-def names(finding):
-    return [probe.name for probe in finding.graph.probes]
+def passes(case, probe):
+    return None
 
 
-def test_the_plainest_layer_plays_every_probe_and_the_others_a_share(plays):
-    made = plays()
-    found = examined(Always, *CASES)
-    assert len(names(found["plain"])) == ALL
-    shared = ALL - sum(len(each) - 1 for each in ALIKE)
-    assert len(names(found["window"])) == len(names(found["half"])) == shared
-    assert len(names(found["wide"])) == 1
-    assert {found[name].graph.played_in_full for name in ("window", "wide", "half")} == {"s/plain"}
-    assert found["plain"].graph.played_in_full == ""
-    assert {finding.graph.measured for finding in found.values()} == {"ALWAYS"}
-    assert len(made) == ALL + 2 * shared + 1
+def mixed_is_wrong(case, probe):
+    return WRONG if probe.level is ALWAYS else None
 
 
-def test_claims_are_examined_on_the_layer_that_plays_every_probe(plays):
+FULL = ("ALWAYS", ALL, "")
+SHARE = ALL - sum(len(each) - 1 for each in ALIKE)
+USUAL = {"plain": FULL, "window": ("ALWAYS", SHARE, "s/plain"), "half": ("ALWAYS", SHARE, "s/plain")}
+USUAL |= {"wide": ("ALWAYS", 1, "s/plain")}
+
+
+@pytest.mark.parametrize(
+    ("backend", "outcome", "expected", "broken"),
+    [
+        pytest.param(Always, passes, USUAL, set(), id="every trait meets every probe"),
+        pytest.param(
+            Always,
+            lambda case, probe: WRONG if case.layer.sliding_window and probe.name == "drafting" else None,
+            USUAL | {"window": ("NEVER", ALL, "")},
+            {"window"},
+            id="a fault of one trait is found on its layer, where every probe then runs",
+        ),
+        pytest.param(
+            Always,
+            lambda case, probe: WRONG if probe.level is ALWAYS and case.layer != WIDE.layer else None,
+            {"wide": FULL},
+            {"plain", "window", "half"},
+            id="a layer that can do more than the plainest runs every probe",
+        ),
+        pytest.param(
+            Uniform,
+            lambda case, probe: WRONG if probe.level is ALWAYS or case.layer == WIDE.layer else None,
+            {"wide": ("NEVER", ALL, "")},
+            {"wide"},
+            id="a layer that breaks below what broke on the plainest runs every probe",
+        ),
+        pytest.param(
+            ByWindow,
+            passes,
+            {"plain": FULL, "window": FULL, "half": ("ALWAYS", SHARE, "s/plain")},
+            set(),
+            id="layers of another declared level share among themselves",
+        ),
+        pytest.param(
+            declining(lambda layer, batch: layer.head_size == 32 and batch.path.name == "spec_decode"),
+            passes,
+            USUAL | {"wide": FULL},
+            set(),
+            id="declined batches are found without a run",
+        ),
+        pytest.param(
+            Always,
+            lambda case, probe: RAISED if case.layer == LAYER else None,
+            {"window": FULL, "half": FULL, "wide": FULL},
+            set(),
+            id="if the plainest layer breaks without a graph, every probe runs on each",
+        ),
+    ],
+)
+def test_layers_share_probes(run_as, backend, outcome, expected, broken):
+    run_as(outcome)
+    found = examined(backend, *CASES)
+    levels = {name: finding.graph for name, finding in found.items() if not isinstance(finding, Raised)}
+    measured = {name: (graph.measured, len(graph.probes), graph.played_in_full) for name, graph in levels.items()}
+    assert {name: measured[name] for name in expected} == expected
+    assert {name for name, finding in found.items() if isinstance(finding, Broken)} == broken
+    for case in CASES:  # whichever comes first
+        assert examined(backend, case) == {case.id: found[case.id]}
+
+
+@pytest.mark.parametrize(
+    ("backend", "outcome", "num_steps"),
+    [
+        (Always, mixed_is_wrong, {(16, 4), (16, 1), (32, 1)}),
+        (Uniform, mixed_is_wrong, {(16, 4)}),  # above the declared level it runs on the plainest layer alone
+        (
+            Always,
+            lambda case, probe: WRONG if probe.name == "mixed" and len(probe.steps) > 1 else None,
+            {(16, 4), (16, 1), (32, 1), (32, 4)},
+        ),
+    ],
+)
+def test_what_broke_runs_on_every_layer_on_its_smallest_batch(run_as, backend, outcome, num_steps):
+    made = run_as(outcome)
+    found = examined(backend, *CASES)
+    assert {finding.graph.measured for finding in found.values()} == {"UNIFORM_BATCH"}
+    assert {(layer.head_size, steps) for layer, name, steps in made if name == "mixed"} == num_steps
+    if backend is Always:
+        assert all(found[name].graph.probes[-1].name == "mixed" for name in ("window", "half", "wide"))
+
+
+def test_never_takes_one_probe_a_layer(run_as):
+    made = run_as(lambda case, probe: WRONG)
+    assert {finding.graph.measured for finding in examined(Always, *CASES).values()} == {"NEVER"}
+    assert len(made) == len(CASES)
+
+
+def test_what_cannot_be_seen_on_the_plainest_layer_is_looked_at_on_each(run_as):
+    run_as(lambda case, probe: UNSEEN if probe.name == "decode" else None)
+    assert all(isinstance(finding, NotExamined) for finding in examined(Always, *CASES).values())
+
+
+def test_cases_that_the_backend_does_not_serve_take_no_part(run_as):
+    run_as(passes)
+    assert len(examined(Always, WIDE, cases=(WIDE,))["wide"].graph.probes) == ALL  # a case alone
+    declines_plain = declining(lambda layer, batch: layer == LAYER)
+    assert examined(declines_plain, HALF)["half"].graph.played_in_full == "s/wide"
+
+
+def test_claims_are_examined_on_the_layer_on_which_every_probe_runs(run_as):
     class Claims(Always):
         @classmethod
         def get_builder_cls(cls):
             return type("Builder", (super().get_builder_cls(),), {"supports_update_block_table": True})
 
-    plays(lambda case, probe: ProbeFault("wrong") if probe.claim else None)
+    run_as(lambda case, probe: WRONG if probe.claim else None)
     found = examined(Claims, *CASES)
     assert {name for name, finding in found.items() if finding.graph.claims} == {"plain"}
     assert {name for name, finding in found.items() if isinstance(finding, Broken)} == {"plain"}
-
-
-def test_a_case_alone_plays_every_probe(plays):
-    plays()
-    found = examined(Always, WIDE, cases=(WIDE,))
-    assert len(names(found["wide"])) == ALL
-
-
-def test_the_share_does_not_depend_on_which_case_comes_first(plays):
-    plays()
-    for case in CASES:
-        alone = examined(Always, case)[case.id]
-        assert alone == examined(Always, *CASES)[case.id] == examined(Always, *reversed(CASES))[case.id]
-
-
-def test_a_fault_of_one_trait_is_found_on_its_layer_alone(plays):
-    plays(lambda case, probe: ProbeFault("wrong") if case.layer.sliding_window and probe.name == "drafting" else None)
-    found = examined(Always, *CASES)
-    assert isinstance(found["window"], Broken)
-    assert found["window"].graph.measured == "NEVER"
-    assert len(names(found["window"])) == ALL
-    assert found["window"].graph.played_in_full == ""
-    assert all(isinstance(found[name], Holds) for name in ("plain", "wide", "half"))
-
-
-def test_what_broke_is_played_on_every_layer_on_its_smallest_batch(plays):
-    made = plays(lambda case, probe: ProbeFault("wrong") if probe.level is ALWAYS else None)
-    found = examined(Always, *CASES)
-    assert {finding.graph.measured for finding in found.values()} == {"UNIFORM_BATCH"}
-    assert all(names(finding)[-1] == "mixed" for name, finding in found.items() if name != "plain")
-    assert sorted((layer.head_size, turns) for layer, name, turns in made if name == "mixed") == [
-        (16, 1),
-        (16, 1),
-        (16, 4),
-        (32, 1),
-    ]
-
-
-def test_what_broke_above_the_declared_level_is_played_on_the_plainest_layer_alone(plays):
-    class Uniform(Always):
-        level = UNIFORM
-
-    made = plays(lambda case, probe: ProbeFault("wrong") if probe.level is ALWAYS else None)
-    found = examined(Uniform, *CASES)
-    assert {finding.graph.measured for finding in found.values()} == {"UNIFORM_BATCH"}
-    assert all(isinstance(finding, Holds) for finding in found.values())
-    assert len(names(found["wide"])) == 1
-    assert [layer for layer, name, _ in made if name == "mixed"] == [CASE.layer]
-
-
-def test_a_layer_that_breaks_below_what_broke_on_the_plainest_plays_every_probe(plays):
-    class Uniform(Always):
-        level = UNIFORM
-
-    def outcome(case, probe):
-        return ProbeFault("wrong") if probe.level is ALWAYS or case.layer == WIDE.layer else None
-
-    plays(outcome)
-    found = examined(Uniform, *CASES)
-    assert isinstance(found["wide"], Broken)
-    assert found["wide"].graph.measured == "NEVER"
-    assert found["wide"].graph.played_in_full == ""
-
-
-def test_never_takes_one_probe_a_layer(plays):
-    made = plays(lambda case, probe: ProbeFault("cannot be captured"))
-    found = examined(Always, *CASES)
-    assert {finding.graph.measured for finding in found.values()} == {"NEVER"}
-    assert len(made) == len(CASES)
-
-
-def test_a_layer_that_can_do_more_than_the_plainest_plays_every_probe(plays):
-    plays(lambda case, probe: ProbeFault("wrong") if probe.level is ALWAYS and case.layer != WIDE.layer else None)
-    found = examined(Always, *CASES)
-    assert found["wide"].graph.measured == "ALWAYS"
-    assert len(names(found["wide"])) == ALL
-
-
-def test_what_breaks_on_larger_batches_alone_is_played_as_a_whole(plays):
-    plays(lambda case, probe: ProbeFault("wrong") if probe.name == "mixed" and len(probe.turns) > 1 else None)
-    found = examined(Always, *CASES)
-    assert {finding.graph.measured for finding in found.values()} == {"UNIFORM_BATCH"}
-    assert names(found["wide"])[-1] == "mixed"
-
-
-def test_layers_of_another_declared_level_share_among_themselves(plays):
-    class ByWindow(Always):
-        @classmethod
-        def level_of(cls, spec):
-            return SINGLE if spec.sliding_window else ALWAYS
-
-    plays()
-    found = examined(ByWindow, *CASES)
-    assert len(names(found["window"])) == ALL
-    assert found["window"].graph.declared == "UNIFORM_SINGLE_TOKEN_DECODE"
-    assert found["half"].graph.played_in_full == "s/plain"
-
-
-def test_refused_batches_are_found_unplayed(plays):
-    class NoWideDrafts(Always):
-        @classmethod
-        def unsupported_reasons(cls, layer, cache, batch):
-            is_draft = batch.path.name == "spec_decode"
-            return ["no drafts of wide heads"] if layer.head_size == 32 and is_draft else []
-
-    plays()
-    found = examined(NoWideDrafts, *CASES)
-    assert len(names(found["wide"])) == ALL
-    assert found["wide"].graph.played_in_full == ""
-    assert found["half"].graph.played_in_full == "s/plain"
-
-
-def test_cases_that_the_backend_does_not_serve_play_no_part(plays):
-    class NoPlain(Always):
-        @classmethod
-        def unsupported_reasons(cls, layer, cache, batch):
-            return ["plain"] if layer == LAYER else []
-
-    plays()
-    assert examined(NoPlain, HALF)["half"].graph.played_in_full == "s/wide"
-
-
-def test_where_the_plainest_layer_breaks_without_a_graph_each_plays_every_probe(plays):
-    raised = StageError(Raised("forward", ValueError("no"), "no", ""))
-    plays(lambda case, probe: raised if case.layer == LAYER else None)
-    found = examined(Always, *CASES)
-    assert isinstance(found["plain"], Raised)
-    assert {len(names(finding)) for name, finding in found.items() if name != "plain"} == {ALL}
-
-
-def test_what_cannot_be_seen_on_the_plainest_layer_is_looked_at_on_each(plays):
-    plays(lambda case, probe: UnmeasuredProbe("hidden") if probe.name == "decode" else None)
-    assert all(isinstance(finding, NotExamined) for finding in examined(Always, *CASES).values())

@@ -8,7 +8,7 @@ from inline_snapshot import snapshot
 
 from attncheck.backends.registry import load
 from attncheck.harness.checks.cudagraph import check
-from attncheck.harness.checks.cudagraph.check import LevelMeasurement, ProbeFault, UnmeasuredProbe, judge_level
+from attncheck.harness.checks.cudagraph.check import LevelMeasurement, ProbeOutcome, judge_level
 from attncheck.harness.checks.cudagraph.probes import Bucket, Probe, ProbeStep
 from attncheck.harness.checks.findings import Broken, Holds, NotExamined
 from attncheck.harness.checks.interface import CheckedCase, SharedByChecks
@@ -28,14 +28,15 @@ def measurement(declared, reached, reason=None):
     if reason is not None:
         level = AttentionCGSupport(reached.value + 1)
         broke = (Probe("lengths", level, "replays follow", (Bucket(1, 1, 1),), (ProbeStep(((1, 1),)),)), reason)
-    measured = None if isinstance(reason, UnmeasuredProbe) else reached.name
+    measured = None if reason is not None and reason.outcome == "not examined" else reached.name
     levels = GraphLevels(declared=declared.name, measured=measured, recorder="emulated")
     return LevelMeasurement(declared, reached, levels, broke)
 
 
-@pytest.mark.parametrize("level", [NEVER, SINGLE, UNIFORM])
+@pytest.mark.parametrize("level", [NEVER, SINGLE, UNIFORM, ALWAYS])
 def test_a_level_that_is_measured_as_declared_holds(level):
-    finding = judge_level(measurement(level, level, ProbeFault("wrong")))
+    broke = None if level is ALWAYS else ProbeOutcome("failed", "wrong")
+    finding = judge_level(measurement(level, level, broke))
     assert isinstance(finding, Holds)
     assert finding.notes == ()
     assert finding.figures["declared_level"] == finding.figures["measured_level"] == level.value
@@ -49,11 +50,11 @@ def test_truths_of_probes_come_from_the_cache_of_the_run(monkeypatch):
             given.append((problem.case.suite, refuse_blindness))
             return super().truth_of(problem, refuse_blindness=refuse_blindness)
 
-    def measure(backend, questions, device, declared):
+    def measure(backend, questions, device):
         probe = questions.probes[0]
         for _ in range(2):
-            questions.truth(questions.case(probe, probe.turns[0]))
-        return measurement(NEVER, NEVER, ProbeFault("wrong"))
+            questions.truth(questions.case(probe, probe.steps[0]))
+        return measurement(NEVER, NEVER, ProbeOutcome("failed", "wrong"))
 
     monkeypatch.setattr(check, "measure_level", measure)
     (case,) = select_cases(["smoke"], ["decode.float32"]).cases
@@ -65,37 +66,23 @@ def test_truths_of_probes_come_from_the_cache_of_the_run(monkeypatch):
     assert given == [("cudagraph", False)]
 
 
-def test_every_probe_right_is_always():
-    assert judge_level(measurement(ALWAYS, ALWAYS)).notes == ()
-
-
 @pytest.mark.parametrize(("declared", "reached"), [(SINGLE, NEVER), (ALWAYS, UNIFORM), (UNIFORM, NEVER)])
 def test_a_level_above_the_measured_one_is_a_failure_that_names_probe_and_cause(declared, reached):
-    finding = judge_level(measurement(declared, reached, ProbeFault("3 of 8 rows", "metadata.lens moved")))
+    finding = judge_level(measurement(declared, reached, ProbeOutcome("failed", "3 of 8 rows", "metadata.lens moved")))
     assert isinstance(finding, Broken)
     assert finding.summary == f"declared {declared.name}, measured {reached.name}: probe 'lengths' broke: 3 of 8 rows"
     assert finding.meaning == "metadata.lens moved"
     assert finding.graph.declared == declared.name
 
 
-def test_head_room_is_noted():
-    finding = judge_level(measurement(NEVER, UNIFORM, ProbeFault("wrong")))
-    assert isinstance(finding, Holds)
-    assert finding.notes == snapshot(("head-room: NEVER is declared, UNIFORM_BATCH measured",))
-
-
 @pytest.mark.parametrize(("declared", "reached"), [(SINGLE, NEVER), (ALWAYS, SINGLE), (NEVER, NEVER)])
 def test_what_cannot_be_seen_is_never_a_pass(declared, reached):
-    finding = judge_level(measurement(declared, reached, UnmeasuredProbe("a kernel the dispatcher does not see")))
+    finding = judge_level(
+        measurement(declared, reached, ProbeOutcome("not examined", "a kernel the dispatcher does not see"))
+    )
     assert isinstance(finding, NotExamined)
     assert finding.by == "attncheck"
     assert "a kernel the dispatcher does not see" in finding.reasons[0]
-
-
-def test_head_room_is_noted_as_far_as_it_was_seen():
-    finding = judge_level(measurement(NEVER, SINGLE, UnmeasuredProbe("hidden")))
-    assert isinstance(finding, Holds)
-    assert finding.notes[0] == snapshot("head-room: NEVER is declared, UNIFORM_SINGLE_TOKEN_DECODE measured")
 
 
 def test_a_level_that_holds_has_a_note_on_its_measurement():
@@ -108,9 +95,11 @@ def test_a_level_that_holds_has_a_note_on_its_measurement():
 
 
 def test_a_confirmed_level_holds_although_nothing_is_known_above_it():
-    finding = judge_level(measurement(SINGLE, SINGLE, UnmeasuredProbe("hidden")))
+    finding = judge_level(measurement(NEVER, SINGLE, ProbeOutcome("not examined", "hidden")))
     assert isinstance(finding, Holds)
-    assert finding.notes[0] == snapshot(
-        "above UNIFORM_SINGLE_TOKEN_DECODE nothing is known: probe 'lengths' cannot be examined here: hidden"
+    assert finding.notes == snapshot(
+        (
+            "head-room: NEVER is declared, UNIFORM_SINGLE_TOKEN_DECODE measured",
+            "above UNIFORM_SINGLE_TOKEN_DECODE nothing is known: probe 'lengths' cannot be examined here: hidden",
+        )
     )
-    assert "UNIFORM_SINGLE_TOKEN_DECODE" in finding.notes[0]

@@ -1,4 +1,4 @@
-"""Claims about graphs besides the level: played where declared, false ones fail the check, others are listed."""
+"""Claims about graphs besides the level: examined where declared, false ones fail the check, others are listed."""
 
 from dataclasses import replace
 
@@ -9,7 +9,7 @@ from attncheck.backends.mutants import graphs
 from attncheck.backends.paged_metadata import PagedBuilder
 from attncheck.cases.model import Case
 from attncheck.harness.checks.cudagraph.check import judge_level, measure_level
-from attncheck.harness.checks.cudagraph.play import ProbeProblems
+from attncheck.harness.checks.cudagraph.replay import ProbeProblems
 from attncheck.harness.checks.findings import Broken, Holds
 from attncheck.reference.spec import AttentionCGSupport, BatchSpec, CacheSpec, LayerSpec, RequestSpec
 from attncheck.reports.analysis.graph_levels import notes_of

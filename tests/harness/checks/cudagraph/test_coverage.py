@@ -1,4 +1,4 @@
-"""Which probes each layer plays: every trait meets every probe, and no layer plays none."""
+"""Which probes run on each layer: every trait meets every probe, and no layer has none."""
 
 from dataclasses import fields, replace
 from itertools import combinations, product
@@ -43,14 +43,9 @@ def with_field(name, value):
     return LAYER, replace(CACHE, **{name: value})
 
 
-@pytest.mark.parametrize("name", TRAITS)
-def test_a_field_that_decides_which_code_runs_is_a_trait(name):
-    assert traits_of(*with_field(name, TRAITS[name])) != PLAIN
-
-
-@pytest.mark.parametrize("name", NO_TRAITS)
-def test_a_number_is_no_trait(name):
-    assert traits_of(*with_field(name, NO_TRAITS[name])) == PLAIN
+@pytest.mark.parametrize(("name", "value"), [*TRAITS.items(), *NO_TRAITS.items()])
+def test_a_field_that_decides_which_code_runs_is_a_trait_and_a_number_is_none(name, value):
+    assert (traits_of(*with_field(name, value)) != PLAIN) is (name in TRAITS)
 
 
 def test_every_field_is_a_trait_or_known_to_be_none():
@@ -93,17 +88,24 @@ def test_the_layer_with_the_fewest_traits_plays_every_probe():
 def test_every_trait_meets_every_probe_and_every_layer_plays_one(layers):
     probes = [f"probe {number}" for number in range(7)]
     assigned = assign_probes(layers, probes)
-    met = {
-        (trait, probe) for own, played in zip(layers, assigned, strict=True) for trait, probe in product(own, played)
-    }
+    met = {(trait, probe) for own, names in zip(layers, assigned, strict=True) for trait, probe in product(own, names)}
     assert met == set(product(frozenset().union(*layers), probes))
     assert all(assigned)
 
 
-def test_layers_with_equal_traits_take_turns():
-    assigned = assign_probes(traits("p", "pa", "pa", "pa"), [f"probe {number}" for number in range(6)])
-    assert [len(own) for own in assigned] == [6, 2, 2, 2]
-    assert len(frozenset().union(*assigned[1:])) == 6
+@pytest.mark.parametrize(
+    ("layers", "probes", "paired", "expected"),
+    [
+        (("p", "pa", "pa", "pa"), "123456", "", ("123456", "14", "25", "36")),  # layers with equal traits share evenly
+        (("p", "pa", "pab"), "123", "", ("123", "1", "123")),  # one layer covers what two would
+        (("p", "p", "p", "p"), "123", "13", ("123", "1", "3", "1")),  # layers that no probe needs
+        (("p", "pa", "pb", "pab"), "12", "", ("12", "1", "2", "12")),
+        (("p", "pa", "pb", "pab"), "12", "2", ("12", "2", "2", "12")),  # a pair that no layer has alone
+        (("p", "pa"), "", "", ("", "")),
+    ],
+)
+def test_layers_share_probes_as_evenly_as_their_traits_allow(layers, probes, paired, expected):
+    assert assign_probes(traits(*layers), list(probes), list(paired)) == tuple(map(frozenset, expected))
 
 
 def test_every_trait_meets_one_of_probes_that_are_alike_and_they_take_turns():
@@ -114,40 +116,20 @@ def test_every_trait_meets_one_of_probes_that_are_alike_and_they_take_turns():
     assert all("other" in own for own in others)
 
 
-def test_one_layer_covers_what_two_would():
-    assert [len(own) for own in assign_probes(traits("p", "pa", "pab"), ["one", "two", "three"])] == [3, 1, 3]
-
-
 @pytest.mark.parametrize("layers", [traits("p", "pa", "pb", "pab", "pac"), traits("pa", "pab", "pabc", "pc", "pbc")])
 def test_every_pair_of_traits_meets_the_paired_probes(layers):
     assigned = assign_probes(layers, ["one", "two", "three"], ["two"])
     pairs = {pair for own in layers for pair in combinations(sorted(own), 2)}
     met = {
         pair
-        for own, played in zip(layers, assigned, strict=True)
+        for own, names in zip(layers, assigned, strict=True)
         for pair in combinations(sorted(own), 2)
-        if "two" in played
+        if "two" in names
     }
     assert met == pairs
 
 
-def test_a_pair_that_no_layer_has_alone_costs_only_the_paired_probes():
-    layers = traits("p", "pa", "pb", "pab")
-    alone, paired = assign_probes(layers, ["one", "two"]), assign_probes(layers, ["one", "two"], ["two"])
-    assert [len(own) for own in alone] == [2, 1, 1, 2]
-    assert [sorted(own) for own in paired] == [["one", "two"], ["two"], ["two"], ["one", "two"]]
-
-
-def test_layers_that_no_probe_needs_play_the_paired_ones_in_turn():
-    assigned = assign_probes(traits("p", "p", "p", "p"), ["one", "two", "three"], ["one", "three"])
-    assert [sorted(own) for own in assigned[1:]] == [["one"], ["three"], ["one"]]
-
-
-def test_without_probes_nothing_is_played():
-    assert assign_probes(traits("p", "pa"), []) == (frozenset(), frozenset())
-
-
-def test_the_layers_of_smoke_share_less_than_half_of_all_plays():
+def test_the_layers_of_smoke_share_less_than_half_of_all_runs():
     cases = [case for case in load_suite("smoke").cases if case.layer.attn_type == "decoder"]
     layers = list(dict.fromkeys((case.layer, replace(case.cache, num_blocks=None, first_block=None)) for case in cases))
     probes = [probe.name for probe in probes_of(*layers[0])]

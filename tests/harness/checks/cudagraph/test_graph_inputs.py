@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from attncheck.cases.model import Case
-from attncheck.harness.checks.cudagraph.play import allocate_inputs, dummy_call
+from attncheck.harness.checks.cudagraph.capture import allocate_inputs, dummy_call
 from attncheck.harness.checks.cudagraph.probes import Bucket
 from attncheck.harness.driver.step import forward_calls_of, make_step
 from attncheck.harness.problem.problem import build_problem

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from attncheck.cases.loader import load_suite
-from attncheck.harness.checks.cudagraph.play import ProbeProblems
+from attncheck.harness.checks.cudagraph.replay import ProbeProblems
 from attncheck.harness.truth.truth import truth_of
 from attncheck.reference import layer_params, varlen_attention
 from attncheck.reference.spec import BatchSpec, RequestSpec
@@ -29,7 +29,7 @@ def steps(request):
     """The problems of a layer, and the cases of the first steps of its probes."""
     questions = ProbeProblems(replace(request.param, cache=replace(request.param.cache, num_blocks=None)), 3, CPU)
     questions.compute_together(questions.probes[:4])
-    cases = [questions.case(probe, turn) for probe in questions.probes[:4] for turn in probe.turns]
+    cases = [questions.case(probe, step) for probe in questions.probes[:4] for step in probe.steps]
     return questions, list(dict.fromkeys(cases))[:NUM_STEPS]
 
 
@@ -76,8 +76,8 @@ def test_steps_differ_in_their_queries(steps):
 
 def test_one_step_alone_is_computed_as_it_is():
     questions = ProbeProblems(layers()[0], 0, CPU)
-    probe = next(probe for probe in questions.probes if len(probe.turns) == 1)
+    probe = next(probe for probe in questions.probes if len(probe.steps) == 1)
     questions.compute_together([probe])
-    case = questions.case(probe, probe.turns[0])
+    case = questions.case(probe, probe.steps[0])
     alone = ProbeProblems(layers()[0], 0, CPU)
     assert torch.equal(questions.problem(case).query, alone.problem(case).query)

@@ -31,12 +31,15 @@ STREAM = torch.Stream(stream_id=0, device_index=0, device_type=1)  # of CUDA, wh
 wait = STREAM.synchronize  # by a name of its own
 
 
+def rehearsed(call, own, lines=()):
+    """What a forward of ``lines`` and then ``call`` does that a capture would not allow."""
+    exec(compile("\n".join(["def forward():", *lines, f"    {call}"]), str(HERE), "exec"), own)
+    return rehearse(own["forward"], Cuda())
+
+
 @pytest.mark.parametrize("call", ["STREAM.synchronize()", "wait()"])
 def test_what_the_debug_mode_lets_pass_is_named_as_well(gpu, call):
-    given = compile(f"def forward():\n    {call}", str(HERE), "exec")
-    own = dict(globals())
-    exec(given, own)
-    found = rehearse(own["forward"], Cuda())
+    found = rehearsed(call, dict(globals()))
     assert (found.kind, found.where) == ("host read", f"{HERE}:2 in forward")
     assert sys.getprofile() is None
 
@@ -67,9 +70,7 @@ def test_another_profiler_is_left_alone(gpu):
 )
 def test_a_copy_to_the_device_is_no_host_read(gpu, monkeypatch, call):
     monkeypatch.setattr(recorder, "SYNCHRONISED", "not compiled with CUDA enabled")
-    own = {"torch": torch, "__name__": "backend"}
-    exec(compile(f"def forward():\n    {call}", str(HERE), "exec"), own)
-    found = rehearse(own["forward"], Cuda())
+    found = rehearsed(call, {"torch": torch, "__name__": "backend"})
     assert (found.kind, found.where) == ("host copy", f"{HERE}:2 in forward")
 
 
@@ -80,9 +81,9 @@ def test_a_copy_to_the_device_is_no_host_read(gpu, monkeypatch, call):
 def test_a_copy_from_the_device_is_a_host_read_though_one_to_it_has_failed_before(gpu, monkeypatch, call, message):
     monkeypatch.setattr(recorder, "SYNCHRONISED", message)
     own = {"torch": torch, "META": torch.ones(2, device="meta"), "__name__": "backend"}
-    lines = ["def forward():", "    try:", "        torch.tensor([1], device='hpu')", "    except Exception:"]
-    exec(compile("\n".join([*lines, f"        {call}"]), str(HERE), "exec"), own)
-    found = rehearse(own["forward"], Cuda())
+    found = rehearsed(
+        f"    {call}", own, ["    try:", "        torch.tensor([1], device='hpu')", "    except Exception:"]
+    )
     assert (found.kind, found.where) == ("host read", f"{HERE}:5 in forward")
 
 

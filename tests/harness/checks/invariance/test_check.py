@@ -12,7 +12,7 @@ from inline_snapshot import snapshot
 from attncheck.backends.candidates.reference import ReferenceBackend, ReferenceImpl
 from attncheck.backends.conventions import Conventions
 from attncheck.backends.registry import LoadedBackend, load
-from attncheck.harness.checks.again import Change, Variation
+from attncheck.harness.checks.again import Change, Variation, changed_step
 from attncheck.harness.checks.findings import Broken, Holds
 from attncheck.harness.checks.interface import CheckedCase, SharedByChecks
 from attncheck.harness.checks.invariance import CHECKS
@@ -187,9 +187,9 @@ def test_a_cache_that_differs_is_found_though_the_answer_is_right(make_case: Any
     )
 
 
-def variation(judge: Any) -> Variation[frozenset[str]]:
+def variation(judge: Any) -> Variation:
     changes = tuple(Change(name, f"meaning of {name}", lambda put, name=name: put | {name}) for name in "abcd")
-    return Variation(frozenset(), changes, lambda put: Broken("wrong") if judge(put) else None)
+    return changed_step(frozenset(), changes, lambda put: Broken("wrong") if judge(put) else None)
 
 
 def test_the_smallest_set_of_changes_is_named() -> None:

@@ -8,7 +8,7 @@ import torch
 from attncheck.backends.registry import load
 from attncheck.harness.checks.findings import Broken, Holds, NotExamined, TimingSettings
 from attncheck.harness.checks.timing import check as timing
-from attncheck.harness.checks.timing.check import TimingCheck, unasked_reasons
+from attncheck.harness.checks.timing.check import CHECKS, TimingCheck
 from attncheck.harness.checks.timing.clock import CacheFlush, Samples
 from attncheck.harness.problem.problem import build_problem
 from attncheck.harness.truth.truth import truth_of
@@ -150,7 +150,7 @@ def test_too_little_memory_is_no_fault(question, monkeypatch):
 
 @pytest.mark.parametrize(("features", "is_timed"), [(frozenset({"cascade", "lse"}), True), (frozenset({"lse"}), False)])
 def test_a_cascade_is_timed_where_it_is_one_call(features, is_timed, make_case):
-    assert (unasked_reasons(make_case(path="cascade"), features) == ()) is is_timed
+    assert (CHECKS["timing"].not_applicable(make_case(path="cascade"), features) is None) is is_timed
 
 
 def test_the_kernels_that_a_library_chose_are_measured_too(question):

@@ -36,31 +36,19 @@ print(*clock.replaced_clocks(), clock.host_ns() > 0)
 """
 
 
-def test_nothing_is_named_where_nothing_was_done():
-    assert replaced_clocks() == ()
-
-
 @pytest.mark.parametrize(
     ("owner", "attribute", "name"),
     [
-        (time, "perf_counter_ns", "time.perf_counter_ns"),
-        (time, "monotonic", "time.monotonic"),
-        (torch.cuda, "synchronize", "torch.cuda.synchronize"),
-        (torch.cuda, "current_stream", "torch.cuda.current_stream"),
-        (torch.cuda.Event, "record", "torch.cuda.Event.record"),
-        (torch.cuda.Event, "query", "torch.cuda.Event.query"),
-        (torch.cuda.Event, "elapsed_time", "torch.cuda.Event.elapsed_time"),
-        (torch.cuda, "Event", "torch.cuda.Event"),
+        *((time, name, f"time.{name}") for name in ("perf_counter_ns", "monotonic")),
+        *((torch.cuda, name, f"torch.cuda.{name}") for name in ("synchronize", "current_stream", "Event")),
+        *((torch.cuda.Event, name, f"torch.cuda.Event.{name}") for name in ("record", "query", "elapsed_time")),
+        (torch.cuda, "set_stream", None),  # vLLM replaces it
     ],
 )
 def test_what_was_replaced_is_named(monkeypatch, owner, attribute, name):
-    monkeypatch.setattr(owner, attribute, lambda *args, **kwargs: 0)
-    assert replaced_clocks() == (name,)
-
-
-def test_vllms_own_set_stream_is_nothing_to_name(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "set_stream", lambda stream: None)
     assert replaced_clocks() == ()
+    monkeypatch.setattr(owner, attribute, lambda *args, **kwargs: 0)
+    assert replaced_clocks() == ((name,) if name else ())
 
 
 def test_references_are_taken_before_a_backend_is_imported(tmp_path, preloaded):
@@ -100,31 +88,21 @@ class TestCudaApi:
         monkeypatch.setattr(torch.cuda, "get_device_properties", properties.__getitem__)
         return taken
 
-    def test_every_device_is_its_own(self, journal):
+    def test_every_call_is_for_its_own_device_and_stream(self, journal):
         api = Cuda(1)
         api.synchronize()
         api.hold(1000)
         assert api.current() == "main"
-        held = [("enter", 1), ("_sleep", 2000), ("leave", 1)]
-        assert journal == [("synchronize", 1), *held, ("current_stream", 1)]
-
-    def test_events_are_recorded_on_the_stream_they_are_given(self, journal):
-        api = Cuda(1)
+        api.make_current("side")
         event = api.record("side")
-        assert journal == [("record", event, "side")]
         assert event.enable_timing is True
+        assert journal == [
+            ("synchronize", 1),
+            *(("enter", 1), ("_sleep", 2000), ("leave", 1)),
+            *(("current_stream", 1), ("set_stream", "side"), ("record", event, "side")),
+        ]
         assert api.is_done(event) is False
         assert api.elapsed_ms(event, event) == 0.5
-
-    def test_a_stream_is_made_current_again(self, journal):
-        Cuda(1).make_current("side")
-        assert journal == [("set_stream", "side")]
-
-
-def test_a_cpu_is_not_flushed():
-    flush = CacheFlush("cpu")
-    flush()
-    assert flush.num_bytes == 0
 
 
 def test_a_flush_reads_twice_the_cache_and_leaves_nothing_to_be_written_back(monkeypatch, device, cached):
@@ -132,8 +110,9 @@ def test_a_flush_reads_twice_the_cache_and_leaves_nothing_to_be_written_back(mon
     facts, zeros = Facts("GPU", "9.0", 2**30, cache=500_000), torch.zeros
     monkeypatch.setattr(Cuda, "facts", lambda _gpu: facts)
     monkeypatch.setattr(torch, "zeros", lambda *size, dtype, device: zeros(*size, dtype=dtype))
-    flush = CacheFlush("cuda")
-    assert flush.num_bytes == 1_000_000
+    flush, none = CacheFlush("cuda"), CacheFlush("cpu")
+    none()
+    assert (flush.num_bytes, none.num_bytes) == (1_000_000, 0)
     began = device.free["main"] = device.host
     with cached:
         flush()

@@ -14,8 +14,6 @@ from attncheck.harness.device import Cuda
 from attncheck.harness.host import run_command
 from attncheck.reports.run_file.timings import DeviceState, Kernel
 
-GPU = "GPU-0f0f"
-
 
 class Driver:
     """Prints ``line`` where all fields are known to it, and nothing otherwise."""
@@ -29,30 +27,29 @@ class Driver:
 
 
 def state_by(driver):
-    """Return the state of the GPU called ``GPU`` as ``driver`` prints it."""
     gpu = Cuda(0)
-    gpu.properties = SimpleNamespace(uuid=GPU)
+    gpu.properties = SimpleNamespace(uuid="GPU-0f0f")
     return gpu.state(driver)
 
 
-def test_a_gpu_that_nothing_holds_back():
-    driver = Driver("1980, 1980, 41, 0x0000000000000000\n")
-    assert state_by(driver) == DeviceState(sm_clock_mhz=1980, max_sm_clock_mhz=1980, temperature_c=41)
-    ((program, chosen, *_),) = driver.commands
-    assert (program, chosen) == ("nvidia-smi", "--id=GPU-0f0f")
-
-
 @pytest.mark.parametrize(
-    ("mask", "reasons"),
+    ("printed", "state"),
     [
-        ("0x0000000000000001", ()),
-        ("0x0000000000000004", ("sw_power_cap",)),
-        ("0x0000000000000068", ("hw_slowdown", "sw_thermal_slowdown", "hw_thermal_slowdown")),
-        ("[N/A]", ()),
+        ("1980, 1980, 41, 0x0000000000000000\n", (1980, 1980, 41, ())),
+        ("1200, 1980, 88, 0x0000000000000001", (1200, 1980, 88, ())),
+        ("1200, 1980, 88, 0x0000000000000004", (1200, 1980, 88, ("sw_power_cap",))),
+        (
+            "1200, 1980, 88, 0x0000000000000068",
+            (1200, 1980, 88, ("hw_slowdown", "sw_thermal_slowdown", "hw_thermal_slowdown")),
+        ),
+        ("1200, 1980, 88, [N/A]", (1200, 1980, 88, ())),
+        ("[N/A], 1410, [Unknown Error], [Not Supported]", (None, 1410, None, ())),
+        *((printed, None) for printed in (None, "", "No devices were found", "1, 2, 3", "1, 2, 3, 4, 5")),
     ],
 )
-def test_why_it_is_slower_than_it_could_be(mask, reasons):
-    assert state_by(Driver(f"1200, 1980, 88, {mask}")).throttle_reasons == reasons
+def test_the_state_is_what_the_driver_prints(printed, state):
+    names = ("sm_clock_mhz", "max_sm_clock_mhz", "temperature_c", "throttle_reasons")
+    assert state_by(Driver(printed)) == (state and DeviceState(**dict(zip(names, state, strict=True))))
 
 
 def test_a_driver_with_the_older_name():
@@ -61,22 +58,12 @@ def test_a_driver_with_the_older_name():
     assert len(driver.commands) == 2
 
 
-def test_what_the_driver_does_not_report_is_none():
-    found = state_by(Driver("[N/A], 1410, [Unknown Error], [Not Supported]"))
-    assert found == DeviceState(sm_clock_mhz=None, max_sm_clock_mhz=1410, temperature_c=None)
-
-
-@pytest.mark.parametrize("printed", [None, "", "No devices were found", "1, 2, 3", "1, 2, 3, 4, 5"])
-def test_no_answer_is_no_state(printed):
-    assert state_by(Driver(printed)) is None
-
-
 @pytest.mark.parametrize(("uuid", "name"), [("0f0f", "GPU-0f0f"), ("GPU-0f0f", "GPU-0f0f"), ("MIG-1", "MIG-1")])
-def test_the_gpu_is_named_by_its_uuid(monkeypatch, uuid, name):
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: type("Properties", (), {"uuid": uuid}))
-    driver = Driver("1980, 1980, 41, 0x0")
-    assert Cuda(1).state(driver).temperature_c == 41
-    assert f"--id={name}" in driver.commands[0]
+def test_the_gpu_is_named_by_its_uuid(uuid, name):
+    gpu, driver = Cuda(1), Driver("1980, 1980, 41, 0x0")
+    gpu.properties = SimpleNamespace(uuid=uuid)
+    assert gpu.state(driver).temperature_c == 41
+    assert driver.commands[0][:2] == ("nvidia-smi", f"--id={name}")
 
 
 @pytest.fixture

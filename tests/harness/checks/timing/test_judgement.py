@@ -5,12 +5,12 @@ import torch
 from inline_snapshot import snapshot
 
 from attncheck.backends.conventions import Conventions
+from attncheck.harness.checks.findings import FindingError
 from attncheck.harness.checks.timing import contents as contents_module
 from attncheck.harness.checks.timing.contents import (
     AnswerJudge,
     FreshContents,
     TimedAnswer,
-    UntrustworthyTimeError,
     copy_answer,
 )
 from attncheck.harness.driver.outputs import GuardedBuffer
@@ -37,7 +37,7 @@ class Bench:
         self.judge.judge(contents, self.rows, TimedAnswer(output.clone(), lse, output if live is None else live))
 
     def refusal(self, *arguments, **keywords):
-        with pytest.raises(UntrustworthyTimeError) as caught:
+        with pytest.raises(FindingError) as caught:
             self.put(*arguments, **keywords)
         return caught.value.finding
 
@@ -90,16 +90,6 @@ def test_an_output_that_comes_later_is_found(bench, monkeypatch):
     )
 
 
-def test_a_right_output_has_to_stay(bench):
-    contents = bench.source.next()
-    live = bench.right(contents)
-    bench.put(contents, live)
-    live[0] += 1
-    with pytest.raises(UntrustworthyTimeError) as refused:
-        bench.judge.require_unchanged()
-    assert str(refused.value) == snapshot("forward: the output changed after the clock had stopped")
-
-
 def test_a_lower_precision_is_named(bench):
     contents = bench.source.next()
     found = bench.refusal(contents, bench.right(contents).bfloat16().float())
@@ -148,15 +138,13 @@ def test_of_many_rows_some_are_judged_and_at_last_all(plain, bench, monkeypatch)
     assert plain(bench.judge.notes[0]) == snapshot(
         "forward: 2 of 5 rows were judged after each call, chosen at random; all after the first and last"
     )
-    assert "2 of 5" in bench.judge.notes[0]
-    with pytest.raises(UntrustworthyTimeError) as refused:
+    with pytest.raises(FindingError) as refused:
         bench.judge.finish()
     assert plain(str(refused.value)) == snapshot(
         "forward: the output of call 2 is wrong: 1 of 5 rows is wrong, the first is row 4 (request 1, position 18), in all heads; the largest error is ..."
     )
-    assert "1 of 5" in str(refused.value)
     first = AnswerJudge("forward", bench.source, Conventions())
-    with pytest.raises(UntrustworthyTimeError):
+    with pytest.raises(FindingError):
         first.judge(contents, bench.rows, TimedAnswer(wrong.clone(), None, wrong))
 
 

@@ -8,18 +8,17 @@ from inline_snapshot import snapshot
 
 from attncheck.backends.candidates.reference import ReferenceBackend, ReferenceImpl
 from attncheck.harness.checks.cudagraph.recorder import CaptureError, Violation
-from attncheck.harness.checks.findings import TimingSettings
+from attncheck.harness.checks.findings import FindingError, TimingSettings
 from attncheck.harness.checks.timing import check
 from attncheck.harness.checks.timing.check import Neighbour, TimingConditions, TimingMeasurement
-from attncheck.harness.checks.timing.clock import CacheFlush, sample
-from attncheck.harness.checks.timing.contents import UntrustworthyTimeError
+from attncheck.harness.checks.timing.clock import sample
 from attncheck.harness.driver.foreign_code import StageError
 from attncheck.harness.problem.problem import build_problem
 from attncheck.harness.truth.truth import truth_of
 
 CPU = torch.device("cpu")
 BENCH = TimingConditions(
-    CPU, TimingSettings(limit_s=60, min_samples=1, max_samples=1), lambda _part, *take: sample(*take), CacheFlush(CPU)
+    CPU, TimingSettings(limit_s=60, min_samples=1, max_samples=1), lambda _part, *take: sample(*take)
 )
 
 
@@ -129,7 +128,7 @@ class TestOverhead:
         backend = type("Slow", (ReferenceBackend,), {"get_impl_cls": staticmethod(lambda: Impl)})
         monkeypatch.setattr(check, "clock_for", lambda _device: gpu.clock)
         settings = TimingSettings(limit_s=1e-9)
-        bench = TimingConditions(CPU, settings, lambda _part, *take: sample(*take), CacheFlush(CPU))
+        bench = TimingConditions(CPU, settings, lambda _part, *take: sample(*take))
         problem = build_problem(make_case((1, 21), dtype="float32"), 0)
         made = TimingMeasurement(bench, backend, problem, truth_of(problem, CPU, refuse_blindness=False))
         forward, _ = made.latencies()
@@ -174,7 +173,7 @@ class TestNeighbours:
 
     def test_all_far_slower_is_a_special_case(self, measure, seen):
         seen(9.0, 3.0)
-        with pytest.raises(UntrustworthyTimeError) as caught:
+        with pytest.raises(FindingError) as caught:
             measure().compare_neighbours()
         assert str(caught.value) == snapshot("forward takes 3 times as long where requests are 8 tokens shorter")
         assert "special-cased" in caught.value.finding.meaning

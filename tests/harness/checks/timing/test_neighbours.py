@@ -26,31 +26,23 @@ def compared(own, neighbour):
     return found, taken[0]
 
 
-@pytest.mark.parametrize("neighbour", [[500], [1000], [1200], [900, 1100]])
-def test_as_long_is_seen_at_a_glance(neighbour):
-    found, taken = compared([1000], neighbour)
-    assert taken == FEW_SAMPLES
-    assert not found.is_notable
-    assert not found.is_suspect
-
-
-def test_far_longer_is_suspect():
-    found, taken = compared([1000, 1050, 980], [4000, 4100, 3900])
-    assert taken == FEW_SAMPLES + MORE_SAMPLES
-    assert found.is_suspect
-    assert found.ratio == pytest.approx(4, rel=0.1)
-
-
-def test_somewhat_longer_is_notable_only():
-    found, _ = compared([1000, 1010], [1500, 1510])
-    assert found.is_notable
-    assert not found.is_suspect
-
-
-def test_what_noise_may_have_made_is_not_even_notable():
-    found, taken = compared([1000, 1000, 4000, 4000, 1000], [4500, 900, 4500, 4500, 1000])
-    assert taken == FEW_SAMPLES + MORE_SAMPLES
-    assert not found.is_notable
+@pytest.mark.parametrize(
+    ("own", "neighbour", "is_confirmed", "is_notable", "is_suspect"),
+    [
+        *(([1000], neighbour, False, False, False) for neighbour in ([500], [1000], [1200], [900, 1100])),
+        ([1000, 1050, 980], [4000, 4100, 3900], True, True, True),
+        ([1000, 1010], [1500, 1510], True, True, False),
+        ([1000, 1000, 4000, 4000, 1000], [4500, 900, 4500, 4500, 1000], True, False, False),  # noise may have made it
+    ],
+)
+def test_a_batch_that_is_much_faster_than_its_neighbour_is_suspect(
+    own, neighbour, is_confirmed, is_notable, is_suspect
+):
+    found, taken = compared(own, neighbour)
+    assert taken == FEW_SAMPLES + is_confirmed * MORE_SAMPLES
+    assert (found.is_notable, found.is_suspect) == (is_notable, is_suspect)
+    if is_suspect:
+        assert found.ratio == pytest.approx(4, rel=0.1)
 
 
 def lengths(problem):
@@ -70,14 +62,16 @@ def test_a_mixed_batch_is_taken_apart(make_case):
         assert part.layer == problem.layer
 
 
-@pytest.mark.parametrize("requests", [((1, 37), (1, 130)), ((5, 40), (33, 33))])
-def test_other_batches_have_no_parts(requests, make_case):
-    assert parts_of(build_problem(make_case(*requests), 0)) == {}
-
-
-def test_without_a_cache_there_are_no_decodes(make_case):
-    case = make_case((1, 1), (5, 5), attn_type=AttentionType.ENCODER_ONLY, causal=False)
-    assert parts_of(build_problem(case, 0)) == {}
+@pytest.mark.parametrize(
+    ("requests", "layer"),
+    [
+        (((1, 37), (1, 130)), {}),
+        (((5, 40), (33, 33)), {}),
+        (((1, 1), (5, 5)), {"attn_type": AttentionType.ENCODER_ONLY, "causal": False}),  # no cache, so no decodes
+    ],
+)
+def test_other_batches_have_no_parts(requests, layer, make_case):
+    assert parts_of(build_problem(make_case(*requests, **layer), 0)) == {}
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ from itertools import chain, count, cycle, repeat
 import numpy as np
 import pytest
 
+from attncheck.errors import QuestionError
 from attncheck.harness.checks.findings import TimingSettings
 from attncheck.harness.checks.timing.clock import median_interval, sample
 
@@ -33,10 +34,9 @@ def noisy(median, spread, seed=0):
     return (median * generator.lognormal(0, spread) for _ in count())
 
 
-def test_steady_samples_end_it_early():
-    bench = Bench(noisy(MS, 0.001))
-    found = bench.sample()
-    assert len(found.samples_ns) == 10
+def test_steady_samples_end_it_early_and_noisier_ones_take_more():
+    found, noise = (Bench(noisy(MS, spread)).sample() for spread in (0.001, 0.04))
+    assert len(found.samples_ns) == 10 < len(noise.samples_ns) <= 200
     assert found.is_settled
     assert found.low_ns <= found.median_ns <= found.high_ns
     assert found.median_ns == pytest.approx(MS, rel=0.005)
@@ -51,11 +51,6 @@ def test_samples_are_kept_as_they_came_and_the_warm_up_is_not():
     assert warm_up >= 5
 
 
-def test_noisier_samples_take_more():
-    steady, noise = (len(Bench(noisy(MS, spread)).sample().samples_ns) for spread in (0.002, 0.04))
-    assert steady < noise <= 200
-
-
 def test_the_interval_was_as_narrow_as_requested():
     found = Bench(noisy(10_000, 0.05)).sample(max_samples=1000, relative_width=0.02)
     assert found.is_settled
@@ -63,17 +58,13 @@ def test_the_interval_was_as_narrow_as_requested():
     assert 10 < len(found.samples_ns) < 1000
 
 
-def test_no_more_than_the_most():
+def test_no_more_samples_and_time_than_the_most():
     found = Bench(noisy(MS, 0.5)).sample(limit_s=100, max_samples=40)
-    assert len(found.samples_ns) == 40
-    assert not found.is_settled
-
-
-def test_time_runs_out():
+    assert (len(found.samples_ns), found.is_settled) == (40, False)
+    assert Bench(repeat(MS)).sample(limit_s=0.01, min_samples=1, max_samples=2).samples_ns == (MS, MS)
     bench = Bench(noisy(MS, 0.5), between=9 * MS)
-    found = bench.sample(limit_s=0.5)
+    assert not bench.sample(limit_s=0.5).is_settled
     assert 0.5e9 <= bench.host <= 0.53e9
-    assert not found.is_settled
 
 
 def test_a_warm_up_that_never_ends_takes_a_fifth_of_the_time():
@@ -95,10 +86,6 @@ def test_what_takes_longer_than_the_limit_is_sampled_three_times_and_has_an_inte
     assert found.samples_ns == (3_300 * MS, 3_000 * MS, 3_100 * MS)
     assert (found.low_ns, found.median_ns, found.high_ns) == (3_000 * MS, 3_100 * MS, 3_300 * MS)
     assert not found.is_settled
-
-
-def test_no_more_than_the_most_where_that_is_less_than_an_interval_needs():
-    assert Bench(repeat(MS)).sample(limit_s=0.01, min_samples=1, max_samples=2).samples_ns == (MS, MS)
 
 
 def test_samples_that_keep_rising_are_not_settled():
@@ -142,11 +129,6 @@ def test_samples_that_resemble_their_neighbours():
     assert coverage(draw, 1000) >= 0.86
 
 
-def test_the_same_samples_give_the_same_interval():
-    samples = [int(x) for x in np.random.default_rng(2).normal(1e6, 1e4, 50)]
-    assert median_interval(samples) == median_interval(samples)
-
-
 def test_a_few_far_samples_move_nothing():
     samples = [100, 101, 102, 103, 104] * 8
     low, high = median_interval(samples[:-4] + [10**9] * 4)
@@ -159,11 +141,26 @@ def test_more_samples_make_it_narrower():
     assert many < few / 2
 
 
-def test_the_interval_of_one_sample_is_that_sample():
-    assert median_interval([7]) == (7, 7)
-    assert median_interval([7, 7, 7]) == (7, 7)
-
-
-def test_no_sample_has_no_median():
+def test_an_interval_is_reproducible_and_needs_a_sample():
+    samples = [int(x) for x in np.random.default_rng(2).normal(1e6, 1e4, 50)]
+    assert median_interval(samples) == median_interval(samples)
+    assert median_interval([7]) == median_interval([7, 7, 7]) == (7, 7)
     with pytest.raises(ValueError, match="no sample"):
         median_interval([])
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"limit_s": -1.0}, "a time limit of -1.0 s"),
+        ({"limit_s": math.inf}, "a time limit of inf s"),
+        ({"relative_width": -0.1}, "a relative width of -0.1"),
+        ({"relative_width": math.nan}, "a relative width of nan"),
+        ({"min_samples": 0}, "0 to 200 samples"),
+        ({"min_samples": 5, "max_samples": 4}, "5 to 4 samples"),
+    ],
+)
+def test_settings_that_measure_nothing_are_refused(wrong, message):
+    with pytest.raises(QuestionError, match=message):
+        TimingSettings(**wrong)
+    TimingSettings(limit_s=1e-6, relative_width=0.0, min_samples=1, max_samples=1)  # the least that measures

@@ -8,10 +8,11 @@ import torch
 from inline_snapshot import snapshot
 
 from attncheck.backends.candidates.reference import ReferenceBackend, ReferenceBuilder, ReferenceImpl
+from attncheck.harness.checks.findings import FindingError
 from attncheck.harness.checks.timing import clock as clock_module
 from attncheck.harness.checks.timing.check import LatestAnswer, TimedStep
 from attncheck.harness.checks.timing.clock import EventClock
-from attncheck.harness.checks.timing.contents import FreshContents, UntrustworthyTimeError
+from attncheck.harness.checks.timing.contents import FreshContents
 from attncheck.harness.driver.foreign_code import StageError
 from attncheck.harness.driver.session import Session
 from attncheck.harness.problem.problem import build_problem
@@ -46,12 +47,11 @@ def backend_of(impl=ReferenceImpl, builder=ReferenceBuilder, **own):
     return type("Backend", (ReferenceBackend,), made | own)
 
 
-def step_of(backend, case, log=None):
+def step_of(backend, case, log=None, clock=None):
     log = [] if log is None else log
     problem = build_problem(case, 0)
-    session = Session(backend, problem, CPU)
-    contents = FreshContents(problem, None, CPU)
-    return TimedStep("forward", session, contents, Clock(log), lambda: log.append("flush"), LatestAnswer())
+    session, contents = Session(backend, problem, CPU), FreshContents(problem, None, CPU)
+    return TimedStep("forward", session, contents, clock or Clock(log), lambda: log.append("flush"), LatestAnswer())
 
 
 @pytest.fixture
@@ -96,8 +96,7 @@ def test_what_a_call_of_nothing_takes_is_no_part_of_a_host_time(case, monkeypatc
             return super().forward(*arguments, **keywords)
 
     monkeypatch.setattr(clock_module, "host_ns", now)
-    step = step_of(backend_of(Impl), case)
-    step._clock = clock_module.HostClock()
+    step = step_of(backend_of(Impl), case, clock=clock_module.HostClock())
     assert [step.take() for _ in range(3)] == [5000] * 3
 
 
@@ -157,7 +156,7 @@ def test_what_comes_behind_a_right_answer_is_seen_at_the_next_call(case, next_ca
     step = step_of(backend_of(Impl), case)
     step.take()
     step._session.impl.output[0] += 1
-    with pytest.raises(UntrustworthyTimeError) as refused:
+    with pytest.raises(FindingError) as refused:
         getattr(step, next_call)()
     assert str(refused.value) == snapshot("forward: the output changed after the clock had stopped")
 
@@ -170,12 +169,11 @@ def test_inputs_and_metadata_are_only_lent(case):
             metadata.common.seq_lens += 1
             return returned
 
-    with pytest.raises(UntrustworthyTimeError) as refused:
+    with pytest.raises(FindingError) as refused:
         step_of(backend_of(Impl), case).take()
     assert str(refused.value) == snapshot(
         "forward: the call changed what it was lent to read: query, metadata.seq_lens"
     )
-    assert "seq_lens" in str(refused.value)
 
 
 def test_what_is_raised_has_its_stage(case):
@@ -241,15 +239,7 @@ def test_a_reader_learns_what_the_clock_of_a_device_met(case):
         now_ns=time.perf_counter_ns,
     )
     clock = EventClock(api)
-    problem = build_problem(case, 0)
-    step = TimedStep(
-        "forward",
-        Session(backend_of(), problem, CPU),
-        FreshContents(problem, None, CPU),
-        clock,
-        lambda: None,
-        LatestAnswer(),
-    )
+    step = step_of(backend_of(), case, clock=clock)
     assert step.take() == 500_000
     assert (step.clock_name, step.notes) == ("events", ())
     clock.num_taken, clock.num_behind = 20, 2
@@ -263,8 +253,6 @@ def test_a_reader_learns_what_the_clock_of_a_device_met(case):
     assert behind == snapshot(
         "forward: in 4 of 20 calls the host fell behind the device, and gaps between launches count"
     )
-    assert "4 of 20" in behind
     assert late == snapshot(
         "forward: in 3 of 20 calls work went on elsewhere on the device when the stream was done; it counts"
     )
-    assert "3 of 20" in late

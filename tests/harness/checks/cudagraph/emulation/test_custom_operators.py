@@ -1,13 +1,16 @@
-"""Custom operators are taped as what they are made of; where part of that is hidden, as one step."""
+"""Custom operators are watched inside, and taped as what they are made of; where part of that is hidden, as one step."""
 
 import ctypes
+from types import ModuleType
 
 import numpy as np
 import pytest
 import torch
+from inline_snapshot import snapshot
 from torch import Tensor
 
 from attncheck.harness.checks.cudagraph.emulation import EmulatedRecorder
+from attncheck.harness.checks.cudagraph.recorder import CaptureError
 
 CONTEXT = {"factor": 2.0}
 """What a model runner keeps for its operators, and changes every step."""
@@ -112,3 +115,111 @@ def test_operators_that_copy_or_not_are_distinguished_in_inference_mode() -> Non
     x.fill_(7)
     recording.replay()
     assert out.tolist() == [7.0] * 3
+
+
+@torch.library.custom_op("attncheck_custom::count", mutates_args=("out",))
+def count(out: Tensor) -> None:
+    out.add_(torch.ones(3, device=out.device))
+
+
+def test_what_an_operator_does_is_not_done_twice() -> None:
+    out = torch.zeros(3)
+    EmulatedRecorder().record(lambda: lambda: count(out)).replay()
+    assert out.tolist() == [3.0] * 3  # the warm-up, the recording, the replay
+
+
+@torch.library.custom_op("attncheck_custom::sines", mutates_args=())
+def sines(x: Tensor) -> tuple[Tensor, Tensor]:
+    array = np.asarray(x)
+    return torch.from_numpy(np.sin(array)), torch.empty_like(x).copy_(torch.from_numpy(np.cos(array)))
+
+
+def test_the_outputs_of_an_operator_keep_their_order() -> None:
+    out, x = buffers()
+
+    def forward() -> None:
+        sine, cosine = sines(x)
+        out.copy_(sine * sine + cosine)
+
+    recording = EmulatedRecorder().record(lambda: forward)
+    x.fill_(0.5)
+    recording.replay()
+    assert torch.equal(out, torch.full_like(out, 0.5).sin() ** 2 + torch.full_like(out, 0.5).cos())
+
+
+@torch.library.custom_op("attncheck_custom::planned", mutates_args=())
+def planned(x: Tensor, plan: Tensor) -> Tensor:
+    return x * sum(plan.tolist()) * plan.max().item()
+
+
+@pytest.mark.parametrize("is_on_host", [True, False])
+def test_an_operator_may_read_a_host_argument_and_no_other(is_on_host) -> None:
+    (out, x), plan = buffers(), torch.tensor([1, 2, 1])
+    recorder = EmulatedRecorder()
+    if is_on_host:
+        recorder.mark_host(plan)
+        recording = recorder.record(lambda: lambda: out.copy_(planned(x, plan)))
+        plan.fill_(100)
+        x.fill_(2)
+        recording.replay()
+        assert out.tolist() == [16.0] * 3  # 4 times 2, as it was
+        return
+    with pytest.raises(CaptureError) as caught:
+        recorder.record(lambda: lambda: out.copy_(planned(x, plan)))
+    found = [(v.kind, v.call, v.where.partition(" in ")[2]) for v in caught.value.violations]
+    assert found == [("host read", ".tolist()", "planned"), ("host read", ".item()", "planned")]
+
+
+@pytest.mark.parametrize("key", ["CPU", "CompositeExplicitAutograd"])
+def test_operators_registered_by_hand_are_watched_as_well(plain, key) -> None:
+    reads = False
+
+    def double(out: Tensor, x: Tensor, factor: float = 2) -> None:
+        out.copy_(x * factor)
+        if reads:
+            int(x.sum())
+
+    (out, x), old = buffers(), torch.ops.attncheck_custom_old
+    with torch.library._scoped_library("attncheck_custom_old", "DEF") as library:
+        library.define("double(Tensor(a!) out, Tensor x, float factor=2) -> ()")
+        library.impl("double", double, key)
+        recording = EmulatedRecorder().record(lambda: lambda: old.double(out, x))
+        x.fill_(7)
+        recording.replay()
+        assert out.tolist() == [14.0] * 3
+        reads = True
+        with pytest.raises(CaptureError) as refused:
+            EmulatedRecorder().record(lambda: lambda: old.double(out, x))
+    assert plain(str(refused.value)) == snapshot(
+        "host read: int() at tests/harness/checks/cudagraph/emulation/test_custom_operators.py:N in double"
+    )
+
+
+def interpreter() -> ModuleType:
+    """A module in place of Triton's interpreter: it fetches arguments, runs the kernel, and writes them back."""
+    module = ModuleType("triton.runtime.pretended")
+    source = (
+        "def launch(kernel, *tensors):\n"
+        "    fetched = [tensor.cpu() for tensor in tensors]\n"
+        "    kernel(*(tensor.numpy() for tensor in fetched))\n"
+        "    assert all(int(tensor.sum()) == tensor.tolist()[0] for tensor in fetched[1:])\n"
+        "    for tensor, result in zip(tensors, fetched):\n"
+        "        tensor.data.copy_(result.to(tensor.device).data)\n"
+    )
+    exec(compile(source, "pretended.py", "exec"), module.__dict__)
+    return module
+
+
+def test_what_tritons_interpreter_reads_is_the_kernels_own_work() -> None:
+    out, one = torch.zeros(3), torch.tensor([5])
+    launch = interpreter().launch
+
+    def kernel(out: np.ndarray, one: np.ndarray) -> None:
+        out += one
+
+    recording = EmulatedRecorder().record(lambda: lambda: launch(kernel, out, one))
+    assert out.tolist() == [10.0] * 3
+    out.fill_(1)
+    recording.replay()
+    assert out.tolist() == [1.0] * 3  # an unwrapped launch is invisible: neither its effect nor its copies are repeated
+    assert recording.reads(out)

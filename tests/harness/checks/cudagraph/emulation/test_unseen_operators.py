@@ -11,7 +11,8 @@ from inline_snapshot import snapshot
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from attncheck.harness.checks.cudagraph.emulation import EmulatedRecorder, passes_unseen, unseen_overload
+from attncheck.harness.checks.cudagraph.emulation import EmulatedRecorder
+from attncheck.harness.checks.cudagraph.operators import passes_unseen, unseen_overload
 from attncheck.harness.checks.cudagraph.recorder import CaptureError
 
 leaky_relu = torch.ops._test.leaky_relu

@@ -8,15 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from attncheck.backends.candidates.reference import ReferenceBackend, ReferenceImpl
-from attncheck.harness.checks import numerics
+from attncheck.backends.candidates.reference import ReferenceImpl
 from attncheck.harness.checks.findings import Broken, Finding, Holds
-from attncheck.harness.driver.session import Session
-from attncheck.harness.problem.problem import build_problem
-from attncheck.harness.truth.truth import truth_of
-from attncheck.reports.run_file.causes import likely_causes
+from attncheck.reports.run_file.causes import EVIDENCE, likely_causes
 
-CPU = torch.device("cpu")
 BATCH = (1, 300), (5, 90), (40, 40), (1, 33)
 
 Slot = Callable[[Tensor, int, int, int], int]
@@ -55,13 +50,13 @@ class Kernel(ReferenceImpl):
                     output[row, head] = self.softmax(scores, value[seen, read]).float() if seen else 0.0
 
 
-def finding(make_case: Any, batch: Any = BATCH, causal: bool = True, **members: Any) -> Finding:
-    wrapped = {name: staticmethod(each) if callable(each) else each for name, each in members.items()}
-    impl = type("Impl", (Kernel,), wrapped)
-    plain = {"features": frozenset(), "get_impl_cls": staticmethod(lambda: impl)}
-    problem = build_problem(make_case(*batch, dtype="float32", causal=causal), 0)
-    seen = Session(type("Mine", (ReferenceBackend,), plain), problem, CPU).run()
-    return numerics.check_numerics(problem, truth_of(problem, CPU), seen)
+@pytest.fixture
+def finding(make_case: Any, judge: Any) -> Callable[..., Finding]:
+    def found(batch: Any = BATCH, causal: bool = True, **members: Any) -> Finding:
+        own = {name: staticmethod(each) if callable(each) else each for name, each in members.items()}
+        return judge(make_case(*batch, dtype="float32", causal=causal), features=frozenset(), base=Kernel, **own)
+
+    return found
 
 
 def fading(tile: int, *, acc: bool, total: bool) -> Callable[[Tensor, Tensor], Tensor]:
@@ -93,65 +88,51 @@ def merging(split: int, *, weighs: Callable[[Tensor], Tensor]) -> Callable[[Tens
     return softmax
 
 
-def test_the_right_kernel_needs_no_explanation(make_case: Any) -> None:
-    assert isinstance(finding(make_case), Holds)
-    assert isinstance(finding(make_case, softmax=fading(32, acc=False, total=False)), Holds)
-    assert isinstance(finding(make_case, softmax=merging(64, weighs=lambda part: part.logsumexp(0))), Holds)
+def test_the_right_kernel_needs_no_explanation(finding: Any) -> None:
+    assert isinstance(finding(), Holds)
+    assert isinstance(finding(softmax=fading(32, acc=False, total=False)), Holds)
+    assert isinstance(finding(softmax=merging(64, weighs=lambda part: part.logsumexp(0))), Holds)
 
 
 FAULTS: dict[str, dict[str, Any]] = {
-    "query head 4 reads KV head 0 instead of 1: a reference with this fault gives the same output in all rows": {
-        "kv_head": lambda h: 0 if h < 5 else 1
-    },
-    "query head 3 reads KV head 1 instead of 0, query head 4 reads KV head 0 instead of 1: a reference with this fault gives the same output in all rows": {
+    "query head 3 reads KV head 1 instead of 0, query head 4 reads KV head 0 instead of 1": {
         "kv_head": lambda h: {3: 1, 4: 0}.get(h, h // 4)
     },
-    "query heads 4, 5, 6, 7 read KV head 0 instead of their own: a reference with this fault gives the same output in all rows": {
-        "kv_head": lambda h: 0
-    },
-    "page p is read from slot 8 * p on instead of 16 * p: a reference with this fault gives the same output in all rows": {
+    "query heads 4, 5, 6, 7 read KV head 0 instead of their own": {"kv_head": lambda h: 0},
+    "page p is read from slot 8 * p on instead of 16 * p": {
         "slot": lambda table, r, k, size: int(table[r, k // size]) * 8 + k % size
     },
-    "the block table is read one column too far right: a reference with this fault gives the same output in all rows": {
+    "the block table is read one column too far right": {
         "slot": lambda table, r, k, size: int(table[r, k // size + 1]) * size + k % size
     },
     "every request reads the block table of request 0": {
         "slot": lambda table, r, k, size: int(table[0, k // size]) * size + k % size
     },
-    "keys and values are read one position too late: a reference with this fault gives the same output in all rows": {
+    "keys and values are read one position too late": {
         "slot": lambda table, r, k, size: right_slot(table, r, k + 1, size)
     },
     "the mask is that of the next row: a key too late": {"seen": lambda q, n: range(min(q + 2, n))},
     # A tile of 8 rows and 8 keys whose mask is left out where it begins before the tile's last row.
-    "keys after the last visible one are seen, up to 7 of them: a reference with this fault gives the same output in all rows": {
-        "seen": lambda q, n: range(min(q // 8 * 8 + 8, n))
-    },
-    "the last visible keys are missing, up to 3 of them: a reference with this fault gives the same output in all rows": {
-        "seen": lambda q, n: range((q + 1) // 4 * 4 or q + 1)
-    },
+    "keys after the last visible one are seen, up to 7 of them": {"seen": lambda q, n: range(min(q // 8 * 8 + 8, n))},
+    "the last visible keys are missing, up to 3 of them": {"seen": lambda q, n: range((q + 1) // 4 * 4 or q + 1)},
     "the keys begin too late: up to 16 of its first keys are missing": {
         "seen": lambda q, n: range(16 if q > 80 else 0, q + 1)
     },
     "only the first page is read": {"seen": lambda q, n: range(min(q + 1, 16))},
     "only the last page is read": {"seen": lambda q, n: range((n - 1) // 16 * 16, q + 1)},
     "only the first split of 128 keys is read": {"seen": lambda q, n: range(min(q + 1, 128))},
-    "the scale is applied twice: a reference with this fault gives the same output in all rows": {"factor": 1 / 64},
-    "the scale is that of head size 128, not of 64: a reference with this fault gives the same output in all rows": {
-        "factor": 128**-0.5
-    },
-    "values are read instead of keys: a reference with this fault gives the same output in all rows": {"key_from": 1},
-    "keys are read instead of values: a reference with this fault gives the same output in all rows": {"value_from": 0},
-    "keys and values are exchanged: a reference with this fault gives the same output in all rows": {
-        "key_from": 1,
-        "value_from": 0,
-    },
-    "the accumulator is not rescaled when a tile of 32 keys raises the maximum: a reference with this fault gives the same output in all rows": {
+    "the scale is applied twice": {"factor": 1 / 64},
+    "the scale is that of head size 128, not of 64": {"factor": 128**-0.5},
+    "values are read instead of keys": {"key_from": 1},
+    "keys are read instead of values": {"value_from": 0},
+    "keys and values are exchanged": {"key_from": 1, "value_from": 0},
+    "the accumulator is not rescaled when a tile of 32 keys raises the maximum": {
         "softmax": fading(32, acc=True, total=False)
     },
     "the sum of the weights is not rescaled when a tile of 64 keys raises the maximum": {
         "softmax": fading(64, acc=False, total=True)
     },
-    "the partial results of splits of 64 keys are weighed by their largest scores, not by their LSE: a reference with this fault gives the same output in all rows": {
+    "the partial results of splits of 64 keys are weighed by their largest scores, not by their LSE": {
         "softmax": merging(64, weighs=lambda part: part.max())
     },
     "neither the accumulator nor the sum of the weights is rescaled when a tile of 16 keys raises the maximum": {
@@ -161,25 +142,25 @@ FAULTS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("meaning", FAULTS)
-def test_a_fault_is_named(make_case: Any, meaning: str) -> None:
-    found = finding(make_case, **FAULTS[meaning])
+def test_a_fault_is_named(finding: Any, meaning: str) -> None:
+    found = finding(**FAULTS[meaning])
     assert isinstance(found, Broken)
-    assert str(found.meaning).startswith(meaning), found
+    assert str(found.meaning).startswith(f"{meaning}{EVIDENCE.format('output')} "), found
 
 
-def test_a_fault_of_another_kind_gets_none_of_these_names(make_case: Any) -> None:
-    found = finding(make_case, softmax=lambda scores, values: (scores * scores.abs()).softmax(0) @ values)
+def test_a_fault_of_another_kind_gets_none_of_these_names(finding: Any) -> None:
+    found = finding(softmax=lambda scores, values: (scores * scores.abs()).softmax(0) @ values)
     assert isinstance(found, Broken)
     assert likely_causes(found.meaning) == (), found
 
 
-def test_a_page_behind_a_full_one_is_named(make_case: Any) -> None:
-    found = finding(make_case, ((1, 48), (1, 70)), behind=16, seen=lambda q, n: range(n + 16 if n % 16 == 0 else n))
+def test_a_page_behind_a_full_one_is_named(finding: Any) -> None:
+    found = finding(((1, 48), (1, 70)), behind=16, seen=lambda q, n: range(n + 16 if n % 16 == 0 else n))
     assert isinstance(found, Broken)
     assert likely_causes(found.meaning)[0] == "where the last page is full, the next one is seen by every row"
 
 
-def test_the_length_of_another_request_is_named(make_case: Any) -> None:
-    found = finding(make_case, ((3, 33), (5, 90), (2, 60)), causal=False, seen=lambda q, n: range(min(n, 33)))
+def test_the_length_of_another_request_is_named(finding: Any) -> None:
+    found = finding(((3, 33), (5, 90), (2, 60)), causal=False, seen=lambda q, n: range(min(n, 33)))
     assert isinstance(found, Broken)
     assert likely_causes(found.meaning)[0] == "keys are missing behind the length of request 0"

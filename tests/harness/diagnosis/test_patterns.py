@@ -6,10 +6,8 @@ from typing import Any
 import pytest
 import torch
 
-from attncheck.harness.diagnosis.explain import explain
-from attncheck.harness.diagnosis.fitted import pattern, shared_by, which_heads
+from attncheck.harness.diagnosis.patterns import pattern, shared_by, which_heads
 from attncheck.harness.problem.problem import build_problem
-from attncheck.harness.truth.truth import truth_of
 from attncheck.harness.truth.unpaged import share_of_budget
 
 BATCH = (1, 37), (5, 40), (33, 33), (1, 130)
@@ -58,9 +56,8 @@ def test_heads_are_described_by_their_group(make_case: Any, heads: tuple[int, ..
     assert which_heads(build_problem(make_case(*BATCH), 0), mask(8, *heads)) == words
 
 
-def test_rows_heads_and_channels_are_described_together(make_case: Any) -> None:
-    problem = build_problem(make_case(*BATCH), 0)
-    truth = truth_of(problem, torch.device("cpu"))
+def test_rows_heads_and_channels_are_described_together(ask: Any) -> None:
+    problem, truth = ask(*BATCH)
     error = torch.zeros_like(truth.out)
     error[6:39, 2, 48:] = 1.0
     shares = share_of_budget(error, truth.budget)
@@ -71,23 +68,20 @@ def test_rows_heads_and_channels_are_described_together(make_case: Any) -> None:
 
 
 @pytest.mark.parametrize(("factor", "amount"), [(0.6, "too little"), (1.6, "too much")])
-def test_keys_of_other_weights_are_named(make_case: Any, factor: float, amount: str) -> None:
-    problem = build_problem(make_case((1, 120), (20, 150), (1, 140)), 0)
-    truth = truth_of(problem, torch.device("cpu"))
+def test_keys_of_other_weights_are_named(ask: Any, factor: float, amount: str) -> None:
+    asked = ask((1, 120), (20, 150), (1, 140))
+    problem, truth = asked
     keys = truth.rows.keys.clone()
     for request in problem.requests:
         keys[request.base + 64 : request.base + request.num_keys] *= factor
     output, _ = replace(truth.rows, keys=keys).attend(truth.params)
-    explanation = explain(problem, truth, output, share_of_budget(output - truth.out, truth.budget))
-    assert explanation is not None
-    assert explanation.startswith(f"not known; the heaviest keys weigh {amount}")
+    assert asked.explained(output).startswith(f"not known; the heaviest keys weigh {amount}")
 
 
 @pytest.mark.parametrize(("size", "words"), [(3.0, "wrong are rows with position 38, only head 1"), (1.1, None)])
-def test_errors_near_the_budget_name_no_place(make_case: Any, size: float, words: str | None) -> None:
+def test_errors_near_the_budget_name_no_place(ask: Any, size: float, words: str | None) -> None:
     """Of errors that hardly exceed the budget, chance chooses the row and the head."""
-    problem = build_problem(make_case(*BATCH), 0)
-    truth = truth_of(problem, torch.device("cpu"))
+    problem, truth = ask(*BATCH)
     shares = torch.zeros(truth.out.shape[:2], dtype=torch.float64)
     shares[4, 1] = size
     error = size * shares.sign()[..., None] * truth.budget.peak[..., None].expand_as(truth.out)

@@ -1,0 +1,144 @@
+"""Tensors that a backend hands back or changes in place: its records alone show it, with a true sentence."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from attncheck.backends.candidates.reference import ReferenceBackend, ReferenceImpl
+from attncheck.backends.registry import LoadedBackend
+from attncheck.harness.run.evaluate import Examiner
+from attncheck.harness.run.outcomes import OURSELVES
+from attncheck.harness.run.selection import RunPlan
+
+CHECKS = ("numerics", "lse", "cache_write", "determinism")
+
+
+class Hostile(torch.Tensor):
+    """A tensor that no function of torch takes."""
+
+    @classmethod
+    def __torch_function__(cls, *_: Any, **__: Any) -> Any:
+        raise RuntimeError("hands off")
+
+
+class Harmless(torch.Tensor):
+    """A tensor in every operation."""
+
+
+class HostileDict(dict[str, Any]):
+    def __contains__(self, _: object) -> bool:
+        raise RuntimeError("hands off")
+
+
+def backend_of(deed: Callable[..., Any] | None = None, **members: Any) -> LoadedBackend:
+    """Return the reference with ``deed(returned, query, cache, lse)``, which replaces what ``forward`` returns."""
+
+    class Impl(ReferenceImpl):
+        def forward(self, layer: Any, query: Any, key: Any, value: Any, cache: Any, *args: Any, **named: Any) -> Any:
+            returned = super().forward(layer, query, key, value, cache, *args, **named)
+            return returned if deed is None or args[0] is None else deed(returned, query, cache, named["output_lse"])
+
+    made = type("Tried", (ReferenceBackend,), {"get_impl_cls": staticmethod(lambda: Impl), **members})
+    return LoadedBackend("TRIED", "tried", made, "", "a test")
+
+
+def resized(tensor: Any, returned: Any) -> Any:
+    tensor.untyped_storage().resize_(0)
+    return returned
+
+
+def changed_class(tensor: Any, returned: Any) -> Any:
+    tensor.__class__ = Hostile
+    return returned
+
+
+def with_attributes(tensor: Any, returned: Any) -> Any:
+    for name in ("numel", "data_ptr", "stride", "detach", "storage_offset", "untyped_storage"):
+        setattr(tensor, name, None)
+    return returned
+
+
+ROWS = [
+    pytest.param(
+        lambda out, query, cache, lse: resized(query, out),
+        {"cache_write"},
+        "inputs were changed: query",
+        id="query resized",
+    ),
+    pytest.param(
+        lambda out, query, cache, lse: resized(out, out), {*CHECKS}, "output has 0 of its", id="output resized"
+    ),
+    pytest.param(
+        lambda out, query, cache, lse: resized(lse, out), {*CHECKS}, "output_lse has 0 of its", id="LSE resized"
+    ),
+    pytest.param(
+        lambda out, query, cache, lse: resized(cache, out), {*CHECKS}, "kv_cache has 0 of its", id="cache resized"
+    ),
+    pytest.param(
+        lambda out, query, cache, lse: out.as_subclass(Hostile),
+        {"numerics"},
+        "forward returned a Hostile; the contract requires a torch.Tensor",
+        id="a subclass returned",
+    ),
+    pytest.param(
+        lambda out, query, cache, lse: changed_class(out, out),
+        {"numerics"},
+        "forward returned a Hostile; the contract requires a torch.Tensor",
+        id="class of output",
+    ),
+    pytest.param(
+        lambda out, query, cache, lse: changed_class(query, out),
+        {"cache_write"},
+        "inputs were changed: query",
+        id="class of query",
+    ),
+    pytest.param(
+        lambda out, query, cache, lse: out.transpose_(0, 1),
+        {"numerics"},
+        "forward returned the output in the shape [8, 13, 64]",
+        id="axes exchanged",
+    ),
+    pytest.param(lambda out, query, cache, lse: out.as_subclass(Harmless), set(), "", id="a harmless subclass"),
+    pytest.param(lambda out, query, cache, lse: torch.nn.Parameter(out), set(), "", id="a parameter"),
+    pytest.param(
+        lambda out, query, cache, lse: with_attributes(query, with_attributes(out, out)), set(), "", id="attributes"
+    ),
+]
+
+
+def examined(backend: LoadedBackend, make_case: Any) -> dict[str, Any]:
+    case = make_case((13, 13), dtype="float32")
+    plan = RunPlan((case,), (backend,), CHECKS)
+    return {record.check: record for record in Examiner(plan).run()}
+
+
+def assert_fails(records: dict[str, Any], checks: set[str], words: str) -> None:
+    """Check that these checks and no others fail by the backend, with ``words``."""
+    fallen = {check: record for check, record in records.items() if record.outcome != "passed"}
+    assert fallen.keys() == checks
+    for record in fallen.values():
+        text = record.summary if record.outcome == "failed" else f"{record.stage}: {record.message}"
+        assert words in text
+        assert OURSELVES not in text
+
+
+@pytest.mark.parametrize(("deed", "checks", "words"), ROWS)
+def test_a_tensor_that_is_spoilt_costs_the_backend_its_checks(
+    make_case: Any, deed: Any, checks: set[str], words: str
+) -> None:
+    assert_fails(examined(backend_of(deed), make_case), checks, words)
+
+
+def test_an_object_whose_code_raises_where_it_is_read_is_the_backends(make_case: Any) -> None:
+    records = examined(backend_of(functions=staticmethod(HostileDict)), make_case)
+    assert_fails(records, {"cache_write"}, "check cache_write: hands off")
+
+
+def test_an_extent_that_is_no_integer_is_named(make_case: Any) -> None:
+    def shape(num_blocks: int, block_size: int, num_kv_heads: int, head_size: int) -> tuple[Any, ...]:
+        return (2.0, num_blocks, block_size, num_kv_heads, head_size)
+
+    records = examined(backend_of(get_kv_cache_shape=staticmethod(shape)), make_case)
+    assert_fails(records, {*CHECKS}, "every extent must be an integer")
