@@ -57,7 +57,7 @@ def is_alive(process: int) -> bool:
 def records(folder: Path, start: Callable[..., "subprocess.Popen[str]"], as_user: list[str]) -> dict[str, Record]:
     """The records of a run during which the machine stops once, for longer than the time limit of a case."""
     (folder / "deeds.yaml").write_text(SUITE)
-    words = ["run", "./deeds.py:Deeds", "--suite", "deeds.yaml", "--output", "deeds.jsonl", "--memory-limit", "1.2GiB"]
+    words = ["run", "./deeds.py:Deeds", "--suite", "deeds.yaml", "--output", "deeds.jsonl", "--memory-limit", "1.1GiB"]
     with start(*words, "--case-timeout", LIMIT_S, before=as_user) as process:
         while not (folder / "working").exists() and process.poll() is None:
             time.sleep(0.05)
@@ -82,7 +82,7 @@ def test_no_process_outlives_the_run(records: dict[str, Record], folder: Path) -
 
 def test_files_in_memory_count(records: dict[str, Record]) -> None:
     assert records["memory"].outcome == "crashed"
-    assert "out of memory (limit 1.2 GiB" in str(records["memory"])
+    assert "out of memory (limit 1.1 GiB" in str(records["memory"])
 
 
 def test_a_machine_that_stops_costs_no_case(records: dict[str, Record]) -> None:
