@@ -36,7 +36,7 @@ from attncheck.harness.run.selection import check_timed, select_cases
 from attncheck.harness.workers.limits import TimeLimits, WorkerSettings, read_limit
 from attncheck.harness.workers.pool import WorkerPool
 from attncheck.harness.workers.process import fork_worker
-from attncheck.harness.workers.worker import serve, serve_cases
+from attncheck.harness.workers.worker import CaseServer, serve
 from attncheck.reports.analysis.repro import python_ref
 from attncheck.reports.analysis.summary import RunSummary, RunVerdict, summarise
 from attncheck.reports.document.run_values import RunValues
@@ -231,8 +231,8 @@ def _apart(candidate: Candidate, kernel_options: dict[str, Any], timeout: float)
             f"timeout= copies this process, which has used CUDA, so that the copy cannot; give a reference to "
             f"{backend.name}, such as ./mine.py:{backend.name}"
         )
-    work = partial(serve_cases, handed_over=backend)
-    return backend.ref, WorkerPool(settings=settings, start=lambda _: fork_worker(partial(serve, work=work)))
+    make = partial(CaseServer, handed_over=backend)
+    return backend.ref, WorkerPool(settings=settings, start=lambda _: fork_worker(partial(serve, make=make)))
 
 
 def _check_options(kernel_options: Iterable[str]) -> None:

@@ -62,7 +62,10 @@ def with_options(*names: str) -> Callable[[Callable[..., int]], Callable[..., in
 
         @functools.wraps(command)
         def taking(**values: Any) -> int:
+            from attncheck.harness.workers.process import ending_orphans
+
             others = {each.name: values.pop(each.name) for each in (context, *own)}
+            others[context.name].with_resource(ending_orphans())
             named = [*(values.pop("arguments", None) or ()), *(values.get("backends") or ())]
             values["backends"] = named or None
             given = {name: value for name, value in values.items() if value is not None and value is not False}

@@ -5,6 +5,7 @@ This module joins the packages ``providers`` and ``workers``, which do not impor
 
 from collections.abc import Sequence
 from functools import partial
+from typing import NamedTuple
 
 from attncheck.cases.model import Case
 from attncheck.errors import ProviderLoadError, QuestionError
@@ -12,19 +13,9 @@ from attncheck.harness.providers.examine import Function, Providers
 from attncheck.harness.run.options import RunOptions
 from attncheck.harness.run.outcomes import BackendDescription, Circumstances, ended
 from attncheck.harness.run.run import Run
-from attncheck.harness.workers.limits import Limit, worker_settings
-from attncheck.harness.workers.pool import WorkerError, chosen_device_of
-from attncheck.harness.workers.process import ProcessEndedError, Show, WorkerProcess, fork_worker
-from attncheck.harness.workers.protocol import (
-    Answer,
-    ChooseDevice,
-    ExamineFunction,
-    HarnessFailure,
-    LoadProviders,
-    ProvidersLoaded,
-    Refused,
-)
-from attncheck.harness.workers.worker import WorkerPipes, next_request, serve
+from attncheck.harness.workers.limits import worker_settings
+from attncheck.harness.workers.process import ProcessEndedError, RefusedError, Show, WorkerProcess, fork_worker
+from attncheck.harness.workers.worker import Server, serve
 from attncheck.reports.run_file.header import BackendInfo, Environment
 from attncheck.reports.run_file.records import UTILITIES, Record
 
@@ -39,7 +30,7 @@ class ProviderProcess:
         self._refs, self._show = options.providers, show
         self._limits = worker_settings(options).limits
         self._process: WorkerProcess | None = None
-        self._load: LoadProviders | None = None
+        self._given: tuple[tuple[Case, ...], str, Circumstances] | None = None
         self.infos: tuple[BackendInfo, ...] = ()
         self.notes: tuple[str, ...] = ()
 
@@ -50,9 +41,7 @@ class ProviderProcess:
             QuestionError: the device that the user named is not there.
             WorkerError: attncheck itself failed in the process.
         """
-        process = self._started()
-        process.send(ChooseDevice(wanted=wanted, wishes=tuple(wishes)))
-        chosen = chosen_device_of(process, self._limits.of_loading)
+        chosen = self._started().call(self._limits.of_loading, ProviderServer.choose_device, wanted, tuple(wishes))
         return chosen.device, chosen.notes, chosen.environment
 
     def load(self, cases: Sequence[Case], device: str, circumstances: Circumstances) -> None:
@@ -62,9 +51,8 @@ class ProviderProcess:
             QuestionError: a provider cannot be imported.
             WorkerError: attncheck itself failed in the process.
         """
-        self._load = LoadProviders(refs=self._refs, cases=tuple(cases), device=device, circumstances=circumstances)
-        loaded = self._loaded(self._started(), self._load)
-        self.infos, self.notes = loaded.infos, loaded.notes
+        self._given = tuple(cases), device, circumstances
+        self.infos, self.notes = self._loaded(*self._given)
 
     def examine(self, provider: BackendInfo, function: Function) -> Record:
         """Return the record of one function of a provider; call :meth:`load` before.
@@ -73,20 +61,16 @@ class ProviderProcess:
             QuestionError: a provider can no longer be imported.
             WorkerError: attncheck itself failed in the process.
         """
-        assert self._load is not None
+        assert self._given is not None
         if self._process is None:
-            self._loaded(self._started(), self._load)
-        process = self._started()
-        process.send(ExamineFunction(provider=provider, function=function.id))
+            self._loaded(*self._given)
+        circumstances = self._given[-1]
         try:
-            answer = _answer(process, self._limits.of_function)
+            return self._started().call(self._limits.of_function, ProviderServer.examine, provider, function.id)
         except ProcessEndedError as stopped:
             self.close()
             backend, stage = BackendDescription(info=provider), f"function {function.id}"
-            return ended(self._load.circumstances, function, backend, UTILITIES, stage, stopped.end)
-        if answer.kind != "record":
-            raise _unexpected(process, answer)
-        return answer
+            return ended(circumstances, function, backend, UTILITIES, stage, stopped.end)
 
     def close(self) -> None:
         """End the process at once."""
@@ -96,22 +80,20 @@ class ProviderProcess:
 
     def _started(self) -> WorkerProcess:
         if self._process is None:
-            work = partial(serve, work=_serve_providers)
-            self._process = WorkerProcess(show=self._show, start=lambda _: fork_worker(work))
+            make = partial(serve, make=lambda _: ProviderServer())
+            self._process = WorkerProcess(show=self._show, start=lambda _: fork_worker(make))
             self._process.ref = self._process.printed.label = ", ".join(self._refs)
         return self._process
 
-    def _loaded(self, process: WorkerProcess, load: LoadProviders) -> ProvidersLoaded:
-        process.send(load)
+    def _loaded(self, cases: tuple[Case, ...], device: str, circumstances: Circumstances) -> "LoadedProviders":
+        process = self._started()
         try:
-            answer = _answer(process, self._limits.of_loading)
+            limit = self._limits.of_loading
+            return process.call(limit, ProviderServer.load, self._refs, cases, device, circumstances)
         except ProcessEndedError as stopped:
             self.close()
             reason = f"its process ended while it was imported: {stopped.end.cause}"
             raise ProviderLoadError(process.ref, reason) from None
-        if not isinstance(answer, ProvidersLoaded):
-            raise _unexpected(process, answer)
-        return answer
 
 
 def load_providers(run: Run, process: ProviderProcess | None) -> Providers | ProviderProcess:
@@ -127,30 +109,28 @@ def load_providers(run: Run, process: ProviderProcess | None) -> Providers | Pro
     return process
 
 
-def _answer(process: WorkerProcess, limit: Limit) -> Answer:
-    match answer := process.receive(limit):
-        case Refused():
-            raise QuestionError(answer.reason)
-        case HarnessFailure():
-            raise WorkerError(process.ref, answer)
-        case _:
-            return answer
+class LoadedProviders(NamedTuple):
+    """The providers that were imported. ``infos``, ``notes``: for the header of the run."""
+
+    infos: tuple[BackendInfo, ...]
+    notes: tuple[str, ...]
 
 
-def _unexpected(process: WorkerProcess, answer: Answer) -> RuntimeError:
-    return RuntimeError(f"the process of {process.ref} answered by {answer.kind!r}")
+class ProviderServer(Server):
+    """Imports and examines providers."""
 
+    _providers: Providers
 
-def _serve_providers(pipes: WorkerPipes) -> None:
-    """Import and examine providers on request of the run; the main function of the process."""
-    load = next_request(pipes)
-    if not isinstance(load, LoadProviders):
-        return
-    try:
-        providers = Providers(load.refs, load.cases, load.device, load.circumstances)
-    except QuestionError as error:
-        pipes.send(Refused(reason=str(error)))
-        return
-    pipes.send(ProvidersLoaded(infos=providers.infos, notes=providers.notes))
-    while isinstance(request := pipes.receive(), ExamineFunction):
-        pipes.send(providers.examine(request.provider, Function(request.function)))
+    def load(
+        self, refs: tuple[str, ...], cases: tuple[Case, ...], device: str, circumstances: Circumstances
+    ) -> LoadedProviders:
+        """Import the providers ``refs``, to examine them on ``device`` with the batches of ``cases``."""
+        try:
+            self._providers = Providers(refs, cases, device, circumstances)
+        except QuestionError as error:
+            raise RefusedError(str(error)) from error
+        return LoadedProviders(self._providers.infos, self._providers.notes)
+
+    def examine(self, provider: BackendInfo, function: str) -> Record:
+        """Return the record of one function of a provider."""
+        return self._providers.examine(provider, Function(function))

@@ -49,7 +49,7 @@ from attncheck.harness.run.preparation import first_refs
 from attncheck.harness.run.run import Executor, Run, See
 from attncheck.harness.run.selection import Selection
 from attncheck.harness.workers.limits import only_passed, passed_environment, variables_read, worker_settings
-from attncheck.harness.workers.pool import WorkerPool, preparation_of
+from attncheck.harness.workers.pool import WorkerPool, imports_of
 from attncheck.harness.workers.process import WorkerProcess
 from attncheck.harness.workers.ray import RayCluster
 from attncheck.reports.analysis.phrases import plural, what_happened
@@ -251,7 +251,7 @@ def open_executor(options: RunOptions, selection: Selection, spare: WorkerProces
 
         yield ThisProcess()
         return
-    prepare, settings = preparation_of(selection), worker_settings(options)
+    imports, settings = imports_of(selection), worker_settings(options)
     settings = replace(settings, limits=replace(settings.limits, sampling_s=timing.limit_s))
     if options.ray is not None:
         if selection.is_timed:
@@ -259,7 +259,7 @@ def open_executor(options: RunOptions, selection: Selection, spare: WorkerProces
             raise SelectionError(f"--executor ray: {reason}; take times by a run on one machine")
         with RayCluster(
             options.ray,
-            prepare,
+            imports,
             lambda line: print_stderr(f"note: {line}"),
             device=options.device,
             jobs=options.jobs,
@@ -267,7 +267,7 @@ def open_executor(options: RunOptions, selection: Selection, spare: WorkerProces
         ) as cluster:
             yield cluster
         return
-    with WorkerPool(show_printed if options.show_output else None, spare, prepare, settings) as pool:
+    with WorkerPool(show_printed if options.show_output else None, spare, imports, settings) as pool:
         if options.backend_refs is not None:
             pool.start(first_refs(options.backend_refs, selection.suites))
         yield pool

@@ -22,8 +22,9 @@ from attncheck.harness.cli.run import FinishedRun, execute_run
 from attncheck.harness.cli.run_files import open_run
 from attncheck.harness.run.options import RunOptions
 from attncheck.harness.run.selection import Selection
-from attncheck.harness.workers.pool import preparation_of
+from attncheck.harness.workers.pool import imports_of
 from attncheck.harness.workers.process import WorkerProcess
+from attncheck.harness.workers.worker import CaseServer
 from attncheck.reports.analysis.phrases import plural, printable, title
 from attncheck.reports.run_file.header import RunHeader
 from attncheck.reports.run_file.records import FALLEN_SHORT, Record
@@ -310,7 +311,7 @@ class _Watch:
     ) -> None:
         self.is_short = False
         self._options, self._files, self._color = options, files, color
-        self._prepare = preparation_of(selection)
+        self._imports = imports_of(selection)
         self._environment: dict[str, str] = {}
         self._spare = spare
         self._before: tuple[Record, ...] = ()
@@ -370,14 +371,14 @@ class _Watch:
         if self._spare is None or self._spare.has_ended:
             show = show_printed if self._options.show_output else None
             self._spare = WorkerProcess(self._environment, show, self._options.pass_env)
-        self._spare.prepare(self._prepare)
+        self._spare.send(CaseServer.prepare, self._imports)
 
     def _show_result(self, finished: FinishedRun, shown: RoundLines) -> None:
         header, records = finished.header, finished.records
         errors = (*finished.blind, *finished.unmet)
         self.is_short = bool(errors) or any(record.outcome in FALLEN_SHORT for record in records)
         self._environment = dict(header.backends[0].required_environment)
-        self._prepare = self._prepare.model_copy(update={"libraries": self._files.libraries()})
+        self._imports = self._imports.model_copy(update={"libraries": self._files.libraries()})
         self._write(header, records, errors)
         text = render_round(header, records, self._before, errors=errors, color=self._color, width=terminal_width())
         cases = plural(len({record.case for record in records}), "case")

@@ -24,7 +24,8 @@ from attncheck.harness.run.run import Run
 from attncheck.harness.run.selection import Selection
 from attncheck.harness.workers.executor import Supervisor
 from attncheck.harness.workers.pool import WorkerPool
-from attncheck.harness.workers.protocol import GetReasons, Reasons
+from attncheck.harness.workers.process import WorkerError
+from attncheck.harness.workers.worker import CaseServer
 from attncheck.reference.spec import (
     AttentionType,
     BatchSpec,
@@ -87,11 +88,12 @@ class BackendProcess:
         all_cases, found = tuple(cases), list[tuple[str, ...]]()
         for first in range(0, len(all_cases), _CASES_AT_ONCE):
             process = self._pool.process(self.backend.ref) or self._pool.restart(self.backend.ref)
-            process.send(GetReasons(cases=all_cases[first : first + _CASES_AT_ONCE]))
-            answer = process.receive(self._pool.limits.of_loading)
-            if not isinstance(answer, Reasons):
-                raise SelectionError(f"backend {self.backend.ref!r} does not answer for its declarations: {answer}")
-            found += answer.reasons
+            part = all_cases[first : first + _CASES_AT_ONCE]
+            try:
+                found += process.call(self._pool.limits.of_loading, CaseServer.reasons_against, part)
+            except WorkerError as error:
+                reason = f"backend {self.backend.ref!r} does not answer for its declarations: {error}"
+                raise SelectionError(reason) from error
         return found
 
 

@@ -98,7 +98,7 @@ def record_of(
 
     A backend that raised has the outcome ``errored`` whatever the exception, since it had declared to support the case.
     """
-    common = _identity(circumstances, case, backend, check) | {"duration_s": round(duration_s, 6)}
+    common = identity_of(circumstances, case, backend, check) | {"duration_s": round(duration_s, 6)}
     match finding:
         case Holds(figures, notes):
             return Passed(**common, **_measured(finding), figures=dict(figures), notes=notes)
@@ -135,7 +135,7 @@ def ended(
     end: ProcessEnd,
 ) -> Ended:
     """Return the record of a check without result: the backend's process ended during ``stage`` or before."""
-    values = _identity(circumstances, case, backend, check) | {"stage": stage} | asdict(end)
+    values = identity_of(circumstances, case, backend, check) | {"stage": stage} | asdict(end)
     if end.limit_s is not None:
         return TimedOut(**values)
     del values["limit_s"]
@@ -150,7 +150,8 @@ def absent(circumstances: Circumstances, case: RecordedQuestion, backend: "Backe
     return record_of(circumstances, case, backend, check, finding)
 
 
-def _identity(circumstances: Circumstances, case: RecordedQuestion, backend: "Backend", check: str) -> dict[str, Any]:
+def identity_of(circumstances: Circumstances, case: RecordedQuestion, backend: "Backend", check: str) -> dict[str, Any]:
+    """Return the fields that name what a record is about, the same in each of its outcomes."""
     return {
         "suite": case.suite,
         "case_id": case.id,
@@ -237,7 +238,7 @@ def _crashed_instead(record: Record, cause: str) -> Crashed:
     """Return the record of the same check as ``crashed``, with the line of the backend that raised, if there is one."""
     kept = {name: value for name, value in without_outcome(record).items() if name in Crashed.model_fields}
     stage, place = f"check {record.check}", ""
-    if isinstance(record, Errored) and record.stage != OURSELVES:
+    if isinstance(record, Errored) and record.stage not in (OURSELVES, stage):
         stage = f"{stage}, in {record.stage}"
         place = raised_at(record.traceback).replace(", in ", " in ")  # as the fault handler writes it
     return Crashed(**kept, stage=stage, cause=cause, output=place and f"{place}\n")

@@ -223,7 +223,7 @@ class Run:
             description=case.description,
             keys=keys_of(case),
             weight=case.weight,
-            checks=() if self.plan.until_failure else self.plan.checks_of(case),
+            checks=() if self.plan.until_failure or not names else self.plan.checks_of(case),
             backends=() if len(names) == len(self.backends) else names,
             shard=self.plan.shards.get(case.key, 0),
         )

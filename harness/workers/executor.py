@@ -3,12 +3,12 @@
 import contextlib
 import time
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Generator, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from itertools import cycle, islice
-from typing import Literal
+from typing import Literal, TypeVar
 
 import attncheck
 from attncheck.cases.model import Case
@@ -22,39 +22,47 @@ from attncheck.harness.run.outcomes import (
     ProcessEnd,
     absent,
     ended,
+    identity_of,
     record_of,
 )
 from attncheck.harness.run.run import Costs
 from attncheck.harness.run.selection import RoundQuestions, RunPlan, rotated, timed_questions, untimed_questions
-from attncheck.harness.workers.limits import Limit, TimeLimits
-from attncheck.harness.workers.pool import WarmingAhead, WorkerError, WorkerPool
-from attncheck.harness.workers.process import ProcessEndedError, WorkerProcess, wait_for_answers
-from attncheck.harness.workers.protocol import (
-    Begun,
-    Described,
-    DeviceChosen,
-    DeviceLost,
-    Done,
-    Examine,
-    HarnessFailure,
-    ProvidersLoaded,
-    Reasons,
-    Refused,
-    Surveyed,
+from attncheck.harness.workers.limits import PREPARATION, Limit, TimeLimits
+from attncheck.harness.workers.pool import WarmingAhead, WorkerPool
+from attncheck.harness.workers.process import (
+    ProcessEndedError,
+    RefusedError,
+    WorkerError,
+    WorkerProcess,
+    wait_for_answers,
 )
+from attncheck.harness.workers.worker import CaseServer, Examined, Stage
 from attncheck.reports.run_file.causes import cause_of_end
 from attncheck.reports.run_file.graph_levels import CUDAGRAPH
 from attncheck.reports.run_file.header import Environment
-from attncheck.reports.run_file.records import EXAMINED, Errored, Failed, Record
+from attncheck.reports.run_file.records import (
+    EXAMINED,
+    Crashed,
+    Errored,
+    Failed,
+    Passed,
+    Record,
+    Unavailable,
+    Unsupported,
+)
 from attncheck.reports.run_file.timings import TIMING
-
-# Send one request about a case to a backend's process, and collect its records.
 
 WAITING = "the wait for this case"
 """The stage before the process begins the first stage of the case."""
 
-Work = Generator[WorkerProcess | None, None, None]
+FIRST_STAGES = ("declarations", PREPARATION)
+"""The stages of a case before its checks."""
+
+T = TypeVar("T")
+Waiting = Generator[WorkerProcess | None, None, T]
 """A generator that yields the process whose answer it waits for, or None after it has made progress."""
+
+Work = Waiting[None]
 
 
 @dataclass(frozen=True)
@@ -67,37 +75,54 @@ class Stopped:
 
 def request_records(
     process: WorkerProcess,
-    request: Examine,
+    question: "BackendQuestion",
+    circumstances: Circumstances,
     limit_of: Callable[[str, float], Limit],
     take: Callable[[Record], None],
-) -> Generator[WorkerProcess | None, None, Done | DeviceLost | HarnessFailure | Stopped]:
-    """Send ``request``, call ``take`` with each record, and return the last answer, or how the process ended.
+) -> Waiting[Examined | WorkerError | Stopped]:
+    """Send ``question``, call ``take`` with each record, and return the last answer, or how the process ended.
 
-    Yields as :data:`Work` does. ``limit_of``: returns the time limit of a stage, from its name and the seconds that the
-    reference took for the case.
+    ``limit_of``: returns the time limit of a stage, from its name and the seconds that the reference took for the case.
+    The backend can write into the pipe, too: an answer out of order, or about something else, ends the process.
     """
-    process.send(request)
+    case, checks, backend = question.case, question.checks, question.backend
+    drawn = case if question.is_drawn else None
+    process.examined.append(question)
+    process.send(CaseServer.examine, case.key, checks, circumstances.round, drawn)
     stage, limit = WAITING, limit_of(WAITING, 0.0)
+    stages = [*FIRST_STAGES, *(f"check {check}" for check in checks)]
+    due = {check: identity_of(circumstances, case, backend, check) for check in checks}
     try:
         while True:
             match answer := process.answer(limit):
                 case None:
                     yield process
-                case Begun():
-                    stage, limit = answer.stage, limit_of(answer.stage, answer.reference_s)
-                case Done() | HarnessFailure() | DeviceLost():
-                    return answer
-                case DeviceChosen() | Described() | ProvidersLoaded() | Surveyed() | Reasons() | Refused():
-                    raise RuntimeError(f"the process of {process.ref} answered a case by {answer.kind!r}")
-                case record:
-                    take(record)
+                case Stage(name=name) if name in stages:
+                    stage, limit = name, limit_of(name, answer.reference_s)
+                    del stages[: stages.index(name) + 1]  # a stage that begins again would renew its limit
+                case Passed() | Failed() | Errored() | Unsupported() | Unavailable() if _is_about(answer, due):
+                    del due[answer.check]
+                    take(answer)
                     yield None
+                case Examined(lost=Crashed() as record) if _is_about(record, due):
+                    return answer
+                case Examined(lost=None) if not due or (answer.blind is not None and stage in FIRST_STAGES):
+                    return answer
+                case _:
+                    raise process.intruded()
     except ProcessEndedError as ended:
         return Stopped(stage, ended.end)
+    except RefusedError:  # a case is never refused
+        return Stopped(stage, process.intruded().end)
+    except WorkerError as error:
+        return error
 
 
-# Find out whether a case that ended its process ends it again: always, only after earlier cases, or not at all.
-#
+def _is_about(record: Record, due: Mapping[str, Mapping[str, object]]) -> bool:
+    fields = due.get(record.check)
+    return fields is not None and all(getattr(record, name) == value for name, value in fields.items())
+
+
 # A kernel may corrupt memory long before its process dies, so that a later case seems to be the cause.
 
 _BUDGET_S = 600.0
@@ -106,7 +131,7 @@ _BUDGET_S = 600.0
 
 @dataclass(frozen=True)
 class Replayed:
-    """The result of sending requests to a new process.
+    """The result of sending questions to a new process.
 
     ``has_ended``: the last one ended it. ``records``: of the last one.
     """
@@ -115,8 +140,8 @@ class Replayed:
     records: tuple[Record, ...] = ()
 
 
-Replay = Callable[[Sequence[Examine]], Generator[WorkerProcess | None, None, Replayed]]
-"""Sends requests to a new process, one by one; yields as :data:`~attncheck.harness.workers.executor.Work` does."""
+Replay = Callable[[Sequence["BackendQuestion"]], Waiting[Replayed]]
+"""Sends questions to a new process, one by one; yields as :data:`Waiting` does."""
 
 
 @dataclass(frozen=True)
@@ -130,38 +155,36 @@ class Recurrence:
 
 def find_recurrence(
     replay: Replay,
-    request: Examine,
-    earlier: Sequence[Examine],
+    question: "BackendQuestion",
+    earlier: Sequence["BackendQuestion"],
     clock: Callable[[], float] = time.monotonic,
-) -> Generator[WorkerProcess | None, None, Recurrence]:
+) -> Waiting[Recurrence]:
     """Try the case again, first alone in a new process; if that succeeds, after the earlier cases.
 
-    ``earlier``: the known requests to the process that ended before ``request``. If all of them together make a process
+    ``earlier``: the known questions to the process that ended before ``question``. If all together make a process
     end again, a bisection searches for the single one that does so.
 
     Raises:
         QuestionError, OSError: from ``replay``, if no process can be started.
     """
     deadline = clock() + _BUDGET_S
-    first = yield from replay([request])
+    first = yield from replay([question])
     if first.has_ended:
         return Recurrence("always")
     suspects = list(earlier)
-    is_behind = bool(suspects) and (yield from replay([*suspects, request])).has_ended
+    is_behind = bool(suspects) and (yield from replay([*suspects, question])).has_ended
     if not is_behind:
         return Recurrence("flaky", records=first.records)
     is_shown = True
     while len(suspects) > 1 and clock() < deadline:
         middle = len(suspects) // 2
-        is_shown = (yield from replay([*suspects[middle:], request])).has_ended
+        is_shown = (yield from replay([*suspects[middle:], question])).has_ended
         suspects = suspects[middle:] if is_shown else suspects[:middle]
     if len(suspects) == 1 and not is_shown:  # the other half caused no end, which does not prove that this case does
-        is_shown = (yield from replay([*suspects, request])).has_ended
-    after = suspects[0].case if len(suspects) == 1 and is_shown else ""
+        is_shown = (yield from replay([*suspects, question])).has_ended
+    after = suspects[0].case.key if len(suspects) == 1 and is_shown else ""
     return Recurrence("after", after, first.records)
 
-
-# The order in which the questions of a run go to lanes. Each lane has one process at work.
 
 _SMALL = 2**30
 """Bytes up to which a case may run beside one that needs more."""
@@ -300,12 +323,8 @@ class Schedule:
             del self._began[ref]
 
     def _open(self, ref: str, lane: int) -> list[int]:
-        """Return the remaining questions that are not reserved for another lane."""
         waiting = self._waiting.get(ref, ())
         return [index for index in waiting if self._owners.get(self._questions[index].group, lane) == lane]
-
-
-# Lanes: processes that examine questions in parallel, while records are yielded in the order of the questions.
 
 
 @dataclass
@@ -452,7 +471,7 @@ class Lanes:
         lane.ref = None
 
 
-def start(workers: WorkerPool, ref: str) -> Generator[WorkerProcess | None, None, WorkerProcess]:
+def start(workers: WorkerPool, ref: str) -> Waiting[WorkerProcess]:
     """Start a process of ``ref``, wait until it has described the backend, and return it.
 
     Raises:
@@ -465,8 +484,6 @@ def start(workers: WorkerPool, ref: str) -> Generator[WorkerProcess | None, None
     return workers.restart(ref)
 
 
-# Examine questions one after another, each through the process of its backend.
-#
 # If the process ends, the checks of the case without a record are `crashed` or `timed_out`, unless they do not apply,
 # and a new process takes the following cases. First, the case is tried again, to find out what caused the end. After
 # the loss of the device, a new process makes the remaining checks. If attncheck itself fails in a process, a new one is
@@ -511,13 +528,13 @@ class ProcessExaminer:
         place.began = time.monotonic()
         if backend.ref not in self._unstartable:
             try:
-                fault = yield from self._examine(place, workers)
-            except (QuestionError, OSError) as error:
-                cause = f"its process has ended, and no other could be started: {error}"
+                error = yield from self._examine(place, workers)
+            except (QuestionError, OSError) as refused:
+                cause = f"its process has ended, and no other could be started: {refused}"
                 self._unstartable[backend.ref] = cause
             else:
-                if fault is not None:
-                    raised = Raised(OURSELVES, WorkerError.__name__, fault.error, fault.traceback)
+                if error is not None:
+                    raised = Raised(OURSELVES, WorkerError.__name__, error.fault.error, error.fault.traceback)
                     for check in place.due:
                         place.records.append(record_of(self.circumstances, case, backend, check, raised, 0.0))
                     place.due.clear()
@@ -525,9 +542,7 @@ class ProcessExaminer:
             self._end(place, Stopped("the start", ProcessEnd(self._unstartable[backend.ref])), place.due)
         self._spent[backend.ref] += time.monotonic() - place.began
 
-    def _examine(
-        self, place: Place, workers: WorkerPool
-    ) -> Generator[WorkerProcess | None, None, HarnessFailure | None]:
+    def _examine(self, place: Place, workers: WorkerPool) -> Waiting[WorkerError | None]:
         """Make the checks that are due; return the failure of attncheck if it failed in two processes.
 
         A process that lost the device is replaced for the remaining checks. A process in which attncheck failed is
@@ -536,16 +551,14 @@ class ProcessExaminer:
         Raises:
             QuestionError, OSError: a new process is needed and cannot be started.
         """
-        faults: list[HarnessFailure] = []
+        faults: list[WorkerError] = []
         while place.due and len(faults) < _TRIES:
             fault = yield from self._examine_once(place, workers)
             if fault is not None:
                 faults.append(fault)
         return faults[-1] if place.due else None
 
-    def _examine_once(
-        self, place: Place, workers: WorkerPool
-    ) -> Generator[WorkerProcess | None, None, HarnessFailure | None]:
+    def _examine_once(self, place: Place, workers: WorkerPool) -> Waiting[WorkerError | None]:
         """Add the records of the checks that are due; return how attncheck failed in the process, if it did.
 
         Raises:
@@ -560,17 +573,18 @@ class ProcessExaminer:
                 due.remove(record.check)
                 place.records.append(_with_output(record, process, case))
 
-        end = yield from request_records(process, self._request(place, due), partial(self._limit, place), take)
-        if isinstance(end, Done):
-            place.blind = end.blind
-            due.clear()
-            return None
-        goes_on = isinstance(end, DeviceLost)  # a new process makes the remaining checks
-        if isinstance(end, DeviceLost):
-            record = end.record
+        question = replace(place.question, checks=tuple(due))
+        end = yield from request_records(process, question, self.circumstances, partial(self._limit, place), take)
+        goes_on = False
+        if isinstance(end, Examined):
+            if (record := end.lost) is None:
+                place.blind = end.blind
+                due.clear()
+                return None
+            goes_on = True  # a new process makes the remaining checks
             end = Stopped(record.stage, ProcessEnd(record.cause, record.output + process.output(case.key)))
         workers.discard(ref)
-        if isinstance(end, HarnessFailure):
+        if isinstance(end, WorkerError):
             return end
         if end.stage.startswith(f"check {CUDAGRAPH}"):
             workers.stop_sharing_probes(ref)
@@ -579,7 +593,7 @@ class ProcessExaminer:
         return None
 
     def _settle(
-        self, place: Place, workers: WorkerPool, stopped: Stopped, earlier: Sequence[Examine], *, goes_on: bool
+        self, place: Place, workers: WorkerPool, stopped: Stopped, earlier: Sequence[BackendQuestion], *, goes_on: bool
     ) -> Work:
         """Add the record of the check that ended the process, and of the remaining ones unless the case ``goes_on``.
 
@@ -599,8 +613,8 @@ class ProcessExaminer:
                 self._end(place, stopped, [check])
 
     def _recurrence(
-        self, place: Place, workers: WorkerPool, stopped: Stopped, earlier: Sequence[Examine]
-    ) -> Generator[WorkerProcess | None, None, Recurrence | None]:
+        self, place: Place, workers: WorkerPool, stopped: Stopped, earlier: Sequence[BackendQuestion]
+    ) -> Waiting[Recurrence | None]:
         """Try the case again; return None if it is not tried, or no process can be started."""
         ref, end = place.question.backend.ref, stopped.end
         finding = (ref, cause_of_end(end.cause, stopped.stage, end.output))
@@ -610,36 +624,25 @@ class ProcessExaminer:
         self._tried.add(finding)
         replay = partial(self._replay, place, workers)
         with suppress(QuestionError, OSError):  # the next case reports it
-            return (yield from find_recurrence(replay, self._request(place, place.question.checks), earlier))
+            return (yield from find_recurrence(replay, place.question, earlier))
         return None
 
-    def _replay(
-        self, place: Place, workers: WorkerPool, requests: Sequence[Examine]
-    ) -> Generator[WorkerProcess | None, None, Replayed]:
-        """Send ``requests`` to a new process; see :mod:`attncheck.harness.workers.executor`."""
+    def _replay(self, place: Place, workers: WorkerPool, questions: Sequence[BackendQuestion]) -> Waiting[Replayed]:
+        """Send ``questions`` to a new process; see :mod:`attncheck.harness.workers.executor`."""
         ref = place.question.backend.ref
         workers.discard(ref)
         process = yield from start(workers, ref)
         records: list[Record] = []
-        for request in requests:
+        limit_of = partial(self._limit, place)
+        for question in questions:
             records.clear()
-            end = yield from request_records(process, request, partial(self._limit, place), records.append)
-            if not isinstance(end, Done):
+            end = yield from request_records(process, question, self.circumstances, limit_of, records.append)
+            if not isinstance(end, Examined) or end.lost is not None:
                 workers.discard(ref)
-                return Replayed(request is requests[-1] and not isinstance(end, HarnessFailure))
+                return Replayed(question is questions[-1] and not isinstance(end, WorkerError))
         return Replayed(False, tuple(_with_output(record, process, place.question.case) for record in records))
 
-    def _request(self, place: Place, checks: Sequence[str]) -> Examine:
-        question, number = place.question, self.circumstances.round
-        return Examine(
-            case=question.case.key,
-            checks=tuple(checks),
-            round=number,
-            drawn=question.case if question.is_drawn else None,
-        )
-
     def _left(self, place: Place) -> Limit:
-        """Return what is left of the time of the backend."""
         at_work_s = 0.0 if place.began is None else time.monotonic() - place.began
         return self._limits.of_backend(self._spent[place.question.backend.ref] + at_work_s, len(self._spent))
 
@@ -651,7 +654,6 @@ class ProcessExaminer:
         return Limit(max(left.seconds, 0.0), words)
 
     def _end(self, place: Place, stopped: Stopped, checks: Sequence[str]) -> None:
-        """Add records for ``checks``, which ``stopped`` prevented."""
         place.records += ended_records(self.circumstances, place.question, tuple(checks), stopped)
         place.due[:] = [check for check in place.due if check not in checks]
 
@@ -677,8 +679,6 @@ def _with_output(record: Record, process: WorkerProcess, case: Case) -> Record:
     return record.model_copy(update={"output": process.output(case.key, _OUTPUT_BYTES)})
 
 
-# Examine the cases of every backend of a run, each backend in processes of its own, several of them in parallel.
-#
 # Records are yielded in the order of a run with a single process. The check `timing` comes last, in rounds: while one
 # process takes its times, the run has no other process.
 
@@ -792,7 +792,6 @@ class Supervisor:
                 self.blind.append(QuestionError(place.blind))
 
     def _miss(self, place: Place) -> None:
-        """Add the records of a backend that was not loaded."""
         backend, case, circumstances = place.question.backend, place.question.case, self._examiner.circumstances
         for check in place.due:
             place.records.append(absent(circumstances, case, backend, check))

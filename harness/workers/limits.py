@@ -25,8 +25,6 @@ if TYPE_CHECKING:
     from attncheck.cases.model import Case
     from attncheck.reports.run_file.records import Record
 
-# Time limits of a backend: for loading it, for each stage of a case, and for all its cases together.
-
 FLOOR_S = 300.0
 """Seconds that each stage gets by default. They include compiling a kernel, which takes minutes with autotuning."""
 
@@ -136,10 +134,6 @@ def read_limit(option: str, seconds: float | None) -> float | None:
     return seconds or math.inf
 
 
-# Memory limits of a backend's process, and how the process enforces them itself.
-#
-# The run also watches the process. Importing this module imports neither torch nor pydantic.
-
 _PROCESS_BYTES = 2**30
 """Host memory that a process with a CUDA build of torch may use before its first case; estimated."""
 
@@ -190,9 +184,6 @@ def with_limit_named(record: "Record", limits: MemoryLimits) -> "Record":
     return record.model_copy(update={"message": f"{record.message} ({option}: {size_in_words(limit)})"})
 
 
-# Settings of every backend process of a run.
-
-
 @dataclass(frozen=True)
 class WorkerSettings:
     """``pass_env``: patterns of environment variables that a process gets in addition to the default ones."""
@@ -212,11 +203,9 @@ def worker_settings(options: RunOptions) -> WorkerSettings:
     )
 
 
-# Watch the memory of a run's processes, and kill one that uses too much. Importing it does not import torch.
-#
-# The memory of a backend's process is the resident memory of its session; pages shared within a session count once. If
-# the host runs short, the largest session is killed before the kernel swaps or kills something else. Only Linux
-# provides these figures; elsewhere nothing is watched.
+# The memory of a backend's process is that of its session, and of all that it started elsewhere; pages that processes
+# share count once. If the host runs short, the largest session is killed before the kernel swaps or kills something
+# else. Only Linux provides these figures; elsewhere nothing is watched.
 
 _FASTEST = 4 * 2**30
 """Maximum bytes of new memory that a process is expected to fill per second."""
@@ -231,7 +220,6 @@ _LEAST_TO_BLAME = 2**30
 """Bytes below which a process is not killed when the host runs short."""
 
 _PROC = Path("/proc")
-_PAGE = os.sysconf("SC_PAGE_SIZE")
 
 
 class Watched(Protocol):
@@ -333,46 +321,83 @@ def seconds_to_wait(held: Collection[int], limit: int | None, room: int | None) 
 
 
 def held_bytes(sessions: Collection[int], enough: int | None) -> dict[int, int]:
-    """Return the memory that the processes of each session use.
+    """Return the memory that the processes of each session use, with those that its leader has started elsewhere.
 
     Shared pages are counted once only if the sum would exceed ``enough`` otherwise, because that takes long to measure.
     """
-    members: dict[int, list[int]] = {session: [] for session in sessions}
+    members = {session: descendants(session) for session in sessions}
     with os.scandir(_PROC) as entries:
         processes = [int(entry.name) for entry in entries if entry.name.isdecimal()]
     for process in processes:
         with contextlib.suppress(OSError):  # it has ended
-            members.get(os.getsid(process), []).append(process)
+            members.get(os.getsid(process), set()).add(process)
     return {session: _held(found, enough) for session, found in members.items()}
 
 
+def children(pid: int) -> set[int]:
+    """Return the ids of the children of the process ``pid``. Empty if the system is not Linux."""
+    found: set[int] = set()
+    with contextlib.suppress(OSError), os.scandir(_PROC / f"{pid}/task") as threads:
+        for thread in threads:
+            with contextlib.suppress(OSError):  # the thread has ended
+                found |= {*map(int, Path(thread, "children").read_text(encoding="ascii").split())}
+    return found
+
+
+def descendants(pid: int) -> set[int]:
+    """Return the ids of the children of the process ``pid``, and of theirs. Empty if the system is not Linux."""
+    found: set[int] = set()
+    waiting = [pid]
+    while waiting:
+        new = children(waiting.pop()) - found
+        found |= new
+        waiting += new
+    return found
+
+
 def _held(processes: Collection[int], enough: int | None) -> int:
+    unmapped = _unmapped_bytes(processes)
     resident = sum(map(_resident_bytes, processes))
-    if len(processes) < 2 or enough is None or resident <= enough:
-        return resident
-    return sum(map(_proportional_bytes, processes))
+    if len(processes) < 2 or enough is None or resident + unmapped <= enough:
+        return resident + unmapped
+    return sum(map(_proportional_bytes, processes)) + unmapped
+
+
+def _unmapped_bytes(processes: Collection[int]) -> int:
+    """Return the least memory in files without a disk (memfd, /dev/shm) that the resident memory does not include.
+
+    Each open file counts once. Mapped pages of such files are resident memory, and may be those of other files.
+    """
+    files: dict[tuple[int, int], int] = {}
+    for process in processes:
+        with contextlib.suppress(OSError), os.scandir(_PROC / str(process) / "fd") as descriptors:
+            for each in descriptors:
+                with contextlib.suppress(OSError):  # it has been closed
+                    if os.readlink(each).startswith(("/memfd:", "/dev/shm/")):  # noqa: S108, PTH115 (a name only)
+                        state = each.stat()
+                        files[state.st_dev, state.st_ino] = state.st_blocks * 512
+    if not files:
+        return 0
+    mapped = sum(_figure(process, "status", "RssShmem") for process in processes)
+    return max(sum(files.values()) - mapped, 0)
 
 
 def _resident_bytes(process: int) -> int:
-    """Return the resident memory of ``process``; 0 if it has ended."""
-    try:
-        return int((_PROC / str(process) / "statm").read_text(encoding="ascii").split()[1]) * _PAGE
-    except (OSError, IndexError):
-        return 0
+    return _figure(process, "status", "VmRSS")
 
 
 def _proportional_bytes(process: int) -> int:
     """Return the proportional set size of ``process``, or its resident memory if the kernel does not provide it."""
-    try:
-        lines = (_PROC / str(process) / "smaps_rollup").read_text(encoding="ascii").splitlines()
-        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("Pss:"))
-    except (OSError, StopIteration):
-        return _resident_bytes(process)
+    return _figure(process, "smaps_rollup", "Pss") or _resident_bytes(process)
 
 
-# Select the environment variables that a backend gets: those it may need, and no secrets.
-#
-# Imports no torch.
+def _figure(process: int, file: str, name: str) -> int:
+    """Return the bytes that a line of a file in /proc names; 0 if the process has ended, or there is no such line."""
+    with contextlib.suppress(OSError):
+        lines = (_PROC / str(process) / file).read_text(encoding="utf-8", errors="replace").splitlines()
+        return sum(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{name}:"))
+    return 0
+
 
 DEFAULT = (
     *("PATH", "HOME", "USER", "LOGNAME", "SHELL", "TERM", "PWD", "TMPDIR", "TMP", "TEMP", "XDG_*"),

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Self
 
 from attncheck.backends.declarations import FUNCTION_PATHS
 from attncheck.cases.model import Case
-from attncheck.errors import BackendLoadError, InternalError, QuestionError
+from attncheck.errors import BackendLoadError, QuestionError
 from attncheck.harness.device import accelerator_of
 from attncheck.harness.driver.observation import Raised
 from attncheck.harness.host import free_host_bytes, kernel_count, usable_cores
@@ -20,18 +20,17 @@ from attncheck.harness.run.outcomes import IMPORT, OURSELVES, BackendDescription
 from attncheck.harness.run.preparation import Gpu
 from attncheck.harness.run.selection import Question, RunPlan, timed_questions, untimed_questions
 from attncheck.harness.workers.limits import Limit, MemoryWatch, WorkerSettings, passed_environment, room_on_host
-from attncheck.harness.workers.process import ProcessEndedError, Show, StartWorker, WorkerProcess, start_worker
-from attncheck.harness.workers.protocol import (
-    Assignment,
-    ChooseDevice,
-    Described,
-    DeviceChosen,
-    Done,
-    Examine,
-    HarnessFailure,
-    Prepare,
-    Refused,
+from attncheck.harness.workers.process import (
+    ProcessEndedError,
+    RefusedError,
+    Show,
+    StartWorker,
+    WorkerError,
+    WorkerProcess,
+    start_worker,
 )
+from attncheck.harness.workers.protocol import HarnessFailure
+from attncheck.harness.workers.worker import Assignment, CaseServer, Examined, Imports
 from attncheck.reports.run_file.header import BackendInfo, Environment
 
 if TYPE_CHECKING:
@@ -39,28 +38,18 @@ if TYPE_CHECKING:
     from attncheck.harness.run.selection import Selection
     from attncheck.harness.workers.executor import Supervisor
 
-# The messages between a run and a backend's process before the first case: the device, the run, the backend.
 
-
-class WorkerError(InternalError):
-    """attncheck itself failed in the process of a backend; exit code 3, as for a failure in the run's own process."""
-
-    def __init__(self, ref: str, fault: HarnessFailure) -> None:
-        super().__init__(f"{fault.error} (in the process of {ref})")
-        self.add_note(fault.traceback)
-
-
-def preparation_of(selection: "Selection", libraries: Sequence[str] = ()) -> Prepare:
+def imports_of(selection: "Selection", libraries: Sequence[str] = ()) -> Imports:
     """Return what a backend's process imports before the backend.
 
     ``libraries``: those that the backend imports itself.
     """
     functions = any(case.batch.path.name in FUNCTION_PATHS for case in selection.cases)
-    return Prepare(checks=selection.selected_checks, functions=functions, libraries=tuple(libraries))
+    return Imports(checks=selection.selected_checks, functions=functions, libraries=tuple(libraries))
 
 
 def assignment_of(selection: "Selection", plan: "RunPlan", environment: Environment) -> Assignment:
-    """Return the message that describes the run to a process."""
+    """Return what describes the run to a process."""
     return Assignment(
         suites=selection.refs,
         cases=None if selection.cases == selection.all_cases else tuple(case.key for case in selection.cases),
@@ -69,80 +58,32 @@ def assignment_of(selection: "Selection", plan: "RunPlan", environment: Environm
         digests=tuple(suite.hash for suite in selection.suites),
         device=plan.device,
         seed=plan.seed,
-        dump=None if plan.dump is None else str(plan.dump.absolute()),
-        truths=None if plan.truths is None else str(plan.truths.absolute()),
+        dump=plan.dump and plan.dump.absolute(),
+        truths=plan.truths and plan.truths.absolute(),
         environment=environment,
         timing=plan.timing,
     )
 
 
-def device_chosen_by(
-    processes: Iterable[WorkerProcess], request: ChooseDevice, limit: Limit
-) -> tuple[DeviceChosen, list[str]]:
-    """Return the first answer of ``processes``. The last one has no backend.
-
-    Also return the references of the backends in whose processes attncheck failed.
-
-    Raises:
-        QuestionError: the device that the user wants does not exist, or no process lives long enough.
-        WorkerError: attncheck itself failed in the process without a backend.
-    """
-    cause, spoilt = "", list[str]()
-    for process in processes:
-        process.send(request)
-        try:
-            return chosen_device_of(process, limit), spoilt
-        except ProcessEndedError as ended:
-            cause = ended.end.cause
-        except WorkerError:
-            if not process.ref:
-                raise
-            spoilt.append(process.ref)
-    raise QuestionError(f"a process without a backend ended before it named the device: {cause}")
-
-
-def chosen_device_of(process: WorkerProcess, limit: Limit) -> DeviceChosen:
-    """Return the device that ``process`` chose.
-
-    Raises:
-        QuestionError: the device that the user wants does not exist.
-        WorkerError: attncheck itself failed in the process.
-        ProcessEndedError: the process ended.
-    """
-    match answer := process.receive(limit):
-        case DeviceChosen():
-            return answer
-        case Refused():
-            raise QuestionError(answer.reason)
-        case HarnessFailure():
-            raise WorkerError(process.ref, answer)
-        case _:
-            raise RuntimeError(f"the process of {process.ref} chose a device by {answer.kind!r}")
-
-
 def description_of(process: WorkerProcess, limit: Limit) -> BackendDescription | QuestionError:
-    """Return the description of the backend of ``process``, or the error that prevents one.
+    """Return the description of the backend of ``process``, which was called for it, or the error that prevents one.
 
     If the process ends while it loads the backend, or attncheck itself fails in it, the description contains the
     failure.
     """
     try:
-        answer = process.receive(limit)
+        found: BackendDescription = process.receive(limit)
     except ProcessEndedError as ended:
         return not_loaded(process.ref, ended.end)
-    match answer:
-        case Described():
-            process.printed.label = answer.description.name
-            return answer.description
-        case Refused():
-            if answer.raised:
-                return not_loaded(process.ref, Raised(IMPORT, answer.raised, answer.reason))
-            return QuestionError(answer.reason)
-        case HarnessFailure():
-            raised = Raised(OURSELVES, WorkerError.__name__, answer.error, answer.traceback)
-            return not_loaded(process.ref, raised)
-        case _:
-            raise RuntimeError(f"the process of {process.ref} described itself by {answer.kind!r}")
+    except WorkerError as error:
+        fault = error.fault
+        return not_loaded(process.ref, Raised(OURSELVES, WorkerError.__name__, fault.error, fault.traceback))
+    except RefusedError as refused:
+        if refused.raised:
+            return not_loaded(process.ref, Raised(IMPORT, refused.raised, str(refused)))
+        return refused
+    process.printed.label = found.name
+    return found
 
 
 def loaded(found: BackendDescription | QuestionError) -> BackendDescription:
@@ -162,8 +103,6 @@ def loaded(found: BackendDescription | QuestionError) -> BackendDescription:
     return found
 
 
-# The processes of a run's backends, one each: start them, describe the backends, restart them.
-#
 # If the host has memory for all of them, they start together, and import torch while the run does. Otherwise only a few
 # exist at a time: a process ends once it has described its backend, and starts again while the previous one is at work.
 
@@ -177,13 +116,13 @@ class WorkerPool:
         self,
         show: Show | None = None,
         spare: WorkerProcess | None = None,
-        prepare: Prepare | None = None,
+        imports: Imports | None = None,
         settings: WorkerSettings | None = None,
         start: StartWorker = start_worker,
     ) -> None:
         """``show``: gets what the processes print, line by line, with the name of the backend.
 
-        ``spare``: a process started ahead, without a backend; the pool closes it. ``prepare``: what the processes
+        ``spare``: a process started ahead, without a backend; the pool closes it. ``imports``: what the processes
         import before their backend; None for all checks. ``settings``: None for the default ones. ``start``: starts a
         process.
         """
@@ -193,10 +132,10 @@ class WorkerPool:
         self._gpu: Gpu | None = None
         self._inherited = passed_environment(os.environ, self._settings.pass_env)
         self._show, self._spare, self._start_worker = show, spare, start
-        self._prepare = prepare or Prepare()
+        self._imports = imports or Imports()
         self._watch = MemoryWatch(self._settings.memory.host)
         if spare is not None:
-            spare.prepare(self._prepare)
+            spare.send(CaseServer.prepare, self._imports)
             self._watch.add(spare)
         self._room = room_on_host()
         self._prepared: set[str] = set()
@@ -233,7 +172,7 @@ class WorkerPool:
         alone = gpu.variables if gpu else {}
         twin._environments = {ref: {**each, **alone} for ref, each in self._environments.items()}
         twin._gpu, twin._infos, twin._assignment = gpu, self._infos, self._assignment
-        twin._prepare, twin._unshared = self._prepare, self._unshared
+        twin._imports, twin._unshared = self._imports, self._unshared
         twin._watch = self._watch
         self._twins.append(twin)
         return twin
@@ -241,7 +180,7 @@ class WorkerPool:
     def with_settings(self, settings: WorkerSettings) -> "WorkerPool":
         """Return a pool that replaces this one, which has only chosen a device so far."""
         spare, self._spare = self._spare, None
-        return WorkerPool(self._show, spare, self._prepare, settings, self._start_worker)
+        return WorkerPool(self._show, spare, self._imports, settings, self._start_worker)
 
     def start(self, refs: Iterable[str]) -> None:
         """Start the missing processes of ``refs``, as many as there is memory for; they load their backends."""
@@ -257,7 +196,7 @@ class WorkerPool:
         if ref not in self._processes and self._assignment is not None:
             with suppress(OSError):  # restart() raises it when it matters
                 self._start(ref)
-                self._processes[ref].send(self._assignment_of(ref))
+                self._call_for_description(ref)
                 self._prepared.add(ref)
         return self._processes.get(ref)
 
@@ -271,16 +210,24 @@ class WorkerPool:
             QuestionError: the device that the user wants does not exist, or no process lives long enough to answer.
             WorkerError: attncheck itself failed in the process without a backend.
         """
-        request = ChooseDevice(wanted=wanted, wishes=tuple(wishes))
-        chosen, spoilt = device_chosen_by(self._to_choose(), request, self.limits.of_loading)
-        for ref in spoilt:
-            self.discard(ref)  # a new process reports the failure when it describes the backend
-        self.gpus = chosen.gpus
-        return chosen.device, chosen.notes, chosen.environment
+        cause = ""
+        for process in self._to_choose():
+            try:
+                chosen = process.call(self.limits.of_loading, CaseServer.choose_device, wanted, tuple(wishes))
+            except ProcessEndedError as ended:
+                cause = ended.end.cause
+            except WorkerError:
+                if not process.ref:
+                    raise
+                self.discard(process.ref)  # a new process reports the failure when it describes the backend
+            else:
+                self.gpus = chosen.gpus
+                return chosen.device, chosen.notes, chosen.environment
+        raise QuestionError(f"a process without a backend ended before it named the device: {cause}")
 
     def _to_choose(self) -> Iterator[WorkerProcess]:
         """Yield the processes that may choose the device; the last one has no backend."""
-        yield from self._processes.values()
+        yield from tuple(self._processes.values())
         self._spare = self._spare or self._new()
         yield self._spare
 
@@ -292,7 +239,7 @@ class WorkerPool:
         """Set the run that the processes work for; call it before :meth:`describe`, and again if its suites change."""
         self._assignment = assignment
         for ref in self._infos.keys() & self._processes.keys():
-            self._processes[ref].send(self._assignment_of(ref))
+            self._processes[ref].send(CaseServer.assign, self._assignment_of(ref))
 
     def stop_sharing_probes(self, ref: str) -> None:
         """Make the next processes of ``ref`` run every probe of CUDA graphs on every layer.
@@ -365,8 +312,8 @@ class WorkerPool:
     def start_extra(self, ref: str) -> WorkerProcess:
         """Start one more process of ``ref`` and assign the run to it; the caller closes it. It writes no dump."""
         process = self._new(self._environments.get(ref), is_shown=False)
-        process.load(ref)
-        process.send(self._assignment_of(ref).model_copy(update={"dump": None}))
+        _load(process, ref)
+        process.send(CaseServer.assign, self._assignment_of(ref).model_copy(update={"dump": None}))
         return process
 
     def discard(self, ref: str) -> None:
@@ -415,10 +362,14 @@ class WorkerPool:
             self.start(refs[index:])
             for each in refs[index:]:
                 if each in self._processes and each not in assigned:
-                    self._processes[each].send(self._assignment_of(each))
+                    self._call_for_description(each)
                     assigned.add(each)
             found.append(description_of(self._processes[ref], self.limits.of_loading))
         return found
+
+    def _call_for_description(self, ref: str) -> None:
+        self._processes[ref].send(CaseServer.assign, self._assignment_of(ref))
+        self._processes[ref].send(CaseServer.describe)
 
     def _assignment_of(self, ref: str) -> Assignment:
         if self._assignment is None:
@@ -436,13 +387,13 @@ class WorkerPool:
             process = self._new(self._environments.get(ref))
         self._environments[ref] = process.environment
         self._processes[ref] = process
-        process.load(ref)
+        _load(process, ref)
 
     def _new(self, environment: Mapping[str, str] | None = None, *, is_shown: bool = True) -> WorkerProcess:
         process = WorkerProcess(
             environment, self._show if is_shown else None, self._settings.pass_env, self._start_worker
         )
-        process.prepare(self._prepare)
+        process.send(CaseServer.prepare, self._imports)
         self._watch.add(process)
         return process
 
@@ -452,8 +403,11 @@ class WorkerPool:
         return missing_variables(found.info.required_environment, self._inherited | self._environments.get(ref, {}))
 
 
-# Warmers: processes that examine cases ahead of the run, so that kernels are already compiled when it reaches them.
-#
+def _load(process: WorkerProcess, ref: str) -> None:
+    process.ref = process.printed.label = ref
+    process.send(CaseServer.load, ref)
+
+
 # Compiling a kernel at its first call takes seconds on one core, while the GPU waits. A warmer is one more process of
 # the backend under examination. It gets the next questions of the run, so that it compiles the same kernels, and leaves
 # them in the caches on disk. Its records are dropped: nothing that happens in it is a finding.
@@ -575,22 +529,21 @@ class Warmers:
                 return None
             self._at_work.add(process)
         try:
-            if isinstance(process.receive(self._loading), Described):
-                return process
-        except ProcessEndedError:
-            pass
-        self._end(process)
-        return None
+            process.call(self._loading, CaseServer.describe)
+        except (ProcessEndedError, RefusedError, WorkerError):
+            self._end(process)
+            return None
+        return process
 
     def _examine(self, process: WorkerProcess, question: Question) -> bool:
         case, checks = question
         watch = threading.Timer(self._limit_s, process.kill)
         watch.start()
         try:
-            process.send(Examine(case=case.key, checks=checks))
-            while not isinstance(process.receive(), Done):
+            process.send(CaseServer.examine, case.key, checks, 0, None)
+            while not isinstance(process.receive(), Examined):
                 pass
-        except ProcessEndedError:
+        except (ProcessEndedError, RefusedError, WorkerError):
             self.lost.append(case.key)
             return False
         finally:

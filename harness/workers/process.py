@@ -16,21 +16,20 @@ import threading
 import time
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol, Self
+from typing import TYPE_CHECKING, Any, Protocol, Self, TypeVar
 
-from attncheck.errors import InternalError
+from attncheck.errors import InternalError, QuestionError
 from attncheck.harness.host import free_host_bytes, oom_kills
-from attncheck.harness.workers.limits import Limit, passed_environment
+from attncheck.harness.workers.limits import Limit, children, descendants, passed_environment
 
 if TYPE_CHECKING:
     from attncheck.harness.run.outcomes import ProcessEnd
-    from attncheck.harness.workers.protocol import Answer, Examine, Prepare, Request
-
-# Start a worker, end it with all its children, and find out what it was doing. Imports neither torch nor pydantic.
+    from attncheck.harness.workers.executor import BackendQuestion
+    from attncheck.harness.workers.protocol import HarnessFailure
 
 _START = """\
 import sys
@@ -47,10 +46,15 @@ STACK_SIGNAL = signal.SIGUSR2
 MARK = "ATTNCHECK_WORKER"
 """Environment variable whose value marks a worker and all its descendants."""
 
+_PR_SET_CHILD_SUBREAPER = 36  # of linux/prctl.h
+
 _STACK = "(most recent call first):"
 _STACK_S = 2.0
 """Seconds that a worker may take to print its stacks."""
 _NATIVE_STACK_S = 20.0
+_GENERATIONS = 8
+"""How often orphans are looked for, since the end of one makes orphans of its children."""
+
 _TERM_S, _KILL_S = 1.0, 10.0
 """Seconds that a process may take to end after SIGTERM, and after SIGKILL."""
 
@@ -228,16 +232,66 @@ def end_group(pid: int, wait: Callable[[float], bool], *, politely: bool = False
     ``wait``: waits up to the given seconds for the process, and returns whether it has ended. ``politely``: send
     SIGTERM first.
     """
-    for number, seconds in ((signal.SIGTERM, _TERM_S), (signal.SIGKILL, _KILL_S)):
-        if number == signal.SIGTERM and not politely:
-            continue
+    if politely:
         with suppress(ProcessLookupError, PermissionError):
-            os.killpg(pid, number)
-        if wait(seconds) and number == signal.SIGTERM:
-            with suppress(ProcessLookupError, PermissionError):  # its children may ignore SIGTERM
-                os.killpg(pid, signal.SIGKILL)
-            return True
-    return wait(0)
+            os.killpg(pid, signal.SIGTERM)
+        wait(_TERM_S)
+    strays = strays_of(pid)  # before it ends: then they have another parent
+    with suppress(ProcessLookupError, PermissionError):
+        os.killpg(pid, signal.SIGKILL)
+    end_strays(strays)
+    return wait(_KILL_S)
+
+
+def strays_of(pid: int) -> dict[int, str]:
+    """Return the descendants of the process ``pid`` outside of its group, each with the time of its start."""
+    found: dict[int, str] = {}
+    for each in descendants(pid):
+        with suppress(OSError):  # it has ended
+            if os.getpgid(each) != pid:
+                found[each] = _start_of(each)
+    return found
+
+
+def end_strays(strays: Mapping[int, str]) -> None:
+    """Kill the processes of :func:`strays_of`. One that has ended meanwhile may have left its id to another."""
+    for pid, began in strays.items():
+        with suppress(OSError):
+            if _start_of(pid) == began:
+                os.kill(pid, signal.SIGKILL)
+
+
+def _start_of(pid: int) -> str:
+    return Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(") ")[2].split()[19]
+
+
+@contextmanager
+def ending_orphans() -> Iterator[None]:
+    """Become the parent of each descendant whose parent ends, and kill those of other sessions at the end.
+
+    For a process that itself starts no process in another session meanwhile. Linux only.
+    """
+    if sys.platform != "linux":
+        yield
+        return
+    began = time.clock_gettime(time.CLOCK_BOOTTIME) * os.sysconf("SC_CLK_TCK")
+    adopt_orphans()
+    try:
+        yield
+    finally:
+        for _ in range(_GENERATIONS):
+            for pid in children(os.getpid()):
+                with suppress(OSError):  # it has ended, or belongs to another user
+                    if os.getsid(pid) != os.getsid(0) and int(_start_of(pid)) >= int(began):
+                        os.kill(pid, signal.SIGKILL)
+                        os.waitpid(pid, 0)  # its children are orphans now
+        adopt_orphans(is_on=False)
+
+
+def adopt_orphans(*, is_on: bool = True) -> None:
+    """Make this process the parent of each descendant whose own parent ends. Linux only."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, int(is_on), 0, 0, 0)
 
 
 def end_marked(mark: str) -> None:
@@ -252,8 +306,6 @@ def end_marked(mark: str) -> None:
                 os.kill(int(place.name), signal.SIGKILL)
 
 
-# Read what a backend's process prints, and keep the end of it for each case.
-#
 # The process writes into a pipe that a thread empties, so that no file is needed and the process never blocks. The
 # worker marks in the stream where a case begins, since it may be some cases ahead of the run that reads. Output of a
 # case beyond 64 MiB is read, since a full pipe would stop the backend, but not shown.
@@ -408,10 +460,7 @@ def flush_c_streams() -> None:
     ctypes.CDLL(None).fflush(None)
 
 
-# Control the process of one backend from the run: start it, exchange messages, and find out how it ended.
-#
-# Importing this module imports neither torch nor pydantic, so that a process can be started before anything else. The
-# process leads a session of its own: Ctrl-C does not reach it, and its children can be ended with it. Its end is
+# The process leads a session of its own: Ctrl-C does not reach it, and its children can be ended with it. Its end is
 # detected from the process itself as well as from its pipe, since a copy that the backend made may hold the pipe open.
 
 StartWorker = Callable[[Mapping[str, str]], StartedWorker]
@@ -419,11 +468,14 @@ StartWorker = Callable[[Mapping[str, str]], StartedWorker]
 
 _LOOK_EVERY_MS = 200
 """Milliseconds between checks of a silent process."""
+_LONGEST_PAUSE_S = 1.0
+"""Seconds between two looks at a clock that may count: several times what a busy machine needs."""
+
 _GRACE_S = 5.0
 """Seconds that a process may take to end after a request to end, or after it closed its pipe."""
 
 MOST_EARLIER = 64
-"""Maximum number of requests about cases that are remembered."""
+"""Maximum number of questions that are remembered."""
 
 _INTRUDED = "stopped, since it wrote into attncheck's own pipe"
 _LONGEST_ANSWER = 2**24
@@ -438,12 +490,49 @@ class ProcessEndedError(InternalError):
         super().__init__(end.cause)
 
 
+class WorkerError(InternalError):
+    """attncheck itself failed in the process of a backend; exit code 3, as for a failure in the run's own process."""
+
+    def __init__(self, ref: str, fault: "HarnessFailure") -> None:
+        self.fault = fault
+        super().__init__(f"{fault.error} (in the process of {ref})")
+        self.add_note(fault.traceback)
+
+
+class RefusedError(QuestionError):
+    """A process refused a call. ``raised``: type of the exception that the backend raised as it was loaded, or ""."""
+
+    def __init__(self, reason: str, raised: str = "") -> None:
+        self.raised = raised
+        super().__init__(reason)
+
+
+Result = TypeVar("Result")
+
+
+class Clock:
+    """Counts the seconds in which this process looked at it again and again.
+
+    Of a longer pause only the first second counts: the processes were stopped together, or the machine slept.
+    """
+
+    def __init__(self, read: Callable[[], float] = time.monotonic) -> None:
+        self._read, self._seconds, self._latest = read, 0.0, read()
+
+    def now(self) -> float:
+        """Return the seconds so far."""
+        read = self._read()
+        self._seconds += min(read - self._latest, _LONGEST_PAUSE_S)
+        self._latest = read
+        return self._seconds
+
+
 class WorkerProcess:
-    """A process that imports torch, and then waits for the backend to load; see ``protocol.py``.
+    """A process that serves calls; see ``protocol.py`` and ``worker.py``.
 
     ``inherited``: the variables it gets from this process's environment, by ``pass_env`` of :func:`passed_environment`.
     ``environment``: additional variables, also an attribute. ``show``: gets what the process prints. ``start``: starts
-    it. ``ref``: of its backend; "" before :meth:`load`. ``examined``: its latest requests about cases. It must be
+    it. ``ref``: of its backend, set by its owner. ``examined``: the latest questions to it. It must be
     closed; a context manager does so.
     """
 
@@ -457,9 +546,10 @@ class WorkerProcess:
         self.ref = ""
         self.inherited = passed_environment(os.environ, pass_env)
         self.environment = dict(environment or {})
-        self._is_prepared = False
         self._finishing_since: float | None = None
+        self._strays: dict[int, str] = {}
         self._received = bytearray()
+        self._clock = Clock()
         self._waiting_since: float | None = None
         self._is_closed = False
         self._reaping = threading.Lock()
@@ -467,8 +557,10 @@ class WorkerProcess:
         self._ended_for = ""
         self._oom_kills = oom_kills()
         self._end: ProcessEndedError | None = None
-        self.examined: deque[Examine] = deque(maxlen=MOST_EARLIER)
+        self.examined: deque[BackendQuestion] = deque(maxlen=MOST_EARLIER)
+        self._method: Callable[..., Any] | None = None
         self._mark = secrets.token_hex(16)
+        self._token = secrets.token_hex(8).encode()
         started = start({**self.inherited, **self.environment, MARK: self._mark})
         self._process, self._writing, self._reading = started.process, started.writing, started.reading
         self.printed = PrintedOutput(started.printed, "", show)
@@ -501,32 +593,28 @@ class WorkerProcess:
                     self._peak_bytes = usage.ru_maxrss * (1 if sys.platform == "darwin" else 1024)
             return self._process.returncode is not None
 
-    def prepare(self, request: "Prepare") -> None:
-        """Make the process import what it will need. It sends no answer; only the first call has an effect."""
-        if not self._is_prepared:
-            self._is_prepared = True
-            self.send(request)
+    def send(self, method: Callable[..., Any], *arguments: Any) -> None:
+        """Call a method of the server in the process; :meth:`receive` returns its events and its result.
 
-    def load(self, ref: str) -> None:
-        """Make the process load the backend ``ref``. It sends no answer."""
-        from attncheck.harness.workers.protocol import Load
+        If the process has ended, :meth:`receive` reports it.
+        """
+        from attncheck.harness.workers.protocol import signature_of, write_call
 
-        self.ref = self.printed.label = ref
-        self.send(Load(ref=ref))
-
-    def send(self, request: "Request") -> None:
-        """Send one request. If the process has ended, :meth:`receive` reports it."""
-        from attncheck.harness.workers.protocol import format_message
-
-        if request.kind == "examine":
-            self.examined.append(request)
-        rest = memoryview(format_message(request))
+        if signature_of(method).is_answered:
+            self._method = method
+        rest = memoryview(write_call(self._token, method, arguments))
         with contextlib.suppress(BrokenPipeError):
             while rest:
                 rest = rest[os.write(self._writing, rest) :]
 
-    def receive(self, limit: "Limit | None" = None) -> "Answer":
-        """Wait for the next answer, and return it; see :meth:`answer`."""
+    def call(self, limit: "Limit | None", method: Callable[..., Result], *arguments: Any) -> Result:
+        """Return what a method without events returns; raises like :meth:`answer`."""
+        self.send(method, *arguments)
+        result: Result = self.receive(limit)
+        return result
+
+    def receive(self, limit: "Limit | None" = None) -> Any:
+        """Wait for the next event or the result, and return it; see :meth:`answer`."""
         while (answer := self.answer(limit)) is None:
             wait_for_answers([self])
         return answer
@@ -536,12 +624,14 @@ class WorkerProcess:
         is_there = b"\n" in self._received or self.has_ended or bool(self._poll.poll(0))
         return is_there or self._is_late(limit)
 
-    def answer(self, limit: "Limit | None" = None) -> "Answer | None":
-        """Return the next answer, or None if there is none yet.
+    def answer(self, limit: "Limit | None" = None) -> Any:
+        """Return the next event of the latest call, or its result; None if there is none yet.
 
         A process that exceeds ``limit``, counted from the first call without an answer, is killed with its children.
 
         Raises:
+            RefusedError: the call was wrong.
+            WorkerError: attncheck itself failed in the process.
             ProcessEndedError: the process ended, closed its pipe, or was killed, and no answer is left. Later calls
                 raise it again.
         """
@@ -551,18 +641,15 @@ class WorkerProcess:
             self._end = ended
             raise
 
-    def _answer(self, limit: "Limit | None") -> "Answer | None":
-        from pydantic import ValidationError
-
-        from attncheck.harness.workers.protocol import parse_answer
+    def _answer(self, limit: "Limit | None") -> Any:
+        from attncheck.harness.workers.protocol import EVENT, RESULT, HarnessFailure, read_answer
 
         if self._end is not None:
             raise self._end
         is_late = self._is_late(limit)
         while b"\n" not in self._received:
             if len(self._received) > _LONGEST_ANSWER:
-                self._kill()
-                raise self._ended(_INTRUDED)
+                raise self.intruded()
             is_over = self.has_ended  # before the pipe is polled, so that no later answer can be missed
             has_more = bool(self._poll.poll(0))
             if has_more:
@@ -577,11 +664,23 @@ class WorkerProcess:
                 return None
         line, _, self._received = self._received.partition(b"\n")
         self._waiting_since = None
+        if self._method is None:
+            raise self.intruded()
         try:
-            return parse_answer(bytes(line))
-        except ValidationError:
-            self._kill()
-            raise self._ended(_INTRUDED) from None
+            kind, value = read_answer(self._token, self._method, bytes(line))
+        except ValueError:
+            raise self.intruded() from None
+        if kind in (EVENT, RESULT):
+            return value
+        if isinstance(value, HarnessFailure):
+            raise WorkerError(self.ref, value)
+        raise RefusedError(value.reason, value.raised)
+
+    def intruded(self) -> ProcessEndedError:
+        """Kill the process, since something else than attncheck wrote into its pipe; return how it ended."""
+        self._kill()
+        self._end = self._ended(_INTRUDED)
+        return self._end
 
     def output(self, case: str | None = None, limit: int = KEPT) -> str:
         """Return the end of what was printed since ``case`` (None: the latest) began; see :class:`PrintedOutput`."""
@@ -591,6 +690,7 @@ class WorkerProcess:
         """Close the pipe for requests, so that the process ends by itself; it is closed later."""
         if self._finishing_since is None:
             self._finishing_since = time.monotonic()
+            self._strays = strays_of(self._process.pid)
             os.close(self._writing)
 
     def close(self, *, at_once: bool = False) -> None:
@@ -618,16 +718,17 @@ class WorkerProcess:
                 end_group(self._process.pid, lambda _: False)
 
     def _kill(self, *, politely: bool = False) -> bool:
-        """End the process with its children; return False if it cannot be ended."""
         has_ended = end_group(self._process.pid, self._wait, politely=politely)
+        end_strays(self._strays)
         end_marked(self._mark)
         return has_ended
 
     def _is_late(self, limit: "Limit | None") -> bool:
         """Return whether the process exceeds ``limit``; the first call starts the clock."""
+        now = self._clock.now()
         if self._waiting_since is None:
-            self._waiting_since = time.monotonic()
-        return limit is not None and time.monotonic() - self._waiting_since > limit.seconds
+            self._waiting_since = now
+        return limit is not None and now - self._waiting_since > limit.seconds
 
     def _timed_out(self, limit: "Limit") -> ProcessEndedError:
         """Kill the process that exceeded ``limit``; return how it ended, with what it was doing."""

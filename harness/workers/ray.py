@@ -22,18 +22,10 @@ from attncheck.harness.run.selection import RunPlan
 from attncheck.harness.truth.shared_folder import truths_folder
 from attncheck.harness.workers.executor import WAITING, BackendQuestion, Stopped, Supervisor, ended_records, untimed
 from attncheck.harness.workers.limits import WorkerSettings
-from attncheck.harness.workers.pool import WorkerError, WorkerPool, assignment_of
-from attncheck.harness.workers.protocol import (
-    Assignment,
-    ChooseDevice,
-    DeviceChosen,
-    HarnessFailure,
-    Prepare,
-    Refused,
-    format_message,
-    parse_answer,
-    parse_request,
-)
+from attncheck.harness.workers.pool import WorkerPool, assignment_of
+from attncheck.harness.workers.process import WorkerError
+from attncheck.harness.workers.protocol import HarnessFailure, Refused
+from attncheck.harness.workers.worker import Assignment, DeviceChosen, Imports
 from attncheck.reports.run_file.header import Environment, RunHeader
 from attncheck.reports.run_file.records import Record, RunFooter, format_line, parse_line
 
@@ -41,8 +33,6 @@ if TYPE_CHECKING:
     from attncheck.harness.run.run import Run
     from attncheck.harness.run.selection import Selection
 
-# The actor on a node of a Ray cluster, which starts the processes of the backends that it examines.
-#
 # Each node has a supervisor, so that a crash, a hang or a limit is handled where it happens. The run exchanges only
 # questions and records with it. This module does not import ray.
 
@@ -63,17 +53,24 @@ class RayActor:
         self._supervisor: Supervisor | None = None
         self._described: dict[str, BackendDescription | str] = {}
 
-    def join(self, version: str, folder: str | None, messages: tuple[bytes, bytes]) -> tuple[str, bytes]:
-        """Return this node's name, and a message: the device with its environment, or why it takes no part.
+    def join(
+        self, version: str, folder: str | None, imports: str, wish: tuple[str | None, list[str]]
+    ) -> dict[str, str]:
+        """Return this node's ``name``, and the device ``chosen`` as JSON, or why it is ``refused`` by the node.
 
         ``version``: of attncheck in the run. ``folder``: the current folder of the run; None for the one that Ray
-        chose. ``messages``: Prepare and ChooseDevice.
+        chose. ``imports``: Imports as JSON. ``wish``: the arguments of ``choose_device``.
         """
         # Arguments and result are of plain types, because the node may have another version of attncheck.
-        answer = self._join(version, folder, *messages)
-        return platform.node(), format_message(answer)
+        answer = self._join(version, folder, imports, *wish)
+        name = {"name": platform.node()}
+        if isinstance(answer, Refused):
+            return name | {"refused": answer.reason}
+        return name | {"chosen": answer.model_dump_json()}
 
-    def _join(self, version: str, folder: str | None, *messages: bytes) -> DeviceChosen | Refused:
+    def _join(
+        self, version: str, folder: str | None, imports: str, wanted: str | None, wishes: Sequence[str]
+    ) -> DeviceChosen | Refused:
         if version != attncheck.__version__:
             reason = f"it has attncheck {attncheck.__version__}, and the run {version}"
             return Refused(reason=reason)
@@ -83,12 +80,9 @@ class RayActor:
         except OSError as error:
             reason = f"it cannot use the folder {folder} ({error.strerror}); share it, or give a working_dir "
             return Refused(reason=f"{reason}in the runtime_env of --executor ray:FILE")
-        prepare, wish = map(parse_request, messages)
-        assert isinstance(prepare, Prepare)
-        assert isinstance(wish, ChooseDevice)
-        self._pool = WorkerPool(prepare=prepare)
+        self._pool = WorkerPool(imports=Imports.model_validate_json(imports))
         try:
-            device, notes, environment = self._pool.choose_device(wish.wishes, wish.wanted)
+            device, notes, environment = self._pool.choose_device(wishes, wanted)
         except AttncheckError as error:
             return Refused(reason=str(error))
         return DeviceChosen(device=device, notes=notes, environment=environment)
@@ -96,7 +90,7 @@ class RayActor:
     def begin(self, assignment: Assignment, settings: WorkerSettings) -> None:
         """Accept the run that the questions belong to, and ``settings`` for the processes of backends."""
         folder = truths_folder() if assignment.truths else None  # the cache of this node's user
-        assignment = assignment.model_copy(update={"truths": folder and str(folder.absolute())})
+        assignment = assignment.model_copy(update={"truths": folder and folder.absolute()})
         self._pool = self._pool.with_settings(settings)
         self._pool.assign(assignment)
         plan = RunPlan(cases=(), device=assignment.device, seed=assignment.seed)
@@ -144,8 +138,6 @@ class RayActor:
         return "" if found == backend else f"backend {backend.ref!r} is another one there"
 
 
-# The actors of a run on a Ray cluster: connect, choose the device, describe the backends, send questions.
-#
 # This is the only module that calls ray, which is imported on connecting. A lost node is replaced by a new actor, which
 # waits until the cluster has room for it.
 
@@ -192,7 +184,7 @@ class RayCluster:
     def __init__(
         self,
         settings: RaySettings,
-        prepare: Prepare,
+        imports: Imports,
         note: Callable[[str], None],
         *,
         device: str | None = None,
@@ -205,7 +197,7 @@ class RayCluster:
         backends on the nodes.
         """
         self._name = settings.address or os.environ.get("RAY_ADDRESS") or "auto"
-        self._settings, self._prepare, self._note = settings, prepare, note
+        self._settings, self._imports, self._note = settings, imports, note
         self._workers = workers or WorkerSettings()
         self._joined_nodes: list[Node] = []
         self._ray = _connected(self._name, settings)
@@ -219,7 +211,7 @@ class RayCluster:
             self.close()
             raise ClusterError(self._name, reason)
         self._most = jobs or room
-        self._wish = ChooseDevice(wanted=device, wishes=())
+        self._wish: tuple[str | None, list[str]] = (device, [])
         self._environment: Environment | None = None
         self._assignment: Any = None
         self._digests: dict[str, str] = {}
@@ -247,14 +239,14 @@ class RayCluster:
         Raises:
             ClusterError: the node takes no part, or no node is found.
         """
-        self._wish = ChooseDevice(wanted=wanted, wishes=tuple(wishes))
+        self._wish = (wanted, list(wishes))
         self._add()
         ((self._first, _),) = self.wait()
         chosen = self._first.chosen
         if chosen is None:
             raise ClusterError(self._name, self._last_words)
         self._environment = chosen.environment
-        self._wish = ChooseDevice(wanted=chosen.device, wishes=())
+        self._wish = (chosen.device, [])
         return chosen.device, chosen.notes, chosen.environment
 
     def begin(self, selection: "Selection", plan: "RunPlan", environment: Environment) -> None:
@@ -309,7 +301,6 @@ class RayCluster:
         return answers
 
     def _ready(self) -> list[Any]:
-        """Wait for an answer, and return the references of all there are."""
         references = list(self._pending)
         is_at_work = any(node.chosen for node in self._pending.values())
         try:
@@ -331,14 +322,14 @@ class RayCluster:
             return Lost(_cause(error))
         except OSError as error:
             raise ClusterError(self._name, f"the connection was lost: {_cause(error)}") from error
-        return answer if node.chosen is not None else self._joined(node, *answer)
+        return answer if node.chosen is not None else self._joined(node, **answer)
 
-    def _joined(self, node: Node, name: str, line: bytes) -> Refused | None:
+    def _joined(self, node: Node, name: str, chosen: str = "", refused: str = "") -> Refused | None:
         """Let ``node`` accept questions, or return why it does not."""
-        node.name, answer = name, parse_answer(line)
-        if isinstance(answer, Refused):
-            return answer
-        assert isinstance(answer, DeviceChosen)
+        node.name = name
+        if refused:
+            return Refused(reason=refused)
+        answer = DeviceChosen.model_validate_json(chosen)
         if self._environment is not None:
             ours, theirs = self._environment.model_dump(), answer.environment.model_dump()
             if different := [f"{name} {theirs[name]!r}" for name in ours if ours[name] != theirs[name]]:
@@ -361,8 +352,8 @@ class RayCluster:
         }
         actor = self._ray.remote(RayActor).options(**options).remote()
         folder = None if "working_dir" in self._settings.runtime_env else str(Path.cwd())
-        messages = format_message(self._prepare), format_message(self._wish)
-        self._pending[actor.join.remote(attncheck.__version__, folder, messages)] = Node(actor)
+        joined = actor.join.remote(attncheck.__version__, folder, self._imports.model_dump_json(), self._wish)
+        self._pending[joined] = Node(actor)
 
     def _leave(self, node: Node, answer: Lost | Refused, *, is_replaced: bool) -> None:
         why = f"was lost: {answer.cause}" if isinstance(answer, Lost) else f"takes no part: {answer.reason}"
@@ -377,7 +368,6 @@ class RayCluster:
 
 
 def _connected(name: str, settings: RaySettings) -> Any:
-    """Return the module ray, connected to the cluster ``name``."""
     os.environ.setdefault("RAY_DEDUP_LOGS_SKIP_REGEX", ".")  # else it prints the log of a lost node to stdout
     try:
         import ray
@@ -405,10 +395,8 @@ def _cause(error: Exception) -> str:
     return lines[-1] if lines else type(error).__name__
 
 
-# Distribute the questions of a run over a Ray cluster, and yield the records in the order of a serial run.
-#
-# The supervisor examines in processes of one machine; :mod:`~attncheck.harness.workers.ray` returns answers in
-# any order. Questions that share a CUDA-graph level go to one node. The questions of a lost node go to another one.
+# Answers arrive in any order, and records are yielded in that of a serial run. Questions that share a CUDA-graph level
+# go to one node. The questions of a lost node go to another one.
 
 _TRIES = 3
 """Nodes that may be lost at one question before its checks are ``crashed``."""

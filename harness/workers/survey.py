@@ -5,25 +5,15 @@ another fork continues after it.
 """
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from importlib import import_module
 
 from attncheck.backends import registry
 from attncheck.errors import AttncheckError, BackendLoadError, BackendUnavailableError, QuestionError
 from attncheck.harness.workers.limits import Limit
-from attncheck.harness.workers.pool import WorkerError, chosen_device_of
-from attncheck.harness.workers.process import ProcessEndedError, WorkerProcess, fork_worker
-from attncheck.harness.workers.protocol import (
-    Begun,
-    ChooseDevice,
-    Done,
-    HarnessFailure,
-    Refused,
-    Surveyed,
-    SurveyFamily,
-)
-from attncheck.harness.workers.worker import WorkerPipes, next_request, serve
+from attncheck.harness.workers.process import ProcessEndedError, RefusedError, WorkerProcess, fork_worker
+from attncheck.harness.workers.worker import Server, Stage, serve
 from attncheck.reports.run_file.header import SurveyedBackend
 
 _LONGEST = 240
@@ -46,22 +36,18 @@ def survey(family: str, device: str | None, wishes: Sequence[str], limit: Limit)
     found: list[SurveyedBackend] = []
     while True:
         name = ""
-        with WorkerProcess(start=lambda _: fork_worker(partial(serve, work=_serve))) as process:
+        with WorkerProcess(start=lambda _: fork_worker(partial(serve, make=lambda _: SurveyServer()))) as process:
             process.ref = process.printed.label = ref
-            process.send(ChooseDevice(wanted=device, wishes=tuple(wishes)))
-            chosen = chosen_device_of(process, limit)
-            process.send(SurveyFamily(family=family, device=chosen.device, num_reported=len(found)))
+            chosen = process.call(limit, SurveyServer.choose_device, device, tuple(wishes))
+            process.send(SurveyServer.survey, family, chosen.device, len(found))
             try:
-                while not isinstance(answer := process.receive(limit), Done):
-                    match answer:
-                        case Begun():
-                            name = answer.stage
-                        case Surveyed():
-                            found.append(answer.backend)
-                        case Refused():
-                            raise BackendLoadError(ref, answer.reason)
-                        case HarnessFailure():
-                            raise WorkerError(ref, answer)
+                while not isinstance(answer := process.receive(limit), int):
+                    if isinstance(answer, Stage):
+                        name = answer.name
+                    else:
+                        found.append(answer)
+            except RefusedError as refused:
+                raise BackendLoadError(ref, str(refused)) from None
             except ProcessEndedError as ended:
                 if not name:
                     raise BackendLoadError(ref, f"the process that lists its backends ended: {ended}") from None
@@ -70,28 +56,32 @@ def survey(family: str, device: str | None, wishes: Sequence[str], limit: Limit)
                 return tuple(found)
 
 
-def _serve(pipes: WorkerPipes) -> None:
-    """Report the backends of a family to the run."""
-    request = next_request(pipes)
-    if not isinstance(request, SurveyFamily):
-        return
-    from attncheck.backends import interpreter
+class SurveyServer(Server):
+    """Reports the backends of a family."""
 
-    # Set before Triton is imported: a backend that runs in Triton's interpreter counts as available.
-    os.environ.update(interpreter.required_environment(request.device))
-    library = import_module(registry.SURVEYS[request.family])
-    try:
-        names = library.member_names()
-    except ImportError as error:
-        pipes.send(Refused(reason=f"its library cannot be imported: {error}"))
-        return
-    for name in names[request.num_reported :]:
-        ref = f"{request.family}:{name}"
-        pipes.send(Begun(stage=ref))
-        reason = _reason_against(ref, request.device)
-        declared, level = library.declared_by(name)
-        pipes.send(Surveyed(backend=SurveyedBackend(name=ref, reason=reason, declared=declared, level=level)))
-    pipes.send(Done())
+    def survey(
+        self, family: str, device: str, num_reported: int, emit: Callable[[Stage | SurveyedBackend], None]
+    ) -> int:
+        """Report all backends of a family that may run on ``device``, except the first ones; return how many it has.
+
+        ``num_reported``: how many are left out. The events are the loading of a backend, which begins, and its report.
+        """
+        from attncheck.backends import interpreter
+
+        # Set before Triton is imported: a backend that runs in Triton's interpreter counts as available.
+        os.environ.update(interpreter.required_environment(device))
+        library = import_module(registry.SURVEYS[family])
+        try:
+            names = library.member_names()
+        except ImportError as error:
+            raise RefusedError(f"its library cannot be imported: {error}") from error
+        for name in names[num_reported:]:
+            ref = f"{family}:{name}"
+            emit(Stage(name=ref))
+            reason = _reason_against(ref, device)
+            declared, level = library.declared_by(name)
+            emit(SurveyedBackend(name=ref, reason=reason, declared=declared, level=level))
+        return len(names)
 
 
 def _reason_against(ref: str, device: str) -> str:

@@ -14,40 +14,37 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from importlib import import_module
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
+from attncheck.cases.model import Case
 from attncheck.errors import BackendLoadError, InternalError, QuestionError
+from attncheck.harness.checks.findings import TimingSettings
 from attncheck.harness.device import accelerators_in_use
-from attncheck.harness.run.preparation import gpus_alike, refuse_other_gpu
+from attncheck.harness.run.outcomes import BackendDescription
+from attncheck.harness.run.preparation import Gpu, gpus_alike, refuse_other_gpu
 from attncheck.harness.workers.limits import MemoryLimits, keep_within, with_limit_named
-from attncheck.harness.workers.process import STACK_SIGNAL, flush_c_streams, mark_of
+from attncheck.harness.workers.process import STACK_SIGNAL, RefusedError, adopt_orphans, flush_c_streams, mark_of
 from attncheck.harness.workers.protocol import (
-    Answer,
-    Assignment,
-    Begun,
-    ChooseDevice,
-    Described,
-    DeviceChosen,
-    DeviceLost,
-    Done,
-    Examine,
-    GetReasons,
+    EVENT,
+    FAULT,
+    REFUSED,
+    RESULT,
     HarnessFailure,
-    Load,
-    Prepare,
-    Reasons,
+    Message,
     Refused,
-    Request,
-    format_message,
-    parse_request,
+    signature_of,
+    write_answer,
 )
-from attncheck.reports.run_file.records import FALLEN_SHORT, Record
+from attncheck.reference.spec import BACKEND_CHECKS
+from attncheck.reports.run_file.header import Environment
+from attncheck.reports.run_file.records import FALLEN_SHORT, Crashed, Record
 
 if TYPE_CHECKING:
-    from attncheck.cases.model import Case
     from attncheck.harness.run.evaluate import Examiner
-    from attncheck.harness.run.outcomes import Backend, BackendDescription
+    from attncheck.harness.run.outcomes import Backend
 
 _PR_SET_PDEATHSIG = 1  # of linux/prctl.h
 _NEEDS_TERMINAL = "breakpoint() needs --in-process: the process of a backend has no terminal"
@@ -58,26 +55,35 @@ class PipeClosedError(InternalError):
 
 
 class WorkerPipes:
-    """The worker's pipes to the run: requests, answers, and printed output. :meth:`send` ends a forked copy."""
+    """The worker's pipes to the run: calls, answers, and printed output. :meth:`answer` ends a forked copy."""
 
     def __init__(self, reading: int, writing: int, printing: int) -> None:
         self._process = os.getpid()
-        self._requests = os.fdopen(reading, "rb", closefd=False)
+        self._calls = os.fdopen(reading, "rb", closefd=False)
         self._writing, self._printing = writing, printing
+        self._token = b""
+        self._method: Callable[..., Any] = Server.choose_device
         for descriptor in (reading, writing):
             os.set_inheritable(descriptor, False)  # programs that the backend starts must not get them
 
-    def receive(self) -> Request | None:
-        """Return the next request, or None if there will be none.
+    def serve(self, server: "Server") -> None:
+        """Run the methods of ``server`` that the run calls, until it calls no more.
 
         Raises:
             PipeClosedError: the pipe to the run is closed.
         """
-        try:
-            line = self._requests.readline()
-        except (OSError, ValueError) as error:
-            raise PipeClosedError from error
-        return parse_request(line) if line else None
+        while line := self._receive():
+            self._token, name, arguments = line.split(b" ", 2)
+            self._method = getattr(type(server), name.decode())
+            signature = signature_of(self._method)
+            emit = {"emit": partial(self.answer, EVENT)} if EVENT in signature.answers else {}
+            try:
+                result = self._method(server, *signature.arguments.validate_json(arguments), **emit)
+            except RefusedError as refused:
+                self.answer(REFUSED, Refused(reason=str(refused), raised=refused.raised))
+            else:
+                if signature.is_answered:
+                    self.answer(RESULT, result)
 
     def mark(self, case: str) -> None:
         """Mark in the printed output that ``case`` begins."""
@@ -85,19 +91,26 @@ class WorkerPipes:
         with suppress(OSError):  # the backend has closed it, so that no output follows
             os.write(self._printing, mark_of(case))
 
-    def send(self, answer: Answer) -> None:
-        """Send one answer completely.
+    def answer(self, kind: bytes, value: object) -> None:
+        """Send an answer to the latest call completely.
 
         Raises:
             PipeClosedError: the pipe to the run is closed.
         """
         if os.getpid() != self._process:
             os._exit(0)  # the worker itself answers; two answers would mix in the pipe
-        rest = memoryview(format_message(answer))
+        rest = memoryview(write_answer(self._token, self._method, kind, value))
         try:
             while rest:
                 rest = rest[os.write(self._writing, rest) :]
         except OSError as error:
+            raise PipeClosedError from error
+
+    def _receive(self) -> bytes:
+        """Return the line of the next call; empty if there will be none."""
+        try:
+            return self._calls.readline()
+        except (OSError, ValueError) as error:
             raise PipeClosedError from error
 
 
@@ -111,14 +124,15 @@ def main(words: list[str]) -> None:
     _leave()
 
 
-def serve(reading: int, writing: int, run: int, work: Callable[[WorkerPipes], None] | None = None) -> None:
-    """Serve the process ``run`` through these descriptors until it sends nothing more.
+def serve(reading: int, writing: int, run: int, make: "Callable[[WorkerPipes], Server] | None" = None) -> None:
+    """Serve the process ``run`` through these descriptors until it calls no more.
 
-    ``work``: answers its requests; None for :func:`serve_cases`.
+    ``make``: makes the server; None for one of cases.
     """
     sys.argv[:] = ["attncheck"]
     if sys.platform == "linux":  # a killed run cannot end this process, which may be busy for hours
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    adopt_orphans()  # so that all that the backend starts stays below this process, and is found
     if os.getppid() != run:
         return  # the run was killed before the line above
     # Print a stack if a kernel kills the process, even if the backend has closed stderr.
@@ -127,12 +141,12 @@ def serve(reading: int, writing: int, run: int, work: Callable[[WorkerPipes], No
     faulthandler.register(STACK_SIGNAL, printing)
     pipes = WorkerPipes(reading, writing, printing)
     try:
-        (work or serve_cases)(pipes)
+        pipes.serve((make or CaseServer)(pipes))
     except PipeClosedError:
         sys.exit("a pipe between attncheck and this process is closed")
     except (Exception, SystemExit) as error:  # noqa: BLE001 (ours, or a backend's outside of guarded calls)
         line = traceback.format_exception_only(error)[-1].strip()
-        pipes.send(HarnessFailure(error=line, traceback="".join(traceback.format_exception(error))))
+        pipes.answer(FAULT, HarnessFailure(error=line, traceback="".join(traceback.format_exception(error))))
 
 
 def _leave() -> None:
@@ -164,78 +178,195 @@ def _imports_kept() -> Iterator[None]:
         gc.enable()
 
 
-def serve_cases(pipes: WorkerPipes, handed_over: "Backend | None" = None) -> None:
-    """Examine cases of one backend as the run requests. ``handed_over``: the backend, if it is already loaded."""
-    with _imports_kept():
-        from attncheck.backends.registry import BUILTIN
+class DeviceChosen(Message):
+    """The device of a run, notes on the choice, and the environment of an examination on it.
+
+    ``gpus``: GPUs that processes may use in parallel; empty unless the device is ``cuda``.
+    """
+
+    device: str
+    notes: tuple[str, ...]
+    environment: Environment
+    gpus: tuple[Gpu, ...] = ()
+
+
+class Stage(Message):
+    """A stage of the case, such as ``check lse``, begins. ``reference_s``: seconds that the case's truth took."""
+
+    name: str
+    reference_s: float = 0.0
+
+
+class Server:
+    """The methods that each process serves."""
+
+    def choose_device(self, wanted: str | None, wishes: tuple[str, ...]) -> DeviceChosen:
+        """Choose the device of a run. ``wanted``: by the user; ``wishes``: of the suites."""
+        from attncheck.harness.run.evaluate import environment_of
+        from attncheck.harness.run.preparation import suite_device
+
+        try:
+            device, notes = suite_device(wishes, wanted)
+        except QuestionError as error:
+            raise RefusedError(str(error)) from error
+        gpus, gpu_notes = gpus_alike(device)
+        return DeviceChosen(device=device, notes=(*notes, *gpu_notes), environment=environment_of(device), gpus=gpus)
+
+
+class Imports(Message):
+    """What a process imports before any backend.
+
+    ``functions``: a case examines a function of the backend. ``libraries``: those that the backend imports; a library
+    that cannot be imported is skipped.
+    """
+
+    checks: tuple[str, ...] = BACKEND_CHECKS
+    functions: bool = True
+    libraries: tuple[str, ...] = ()
+
+
+class Assignment(Message):
+    """The run that the process works for. ``suites``: references of the suites of its cases.
+
+    ``cases``: the keys of all selected cases; None for every case. ``by_default``, ``is_short``: each backend gets the
+    cases of :func:`~attncheck.harness.run.selection.default_cases`. ``shares_probes``: as in
+    :class:`~attncheck.harness.run.evaluate.RunPlan`. ``digests``: of each suite as the run has read it; a suite file
+    that has changed since is refused. ``environment``: the run's circumstances, whose digest the records contain.
+    ``timing``: settings of the check ``timing``. ``dump``, ``truths``: absolute paths. ``memory``: limits that the
+    process enforces. ``gpu``: UUID of the GPU that the process must use, with exactly that environment; None for no
+    such check.
+    """
+
+    suites: tuple[str, ...]
+    cases: tuple[str, ...] | None = None
+    by_default: bool = False
+    is_short: bool = False
+    shares_probes: bool = True
+    digests: tuple[str, ...]
+    device: str
+    seed: int
+    dump: Path | None
+    truths: Path | None = None
+    environment: Environment
+    timing: TimingSettings
+    memory: MemoryLimits = MemoryLimits()
+    gpu: str | None = None
+
+
+class Examined(Message):
+    """A case is over. ``blind``: why it could not be examined at all.
+
+    ``lost``: the record of the check that lost the device; the remaining checks are still due, in another process.
+    """
+
+    blind: str | None = None
+    lost: Crashed | None = None
+
+
+class CaseServer(Server):
+    """Examines cases of one backend. The run calls :meth:`prepare`, :meth:`load`, :meth:`assign`, then the others."""
+
+    def __init__(self, pipes: WorkerPipes, handed_over: "Backend | None" = None) -> None:
+        """``handed_over``: the backend, if it is already loaded."""
+        with _imports_kept():  # torch, while the run still prepares
+            import attncheck.harness.run.backend_loading  # noqa: F401
+        self._pipes = pipes
+        self._imports = Imports()
+        self._backend = handed_over
+        self._stores_truths = False
+        self._refusal: QuestionError | None = None
+        self._described: BackendDescription | None = None
+
+    def prepare(self, imports: Imports) -> None:
+        """Import what will be needed."""
         from attncheck.harness.checks.case_checks import import_checks
-        from attncheck.harness.run.backend_loading import describe_backend, load_backend, reasons_against
-        from attncheck.harness.run.evaluate import Examiner  # noqa: F401 (before the backend)
 
-        prepare = pipes.receive()
-        if not isinstance(prepare, Prepare):
+        self._imports = imports
+        with _imports_kept():
+            import_checks(imports.checks, functions=imports.functions)
+            for library in imports.libraries:
+                with suppress(ImportError):
+                    import_module(library)
+
+    def load(self, ref: str) -> None:
+        """Load the backend with this reference."""
+        from attncheck.backends.registry import BUILTIN
+        from attncheck.harness.run.backend_loading import load_backend
+
+        self._stores_truths = ref in BUILTIN
+        try:
+            if self._backend is None:
+                self._backend = load_backend(ref, self._imports.checks, functions=self._imports.functions)
+        except QuestionError as error:
+            self._refusal = error
+
+    def assign(self, assignment: Assignment) -> None:
+        """Work for this run from now on."""
+        from attncheck.harness.run.backend_loading import describe_backend
+
+        self._memory, self._device = assignment.memory, assignment.device
+        if self._backend is None:
             return
-        import_checks(prepare.checks, functions=prepare.functions)
-        for library in prepare.libraries:
-            with suppress(ImportError):
-                import_module(library)
-    load = next_request(pipes)
-    if not isinstance(load, Load):
-        return
-    backend: Backend | QuestionError
-    try:
-        backend = handed_over or load_backend(load.ref, prepare.checks, functions=prepare.functions)
-    except QuestionError as error:
-        backend = error
-    assignment = next_request(pipes)
-    if not isinstance(assignment, Assignment):
-        return
-    try:
-        if isinstance(backend, QuestionError):
-            raise backend
-        refuse_other_gpu(assignment.device, assignment.gpu, assignment.environment)
-        keep_within(assignment.memory, assignment.device)
-        description = describe_backend(backend, assignment.device)
-        examiner = _examiner(assignment, description, stores_truths=load.ref in BUILTIN)
-    except QuestionError as error:
-        raised = error.raised if isinstance(error, BackendLoadError) else ""
-        pipes.send(Refused(reason=str(error), raised=raised))
-        return
-    pipes.send(Described(description=description))
-    cases = {case.key: case for case in examiner.plan.cases}
-    while isinstance(request := pipes.receive(), Examine | GetReasons | Assignment):
-        if isinstance(request, Assignment):
-            examiner = _examiner(request, description, stores_truths=load.ref in BUILTIN)
-            cases = {case.key: case for case in examiner.plan.cases}
-        elif isinstance(request, GetReasons):
-            pipes.send(Reasons(reasons=reasons_against(backend, assignment.device, request.cases)))
+        try:
+            if self._described is None:
+                refuse_other_gpu(assignment.device, assignment.gpu, assignment.environment)
+                keep_within(assignment.memory, assignment.device)
+                self._described = describe_backend(self._backend, assignment.device)
+            self._examiner = _examiner(assignment, self._described, stores_truths=self._stores_truths)
+        except QuestionError as error:
+            self._refusal = error
         else:
-            _examine(pipes, examiner, backend, request.drawn or cases[request.case], request, assignment.memory)
+            self._cases = {case.key: case for case in self._examiner.plan.cases}
 
+    def describe(self) -> BackendDescription:
+        """Return the description of the backend."""
+        if self._refusal is not None:
+            raised = self._refusal.raised if isinstance(self._refusal, BackendLoadError) else ""
+            raise RefusedError(str(self._refusal), raised)
+        assert self._described is not None
+        return self._described
 
-def next_request(pipes: WorkerPipes) -> Request | None:
-    """Answer requests for a device, and return the next other request."""
-    while isinstance(request := pipes.receive(), ChooseDevice):
-        pipes.send(_choose_device(request))
-    return request
+    def reasons_against(self, cases: tuple[Case, ...]) -> tuple[tuple[str, ...], ...]:
+        """Return why the backend's declarations exclude each of the cases; an empty tuple if they do not."""
+        from attncheck.harness.run.backend_loading import reasons_against
 
+        assert self._backend is not None
+        return tuple(reasons_against(self._backend, self._device, cases))
 
-def _choose_device(request: ChooseDevice) -> DeviceChosen | Refused:
-    from attncheck.harness.run.evaluate import environment_of
-    from attncheck.harness.run.preparation import suite_device
+    def examine(
+        self,
+        case: str,
+        checks: tuple[str, ...],
+        number: int,
+        drawn: Case | None,
+        emit: Callable[[Stage | Record], None],
+    ) -> Examined:
+        """Make ``checks`` on one selected case, given by its key ``suite/id``, in round ``number``.
 
-    try:
-        device, notes = suite_device(request.wishes, request.wanted)
-    except QuestionError as error:
-        return Refused(reason=str(error))
-    gpus, gpu_notes = gpus_alike(device)
-    return DeviceChosen(device=device, notes=(*notes, *gpu_notes), environment=environment_of(device), gpus=gpus)
+        ``drawn``: the case itself, if no suite contains it. The events are stages that begin, and records.
+        """
+        from attncheck.harness.run.outcomes import DeviceLostError
+
+        assert self._backend is not None
+        examiner, chosen = self._examiner, drawn or self._cases[case]
+
+        def begin(stage: str) -> None:
+            emit(Stage(name=stage, reference_s=examiner.reference_s))
+
+        self._pipes.mark(case)
+        try:
+            for record in examiner.records(chosen, self._backend, begin, checks=checks, round_number=number):
+                if record.outcome in FALLEN_SHORT:
+                    flush_c_streams()  # since the run adds the printed output to the record
+                emit(with_limit_named(_without_debugger(record), self._memory))
+        except DeviceLostError as lost:
+            return Examined(lost=lost.record)
+        fault = examiner.fault_of(chosen)
+        return Examined(blind=None if fault is None else str(fault))
 
 
 def _examiner(assignment: Assignment, description: "BackendDescription", *, stores_truths: bool = False) -> "Examiner":
     """Return the examiner for the assignment. Raises QuestionError if a suite has changed since the run began."""
-    from pathlib import Path
-
     from attncheck.cases.loader import load_suite
     from attncheck.harness.run.evaluate import Examiner
     from attncheck.harness.run.selection import RunPlan, Selection, default_cases
@@ -252,39 +383,13 @@ def _examiner(assignment: Assignment, description: "BackendDescription", *, stor
         cases=cases,
         device=assignment.device,
         seed=assignment.seed,
-        dump=None if assignment.dump is None else Path(assignment.dump),
+        dump=assignment.dump,
         chosen=chosen,
         timing=assignment.timing,
         shares_probes=assignment.shares_probes,
-        truths=None if assignment.truths is None else Path(assignment.truths),
+        truths=assignment.truths,
     )
     return Examiner(plan, assignment.environment, stores_truths=stores_truths)
-
-
-def _examine(
-    pipes: WorkerPipes,
-    examiner: "Examiner",
-    backend: "Backend",
-    case: "Case",
-    request: Examine,
-    memory: MemoryLimits,
-) -> None:
-    from attncheck.harness.run.outcomes import DeviceLostError
-
-    def begin(stage: str) -> None:
-        pipes.send(Begun(stage=stage, reference_s=examiner.reference_s))
-
-    pipes.mark(case.key)
-    try:
-        for record in examiner.records(case, backend, begin, checks=request.checks, round_number=request.round):
-            if record.outcome in FALLEN_SHORT:
-                flush_c_streams()  # since the run adds the printed output to the record
-            pipes.send(with_limit_named(_without_debugger(record), memory))
-    except DeviceLostError as lost:
-        pipes.send(DeviceLost(record=lost.record))
-        os._exit(1)  # Python's finalization may wait for the device
-    fault = examiner.fault_of(case)
-    pipes.send(Done(blind=None if fault is None else str(fault)))
 
 
 def _without_debugger(record: Record) -> Record:

@@ -31,6 +31,7 @@ _AT_START = ("PYTHON", "LC_", "LANG", "OMP_", "MKL_", "KMP_", "TORCH_", "COV_", 
 attncheck's scripts read ``PYTHON``."""
 _OPTIONS = ("-P", "-u")
 _PR_SET_CHILD_SUBREAPER = 36  # of linux/prctl.h
+_PR_GET_CHILD_SUBREAPER = 37
 MOST_BYTES = 2**20
 _LONGEST = 2**17 - 2
 """Maximum bytes of the name and value of a variable on Linux, without ``=`` and the final zero byte."""
@@ -190,14 +191,15 @@ class Preloaded:
         return None if program is None else self._fork(program, list(given.values()))
 
     def _fork(self, program: Program, descriptors: list[int]) -> int:
-        prctl = ctypes.CDLL(None).prctl
+        prctl, before = ctypes.CDLL(None).prctl, ctypes.c_int()
         with self._one_at_a_time:
+            prctl(_PR_GET_CHILD_SUBREAPER, ctypes.byref(before))
             prctl(_PR_SET_CHILD_SUBREAPER, 1)  # makes this process the parent when the intermediate child exits
             try:
                 socket.send_fds(self._requests, [json.dumps(asdict(program)).encode()], descriptors)
                 return int(self._requests.recv(64))
             finally:
-                prctl(_PR_SET_CHILD_SUBREAPER, 0)
+                prctl(_PR_SET_CHILD_SUBREAPER, before)
 
 
 def _place(received: Sequence[int], numbers: Sequence[int]) -> None:

@@ -181,7 +181,7 @@ def test_a_run_that_was_cut_off_lists_the_backends_that_it_did_not_reach(run: Ru
     cut = replace(run, records=records, footer=None)
     text = page.render(cut)
     assert "there is no record of 1 of 2 backends: vllm:TWO" in text
-    assert "| `ONE` (UNIFORM_BATCH), `TWO` (NEVER) | the run was cut off before |" in text
+    assert "| `ONE` (UNIFORM_BATCH), `TWO` (NEVER) | the run ended before |" in text
 
 
 def test_several_runs_have_their_levels_side_by_side(run: Run, make: Callable[..., Record]) -> None:

@@ -12,6 +12,7 @@ from attncheck.harness.cli import app as cli
 from attncheck.harness.cli import run_files
 from attncheck.harness.cli.run_files import (
     drop_old_runs,
+    is_kept,
     kept_folder,
     kept_run,
     kept_runs,
@@ -130,6 +131,8 @@ def test_words_name_kept_runs(plain: Path, monkeypatch: pytest.MonkeyPatch) -> N
     words = {"last": newest, "last~0": newest, "1": newest, "last~1": middle, "2": middle, "last~2": oldest}
     assert {word: run_path(word) for word in words} == words
     assert run_path("./1") == Path("1")
+    assert is_kept(newest)
+    assert not is_kept(Path("1"))
     assert report_command(newest) == "attncheck report"
     assert report_command(middle) == f"attncheck report {middle}"
     with pytest.raises(RunFileError, match="holds 3 runs; the oldest is number 3"):
@@ -172,6 +175,7 @@ def test_a_kept_run_that_others_may_write_names_no_code_to_execute(
     (folder / name if given == "the file" else folder).chmod(0o777)
     with pytest.raises(RunFileError, match=r"written by every user|other users may write in it"):
         run_path("last")
+    assert not is_kept(folder / name)
 
 
 def test_a_disk_without_room_for_a_header_and_some_records_is_not_used(tmp_path: Path) -> None:

@@ -269,7 +269,7 @@ def test_what_is_defined_within_a_function_is_left_to_attncheck(tmp_path: Path) 
 def test_arguments_are_read_as_they_were_without_running_code() -> None:
     codes = torch.arange(80, dtype=torch.uint8)
     fused = torch.tensor([torch.nan, torch.inf, 0.1, 1e-40] * 15).view(3, 20)
-    query, key = fused[:, :8].unflatten(1, (2, 4)), fused[:, 8:16]
+    query, key = fused[:, :8].unflatten(1, (2, 4)), fused[:, 9:17]
     params = AttentionParams(num_heads=4, num_kv_heads=2, head_size=64, window=(3, 0))
     config = SimpleNamespace(get_head_size=lambda: 64, inner=(torch.float16, [torch.device("cpu")]))
     file = io.BytesIO()
@@ -278,6 +278,7 @@ def test_arguments_are_read_as_they_were_without_running_code() -> None:
     got = restored(torch.load(file, weights_only=True))
     assert (got[0].shape, got[0].stride()) == (query.shape, query.stride())
     assert torch.equal(got[0].view(torch.int32), query.view(torch.int32))
+    assert torch.equal(got[1].view(torch.int32), key.view(torch.int32))
     assert got[0].untyped_storage().data_ptr() == got[1].untyped_storage().data_ptr()
     assert got[3].dtype == torch.float8_e4m3fn
     assert got[3].view(torch.uint8).tolist() == codes.tolist()

@@ -25,7 +25,7 @@ from attncheck.harness.run.selection import (
     untimed_questions,
 )
 from attncheck.harness.workers.pool import WorkerPool
-from attncheck.harness.workers.protocol import Assignment
+from attncheck.harness.workers.worker import Assignment
 from attncheck.reference.spec import DEFAULT_CHECKS
 from attncheck.reports.run_file.header import BackendInfo, Environment
 

@@ -6,16 +6,25 @@ from typing import Any, cast
 import pytest
 from inline_snapshot import snapshot
 
+import attncheck
 from attncheck.cases.model import Case
 from attncheck.errors import QuestionError
 from attncheck.harness.run.evaluate import RunPlan, environment_of
-from attncheck.harness.run.outcomes import BackendDescription, Circumstances, ProcessEnd, not_loaded, unavailable
+from attncheck.harness.run.outcomes import (
+    BackendDescription,
+    Circumstances,
+    ProcessEnd,
+    absent,
+    identity_of,
+    not_loaded,
+)
 from attncheck.harness.run.preparation import Gpu
-from attncheck.harness.workers.executor import Supervisor
+from attncheck.harness.workers.executor import BackendQuestion, Supervisor
 from attncheck.harness.workers.limits import Limit, TimeLimits
 from attncheck.harness.workers.pool import WorkerError, WorkerPool
 from attncheck.harness.workers.process import ProcessEndedError
-from attncheck.harness.workers.protocol import Answer, Begun, Done, Examine, HarnessFailure
+from attncheck.harness.workers.protocol import HarnessFailure
+from attncheck.harness.workers.worker import Examined, Stage
 from attncheck.reports.run_file.header import BackendInfo
 from attncheck.reports.run_file.records import Crashed, Passed, Record
 
@@ -26,14 +35,6 @@ def known(ref: str) -> BackendDescription:
     return BackendDescription(info=BackendInfo(name=ref, ref=ref))
 
 
-def passed(ref: str, key: str, check: str) -> Passed:
-    suite, _, case = key.partition("/")
-    who = {"suite": suite, "case_id": case, "case_hash": "0" * 12, "seed": 0, "backend": ref, "backend_ref": ref}
-    return Passed.model_validate(
-        who | {"check": check, "backend_version": "", "environment": "e" * 12, "attncheck_version": "0.1.0"}
-    )
-
-
 class FakeProcess:
     """Passes each case, each answer after ``pause`` looks in vain; dies of the cases in ``deadly``."""
 
@@ -41,23 +42,27 @@ class FakeProcess:
         self.has_ended = False
         self.pause = pool.pauses.get(ref, 0)
         self._pool, self._ref = pool, ref
-        self._answers: list[Answer | Exception | None] = []
-        self.examined: list[Examine] = []
+        self._answers: list[Any | None] = []
+        self.examined: list[BackendQuestion] = []
 
-    def send(self, request: Examine) -> None:
+    def send(self, method: Any, key: str, checks: tuple[str, ...], *_: Any) -> None:
         assert not self._answers, "sent before it has answered"
-        self._pool.log.append(f"{self._pool.name}{self._ref} begins {request.case.partition('/')[2]}")
-        case, check = request.case, request.checks[0]
-        if request.case in self._pool.deadly:
-            self._answers = [Begun(stage=f"check {check}"), ProcessEndedError(ProcessEnd("killed by SIGSEGV", ""))]
+        self._pool.log.append(f"{self._pool.name}{self._ref} begins {key.partition('/')[2]}")
+        check = checks[0]
+        if key in self._pool.deadly:
+            self._answers = [Stage(name=f"check {check}"), ProcessEndedError(ProcessEnd("killed by SIGSEGV", ""))]
         else:
-            self._answers = [*[None] * self.pause, passed(self._ref, case, check), Done()]
+            self._answers = [*[None] * self.pause, self._passed(check), Examined()]
 
-    def answer(self, limit: Limit | None = None) -> Answer | None:
+    def _passed(self, check: str) -> Passed:
+        question, now = self.examined[-1], Circumstances(0, ENVIRONMENT.digest, attncheck.__version__)
+        return Passed(**identity_of(now, question.case, question.backend, check))
+
+    def answer(self, limit: Limit | None = None) -> Any:
         answer = self._answers.pop(0)
         if isinstance(answer, Exception):
             raise answer
-        if isinstance(answer, Done):
+        if isinstance(answer, Examined):
             self._pool.log.append(f"{self._pool.name}{self._ref} is done")
         return answer
 
@@ -286,7 +291,7 @@ def test_one_that_could_not_be_loaded_keeps_no_process_from_its_work(cases: list
     workers = FakePool("ab")
     gone = not_loaded("gone", ("no library",))
     records = list(examine(workers, cases[:1], known("a"), gone, known("b")))
-    expected = unavailable(Circumstances(0, ENVIRONMENT.digest, "0.1.0"), cases[0], gone, "numerics", ("no library",))
+    expected = absent(Circumstances(0, ENVIRONMENT.digest, "0.1.0"), cases[0], gone, "numerics")
     assert [record.outcome for record in records] == ["passed", "unavailable", "passed"]
     assert records[1] == expected
     assert workers.log[:2] == ["a begins first", "b begins first"]

@@ -91,6 +91,28 @@ time.sleep(60)
         assert held_bytes([session], None) == {session: 0}
 
 
+@pytest.mark.parametrize("opened", ["os.memfd_create('held')", "os.open('/dev/shm', os.O_TMPFILE | os.O_RDWR)"])
+def test_files_in_memory_count_once(monkeypatch: pytest.MonkeyPatch, opened: str) -> None:
+    code = f"""
+import mmap
+file = {opened}
+for _ in range(50): os.write(file, bytes(2**20))
+mapped = mmap.mmap(file, 0)
+print("written", flush=True)
+os.read(int(sys.argv[1]), 1)
+for place in range(0, len(mapped), 4096): mapped[place]
+print("mapped", flush=True)
+time.sleep(60)
+"""
+    with start(monkeypatch, code) as process:
+        for word in ("written", "mapped"):
+            deadline = time.monotonic() + 60
+            while word not in process.output() and time.monotonic() < deadline:
+                time.sleep(0.01)
+            assert 50 * MIB < held_bytes([process.identity], None)[process.identity] < 80 * MIB
+            os.write(process._writing, b"x")
+
+
 def test_pages_that_copies_share_count_once(monkeypatch: pytest.MonkeyPatch) -> None:
     code = """
 held = b'x' * (50 * 2**20)

@@ -1,23 +1,24 @@
-"""Messages come back as they were sent, and nothing else is taken for one."""
+"""Values come back as they were sent, and nothing else is taken for an answer."""
 
 import math
+from typing import Any
 
 import pytest
-from pydantic import ValidationError
 
 from attncheck.harness.run.outcomes import BackendDescription, not_loaded
 from attncheck.harness.workers.protocol import (
-    Answer,
-    Begun,
-    Described,
-    Done,
-    Examine,
+    EVENT,
+    FAULT,
+    REFUSED,
+    RESULT,
     HarnessFailure,
     Refused,
-    format_message,
-    parse_answer,
-    parse_request,
+    read_answer,
+    signature_of,
+    write_answer,
+    write_call,
 )
+from attncheck.harness.workers.worker import CaseServer, Examined, Stage
 from attncheck.reports.run_file.header import BackendInfo
 from attncheck.reports.run_file.records import Errored, Passed
 
@@ -34,36 +35,53 @@ WHO = {
     "attncheck_version": "0.1.0",
 }
 INFO = BackendInfo(name="b", ref="b", conventions={"lse_base": "e"}, required_environment={"A": "1"})
+INFINITE = Passed.model_validate(WHO | {"figures": {"budget_share": math.inf}})
+ERROR = {"stage": "s", "error_type": "E", "message": "two\nlines \x00", "traceback": "é"}
 
 
 @pytest.mark.parametrize(
-    "answer",
+    ("method", "kind", "value"),
     [
-        Described(description=BackendDescription(info=INFO, is_mla=True)),
-        Described(description=not_loaded("b", ("no library",))),
-        Refused(reason="unknown backend 'b'"),
-        Begun(stage="check lse"),
-        Passed.model_validate(WHO | {"figures": {"budget_share": math.inf}}),
-        Errored.model_validate(WHO | {"stage": "s", "error_type": "E", "message": "two\nlines \x00", "traceback": "é"}),
-        Done(),
-        Done(blind="case s/case: blind"),
-        HarnessFailure(error="ValueError: x", traceback="Traceback ..."),
+        (CaseServer.describe, RESULT, BackendDescription(info=INFO, is_mla=True)),
+        (CaseServer.describe, RESULT, not_loaded("b", ("no library",))),
+        (CaseServer.describe, REFUSED, Refused(reason="unknown backend 'b'")),
+        (CaseServer.examine, EVENT, Stage(name="check lse")),
+        (CaseServer.examine, EVENT, INFINITE),
+        (CaseServer.examine, EVENT, Errored.model_validate(WHO | ERROR)),
+        (CaseServer.examine, RESULT, Examined()),
+        (CaseServer.examine, RESULT, Examined(blind="case s/case: blind")),
+        (CaseServer.reasons_against, RESULT, ((), ("no", "never"))),
+        (CaseServer.assign, FAULT, HarnessFailure(error="ValueError: x", traceback="Traceback ...")),
     ],
-    ids=lambda answer: type(answer).__name__,
 )
-def test_an_answer_is_one_line_and_comes_back(answer: Answer) -> None:
-    line = format_message(answer)
+def test_an_answer_is_one_line_and_comes_back(method: Any, kind: bytes, value: object) -> None:
+    line = write_answer(b"token", method, kind, value)
     assert line.count(b"\n") == 1
     assert line.endswith(b"\n")
-    assert parse_answer(line) == answer
+    assert read_answer(b"token", method, line[:-1]) == (kind, value)
 
 
-def test_a_request_comes_back() -> None:
-    request = Examine(case="smoke/decode", checks=("timing",), round=3)
-    assert parse_request(format_message(request)) == request
+def test_a_call_has_the_arguments_of_its_method() -> None:
+    line = write_call(b"token", CaseServer.examine, ("smoke/decode", ("timing",), 3, None))
+    assert line == b'token examine ["smoke/decode",["timing"],3,null]\n'
+    arguments = signature_of(CaseServer.examine).arguments.validate_json(line.split(b" ", 2)[2])
+    assert arguments == ("smoke/decode", ("timing",), 3, None)
 
 
-@pytest.mark.parametrize("line", [b"", b"hello", b"{}", b'{"kind":"examine","index":1}', b'{"kind":"done","more":1}'])
-def test_what_is_no_answer_is_refused(line: bytes) -> None:
-    with pytest.raises(ValidationError):
-        parse_answer(line)
+@pytest.mark.parametrize(
+    "line",
+    [
+        b"",
+        b"hello",
+        b'{"blind":null,"lost":null}',
+        b'result {"blind":null,"lost":null}',
+        b'other result {"blind":null,"lost":null}',
+        b'token results {"blind":null,"lost":null}',
+        b'token result {"blind":null,"more":1}',
+        b"token event {}",
+        b"token event null",
+    ],
+)
+def test_what_is_no_answer_to_the_call_is_refused(line: bytes) -> None:
+    with pytest.raises(ValueError):
+        read_answer(b"token", CaseServer.examine, line)

@@ -14,16 +14,9 @@ from attncheck.harness.run.selection import RunPlan, Selection, select_cases
 from attncheck.harness.workers.executor import BackendQuestion
 from attncheck.harness.workers.limits import TimeLimits, WorkerSettings
 from attncheck.harness.workers.pool import assignment_of
-from attncheck.harness.workers.protocol import (
-    Assignment,
-    ChooseDevice,
-    DeviceChosen,
-    Prepare,
-    Refused,
-    format_message,
-    parse_answer,
-)
+from attncheck.harness.workers.protocol import Refused
 from attncheck.harness.workers.ray import Examined, RayActor
+from attncheck.harness.workers.worker import Assignment, DeviceChosen, Imports
 from attncheck.reports.run_file.records import parse_line
 
 pytestmark = pytest.mark.usefixtures("preloaded")
@@ -39,10 +32,11 @@ REF = "./mine.py:Mine"
 
 
 def joined(actor: RayActor, *, version: str = attncheck.__version__, folder: Path, device: str = "cpu") -> object:
-    wish = ChooseDevice(wanted=device, wishes=())
-    name, line = actor.join(version, str(folder), (format_message(Prepare()), format_message(wish)))
-    assert name
-    return parse_answer(line)
+    answer = actor.join(version, str(folder), Imports().model_dump_json(), (device, []))
+    assert answer["name"]
+    if "refused" in answer:
+        return Refused(reason=answer["refused"])
+    return DeviceChosen.model_validate_json(answer["chosen"])
 
 
 @pytest.fixture

@@ -15,8 +15,9 @@ from attncheck.errors import ClusterError, MissingExtraError
 from attncheck.harness.run.options import RaySettings
 from attncheck.harness.run.selection import RunPlan, select_cases
 from attncheck.harness.workers.executor import BackendQuestion
-from attncheck.harness.workers.protocol import DeviceChosen, HarnessFailure, Prepare, Refused, format_message
+from attncheck.harness.workers.protocol import HarnessFailure, Refused
 from attncheck.harness.workers.ray import Examined, Lost, RayCluster
+from attncheck.harness.workers.worker import DeviceChosen, Imports
 from attncheck.reports.run_file.header import Environment
 
 FACTS = dict.fromkeys(("python", "numpy", "platform", "cpu", "device", "device_name"), "")
@@ -109,10 +110,11 @@ class FakeMethod:
         return Reference([self._answers.pop(0)])
 
 
-def joining(environment: Environment | None = SAME, reason: str = "") -> tuple[str, bytes]:
+def joining(environment: Environment | None = SAME, reason: str = "") -> dict[str, str]:
     if environment is None:
-        return "far", format_message(Refused(reason=reason))
-    return "near", format_message(DeviceChosen(device="cpu", notes=(), environment=environment))
+        return {"name": "far", "refused": reason}
+    chosen = DeviceChosen(device="cpu", notes=(), environment=environment)
+    return {"name": "near", "chosen": chosen.model_dump_json()}
 
 
 @pytest.fixture
@@ -137,7 +139,7 @@ def opened(ray: FakeRay, notes: list[str]) -> Opener:
 
     def make(settings: RaySettings | None = None, **options: Any) -> RayCluster:
         ray.joins.insert(0, joining())
-        cluster = RayCluster(settings or RaySettings(), Prepare(), notes.append, **options)
+        cluster = RayCluster(settings or RaySettings(), Imports(), notes.append, **options)
         assert cluster.choose_device((), None) == ("cpu", (), SAME)
         selection = select_cases(["smoke"])
         cluster.begin(selection, RunPlan(cases=selection.cases), SAME)
@@ -192,7 +194,7 @@ def test_no_more_actors_are_started_than_there_are_questions(ray: FakeRay, opene
 
 def test_a_cluster_without_room_is_refused(ray: FakeRay, notes: list[str]) -> None:
     with pytest.raises(ClusterError) as refused:
-        RayCluster(RaySettings(resources={"FPGA": 2.0}), Prepare(), notes.append)
+        RayCluster(RaySettings(resources={"FPGA": 2.0}), Imports(), notes.append)
     assert str(refused.value) == snapshot(
         "Ray cluster 'auto': has no room for an actor that takes CPU=1, FPGA=2; add nodes, or give --jobs N to wait for them"
     )
@@ -202,7 +204,7 @@ def test_a_cluster_without_room_is_refused(ray: FakeRay, notes: list[str]) -> No
 def test_nodes_work_in_the_folder_of_the_run_unless_ray_brings_one(ray: FakeRay, opened: Opener) -> None:
     opened()
     opened(RaySettings(runtime_env={"working_dir": "."}))
-    assert [folder for _, folder, _ in ray.joined_with] == [str(Path.cwd()), None]
+    assert [folder for _, folder, *_ in ray.joined_with] == [str(Path.cwd()), None]
     assert ray.initialised["runtime_env"] == {"working_dir": "."}
 
 
@@ -221,7 +223,7 @@ def test_a_node_with_another_environment_takes_no_part(ray: FakeRay, opened: Ope
 
 def test_a_first_node_that_refuses_ends_the_run(ray: FakeRay, notes: list[str]) -> None:
     ray.joins.append(joining(None, "it has attncheck 0.0.9"))
-    cluster = RayCluster(RaySettings(address="local"), Prepare(), notes.append)
+    cluster = RayCluster(RaySettings(address="local"), Imports(), notes.append)
     with pytest.raises(ClusterError) as refused:
         cluster.choose_device((), None)
     assert str(refused.value) == snapshot("Ray cluster 'local': far takes no part: it has attncheck 0.0.9")
@@ -289,7 +291,7 @@ def test_an_exception_of_attncheck_on_a_node_is_a_fault_of_its_own(ray: FakeRay,
 
 def test_a_cluster_that_gives_no_node_in_time_ends_the_run(ray: FakeRay, notes: list[str]) -> None:
     ray.joins.append("never")
-    cluster = RayCluster(RaySettings(), Prepare(), notes.append, jobs=1)
+    cluster = RayCluster(RaySettings(), Imports(), notes.append, jobs=1)
     with pytest.raises(ClusterError) as refused:
         cluster.choose_device((), None)
     assert str(refused.value) == snapshot("Ray cluster 'auto': no node has joined the run within 600 s")
@@ -305,7 +307,7 @@ def test_the_address_is_that_of_the_option_then_of_the_environment(
 ) -> None:
     if environment:
         monkeypatch.setenv("RAY_ADDRESS", environment)
-    with RayCluster(RaySettings(address=given), Prepare(), notes.append):
+    with RayCluster(RaySettings(address=given), Imports(), notes.append):
         assert ray.initialised["address"] == expected
     assert ray.is_shut_down
 
@@ -315,14 +317,14 @@ def test_an_address_at_which_nothing_listens_is_refused_at_once(ray: FakeRay, no
         free.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{free.getsockname()[1]}"
         with pytest.raises(ClusterError, match=rf"Ray cluster '{address}': cannot be used: .*refused"):
-            RayCluster(RaySettings(address=address), Prepare(), notes.append)
+            RayCluster(RaySettings(address=address), Imports(), notes.append)
     assert ray.initialised == {}
 
 
 def test_without_ray_the_extra_is_named(monkeypatch: pytest.MonkeyPatch, notes: list[str]) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(MissingExtraError) as refused:
-        RayCluster(RaySettings(), Prepare(), notes.append)
+        RayCluster(RaySettings(), Imports(), notes.append)
     assert str(refused.value) == snapshot(
         "--executor ray needs ray, which is not installed; pip install 'attncheck[ray]'"
     )

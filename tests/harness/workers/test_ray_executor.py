@@ -8,8 +8,8 @@ import pytest
 from inline_snapshot import snapshot
 
 from attncheck.cases.model import Case
-from attncheck.errors import ClusterError
-from attncheck.harness.run.outcomes import BackendDescription, Circumstances, unavailable
+from attncheck.errors import BackendUnavailableError, ClusterError
+from attncheck.harness.run.outcomes import BackendDescription, Circumstances, record_of
 from attncheck.harness.run.selection import RunPlan
 from attncheck.harness.workers import ray
 from attncheck.harness.workers.executor import BackendQuestion
@@ -28,7 +28,8 @@ ENVIRONMENT = Environment(attncheck="0.1.0", cores=1, **FACTS)
 def examined(question: BackendQuestion, blind: str | None = None) -> Examined:
     circumstances = Circumstances(0, ENVIRONMENT.digest, "0.1.0")
     records = (
-        unavailable(circumstances, question.case, question.backend, check, ("made up",)) for check in question.checks
+        record_of(circumstances, question.case, question.backend, check, BackendUnavailableError("made", ["made up"]))
+        for check in question.checks
     )
     return Examined(tuple(format_line(record).encode() for record in records), blind)
 

@@ -1,14 +1,23 @@
 """Which of the cases before a crash is found to cause it, and how many processes that takes."""
 
 from collections.abc import Callable, Generator, Sequence
+from types import SimpleNamespace
 
 import pytest
 
-from attncheck.harness.workers.executor import Recurrence, Replayed, find_recurrence
-from attncheck.harness.workers.protocol import Examine
+from attncheck.harness.run.outcomes import BackendDescription
+from attncheck.harness.workers.executor import BackendQuestion, Recurrence, Replayed, find_recurrence
+from attncheck.reports.run_file.header import BackendInfo
 
-EARLIER = [Examine(case=f"smoke/{number}", checks=("lse",)) for number in range(10)]
-REQUEST = Examine(case="smoke/victim", checks=("numerics", "lse"))
+BACKEND = BackendDescription(info=BackendInfo(name="a", ref="a"))
+
+
+def question(name: str, *checks: str) -> BackendQuestion:
+    return BackendQuestion(BACKEND, SimpleNamespace(key=f"smoke/{name}"), checks)  # type: ignore[arg-type]
+
+
+EARLIER = [question(str(number), "lse") for number in range(10)]
+VICTIM = question("victim", "numerics", "lse")
 
 
 class Replays:
@@ -18,18 +27,18 @@ class Replays:
         self._causes = causes
         self.made: list[list[str]] = []
 
-    def __call__(self, requests: Sequence[Examine]) -> Generator[None, None, Replayed]:
-        *before, last = [request.case.partition("/")[2] for request in requests]
+    def __call__(self, questions: Sequence[BackendQuestion]) -> Generator[None, None, Replayed]:
+        *before, last = [each.case.key.partition("/")[2] for each in questions]
         assert last == "victim"
         self.made.append(before)
         yield None
         return Replayed(self._causes(set(before)))
 
 
-def find(replays: Replays, earlier: Sequence[Examine] = EARLIER, seconds: float = 0.0) -> Recurrence:
+def find(replays: Replays, earlier: Sequence[BackendQuestion] = EARLIER, seconds: float = 0.0) -> Recurrence:
     """Each look at the clock takes ``seconds``."""
     now = iter(range(1000))
-    finding = find_recurrence(replays, REQUEST, earlier, lambda: seconds * next(now))
+    finding = find_recurrence(replays, VICTIM, earlier, lambda: seconds * next(now))
     while True:
         try:
             assert next(finding) is None
@@ -71,8 +80,8 @@ def test_a_search_that_takes_too_long_names_no_case() -> None:
 def test_the_records_of_a_case_that_goes_well_are_kept(make_record: Callable[..., object]) -> None:
     record = make_record("passed")
 
-    def replay(requests: Sequence[Examine]) -> Generator[None, None, Replayed]:
+    def replay(questions: Sequence[BackendQuestion]) -> Generator[None, None, Replayed]:
         yield None
-        return Replayed(len(requests) > 1, (record,))  # type: ignore[arg-type]
+        return Replayed(len(questions) > 1, (record,))  # type: ignore[arg-type]
 
     assert find(replay, EARLIER[:1]) == Recurrence("after", "smoke/0", (record,))  # type: ignore[arg-type]

@@ -7,16 +7,17 @@ from typing import Any, cast
 import pytest
 from inline_snapshot import snapshot
 
+import attncheck
 from attncheck.cases.model import Case
 from attncheck.errors import QuestionError
 from attncheck.harness.checks.findings import Finding, Holds, NotExamined
 from attncheck.harness.run.evaluate import RunPlan, environment_of
 from attncheck.harness.run.outcomes import BackendDescription, Circumstances, ProcessEnd, not_loaded, record_of
-from attncheck.harness.workers.executor import Supervisor
+from attncheck.harness.workers.executor import BackendQuestion, Supervisor
 from attncheck.harness.workers.limits import Limit, TimeLimits
 from attncheck.harness.workers.pool import WorkerPool
 from attncheck.harness.workers.process import ProcessEndedError
-from attncheck.harness.workers.protocol import Answer, Begun, Done, Examine
+from attncheck.harness.workers.worker import Examined, Stage
 from attncheck.reports.run_file.header import BackendInfo
 from attncheck.reports.run_file.records import Crashed, Record
 
@@ -77,28 +78,29 @@ class Process:
     def __init__(self, pool: FakePool, ref: str, number: int) -> None:
         self.ref, self.number, self.has_ended = ref, number, False
         self._pool = pool
-        self._answers: list[Answer | Exception] = []
-        self.examined: list[Examine] = []
+        self._answers: list[Any] = []
+        self.examined: list[BackendQuestion] = []
 
-    def send(self, request: Examine) -> None:
-        pool, case = self._pool, self._pool.cases[request.case]
-        pool.log.append(f"{self.ref}{self.number} {case.id} {'+'.join(request.checks)} {request.round}")
-        if "timing" in request.checks:
+    def send(self, method: Any, key: str, checks: tuple[str, ...], number: int, _drawn: None) -> None:
+        pool, case = self._pool, self._pool.cases[key]
+        pool.log.append(f"{self.ref}{self.number} {case.id} {'+'.join(checks)} {number}")
+        if "timing" in checks:
             assert list(pool.alive) == [self.ref], "another process of the run is alive"
             assert pool.ending == [], "another process of the run is about to end"
-        deed = pool.deeds.get((self.ref, case.id, request.round), Holds())
-        for check in request.checks:
-            self._answers.append(Begun(stage=f"check {check}"))
+        deed = pool.deeds.get((self.ref, case.id, number), Holds())
+        self._answers.append(Stage(name="declarations"))
+        for check in checks:
+            if isinstance(deed, str):
+                break
+            self._answers.append(Stage(name=f"check {check}"))
             if isinstance(deed, Exception):
                 self._answers.append(deed)
                 return
-            if isinstance(deed, str):
-                break
-            who = Circumstances(0, ENVIRONMENT.digest, "0.1.0", request.round)
+            who = Circumstances(0, ENVIRONMENT.digest, attncheck.__version__, number)
             self._answers.append(record_of(who, case, known(self.ref), check, deed, 0.0))
-        self._answers.append(Done(blind=deed if isinstance(deed, str) else None))
+        self._answers.append(Examined(blind=deed if isinstance(deed, str) else None))
 
-    def answer(self, limit: Limit | None = None) -> Answer:
+    def answer(self, limit: Limit | None = None) -> Any:
         answer = self._answers.pop(0)
         if isinstance(answer, Exception):
             raise answer

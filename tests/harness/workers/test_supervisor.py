@@ -7,27 +7,36 @@ from typing import Any, cast
 import pytest
 from inline_snapshot import snapshot
 
+import attncheck
 from attncheck.backends.registry import load
 from attncheck.cases.model import Case
 from attncheck.errors import QuestionError
 from attncheck.harness.run.evaluate import Examiner, RunPlan, environment_of
 from attncheck.harness.run.options import RunOptions
-from attncheck.harness.run.outcomes import OURSELVES, BackendDescription, ProcessEnd, not_loaded
+from attncheck.harness.run.outcomes import (
+    OURSELVES,
+    BackendDescription,
+    Circumstances,
+    ProcessEnd,
+    identity_of,
+    not_loaded,
+)
 from attncheck.harness.run.run import Run
 from attncheck.harness.run.selection import select_cases
-from attncheck.harness.workers.executor import Supervisor
+from attncheck.harness.workers.executor import BackendQuestion, Supervisor
 from attncheck.harness.workers.limits import Limit, TimeLimits
-from attncheck.harness.workers.pool import WorkerError, WorkerPool
-from attncheck.harness.workers.process import ProcessEndedError
-from attncheck.harness.workers.protocol import Answer, Begun, DeviceLost, Done, Examine, HarnessFailure
+from attncheck.harness.workers.pool import WorkerPool
+from attncheck.harness.workers.process import ProcessEndedError, RefusedError, WorkerError
+from attncheck.harness.workers.protocol import HarnessFailure
+from attncheck.harness.workers.worker import Examined, Stage
 from attncheck.reports.run_file.header import BackendInfo
-from attncheck.reports.run_file.records import Crashed, Errored, Passed, Record, TimedOut
+from attncheck.reports.run_file.records import Crashed, Errored, Passed, Record, RecordBase, TimedOut
 
 pytestmark = pytest.mark.usefixtures("preloaded")
 
 ENVIRONMENT = environment_of("cpu")
 CHECKS = ("numerics", "lse")
-Script = list[list[Answer | Exception]]
+Script = list[list[Any]]
 
 
 class FakePool:
@@ -39,10 +48,11 @@ class FakePool:
         self.scripts, self._restarts = scripts, restarts or []
         self.alive = set(scripts)
         self.finished: list[str] = []
-        self.sent: list[Examine] = []
+        self.sent: list[BackendQuestion] = []
         self.unshared: list[str] = []
         self.limits = TimeLimits()
-        self.examined: list[Examine] = []
+        self.examined: list[BackendQuestion] = []
+        self.changed: dict[str, object] = {}
 
     def stop_sharing_probes(self, ref: str) -> None:
         self.unshared.append(ref)
@@ -74,20 +84,31 @@ class FakeProcess:
     def __init__(self, pool: FakePool, ref: str) -> None:
         self._script, self.has_ended = pool.scripts[ref], False
         self._sent, self.examined = pool.sent, pool.examined
+        self._changed = pool.changed
 
     def output(self, case: str | None = None, limit: int = 0) -> str:
         return f"printed in {case}\n"
 
-    def send(self, request: Examine) -> None:
-        self._sent.append(request)
-        self.examined.append(request)
+    def send(self, method: Any, case: str, checks: tuple[str, ...], *_: Any) -> None:
+        self._sent.append(self.examined[-1])
         self._answers = iter(self._script.pop(0))
 
-    def answer(self, limit: Limit | None = None) -> Answer:
+    def answer(self, limit: Limit | None = None) -> Any:
         answer = next(self._answers)
         if isinstance(answer, Exception):
             raise answer
-        return answer
+        if isinstance(answer, Examined) and answer.lost is not None:
+            return Examined(lost=self._of_question(answer.lost))
+        return self._of_question(answer) if isinstance(answer, RecordBase) else answer
+
+    def intruded(self) -> ProcessEndedError:
+        return ProcessEndedError(ProcessEnd("intruded"))
+
+    def _of_question(self, record: Any) -> Any:
+        """The record, about the question that the process got last."""
+        question, now = self.examined[-1], Circumstances(0, ENVIRONMENT.digest, attncheck.__version__)
+        who = identity_of(now, question.case, question.backend, record.check)
+        return record.model_copy(update=who | self._changed)
 
 
 def passed(check: str) -> Passed:
@@ -97,7 +118,7 @@ def passed(check: str) -> Passed:
     )
 
 
-WELL: list[Answer | Exception] = [Begun(stage="check numerics"), passed("numerics"), passed("lse"), Done()]
+WELL: list[Any] = [Stage(name="check numerics"), passed("numerics"), passed("lse"), Examined()]
 DEATH = ProcessEndedError(ProcessEnd("killed by SIGSEGV", "the end of it"))
 
 
@@ -116,7 +137,7 @@ def outcomes(records: list[Record]) -> list[tuple[str, ...]]:
 
 def test_cases_out_of_turn_end_the_process_of_the_backend_before(make_case: Any) -> None:
     a, b = (BackendDescription(info=BackendInfo(name=name, ref=name)) for name in "ab")
-    lse: list[Answer | Exception] = [passed("lse"), Done()]
+    lse: list[Any] = [passed("lse"), Examined()]
     workers, case = FakePool(a=[WELL, lse, WELL], b=[WELL]), make_case()
     examiner = supervisor(workers, case, backends=(a, b))
     assert outcomes(list(examiner.examine_case(a, case, CHECKS))) == [("numerics", "passed"), ("lse", "passed")]
@@ -130,7 +151,7 @@ def test_cases_out_of_turn_end_the_process_of_the_backend_before(make_case: Any)
 
 
 def test_a_death_costs_the_checks_without_a_record_and_no_other_case(make_case: Any) -> None:
-    dying = [Begun(stage="check numerics"), passed("numerics"), Begun(stage="check lse"), DEATH]
+    dying = [Stage(name="check numerics"), passed("numerics"), Stage(name="check lse"), DEATH]
     workers = FakePool(a=[dying, dying[:], WELL])
     records = list(supervisor(workers, make_case(), make_case(name="next")).run())
     assert outcomes(records) == [
@@ -147,7 +168,7 @@ def test_a_death_costs_the_checks_without_a_record_and_no_other_case(make_case: 
 
 
 def test_a_case_that_passes_when_examined_first_loses_one_check(make_case: Any) -> None:
-    dying = [Begun(stage="check numerics"), DEATH]
+    dying = [Stage(name="check numerics"), DEATH]
     workers = FakePool(a=[WELL, dying, WELL, WELL, dying, WELL])
     cases = [make_case(name=name) for name in ("first", "second", "third")]
     records = list(supervisor(workers, *cases).run())
@@ -155,12 +176,12 @@ def test_a_case_that_passes_when_examined_first_loses_one_check(make_case: Any) 
     crashed = records[2]
     assert isinstance(crashed, Crashed)
     assert (crashed.recurrence, crashed.after) == ("after", "made/first")
-    case_ids = [request.case.partition("/")[2] for request in workers.sent]
+    case_ids = [each.case.id for each in workers.sent]
     assert case_ids == ["first", "second", "second", "first", "second", "third"]
 
 
 def test_each_finding_is_tried_again_once(make_case: Any) -> None:
-    dying = [Begun(stage="check numerics"), DEATH]
+    dying = [Stage(name="check numerics"), DEATH]
     workers = FakePool(a=[dying, dying, dying])
     records = list(supervisor(workers, make_case(), make_case(name="next")).run())
     assert [record.recurrence for record in records if isinstance(record, Crashed)] == ["always", "always", "", ""]
@@ -171,18 +192,62 @@ def test_a_backend_has_so_much_time_for_all_its_cases(make_case: Any) -> None:
     workers.limits = TimeLimits(backend_s=1e-9)
     first, *_, last = supervisor(workers, make_case(), make_case(name="next")).run()
     assert first.outcome == "passed"
-    assert [request.case for request in workers.sent] == ["made/case"]
+    assert [each.case.key for each in workers.sent] == ["made/case"]
     assert isinstance(last, TimedOut)
     assert (last.case_id, last.stage, last.limit_s) == ("next", "", 1e-9)
 
 
 def test_printed_output_is_recorded_with_a_failure_and_an_error_alone(make_case: Any) -> None:
     who = passed("lse").model_dump(include=set(Errored.model_fields) - {"outcome"})
-    wrong = [passed("numerics"), Errored(**who, stage="forward", error_type="ValueError", message="no"), Done()]
+    wrong = [passed("numerics"), Errored(**who, stage="forward", error_type="ValueError", message="no"), Examined()]
     first, second = supervisor(FakePool(a=[wrong]), make_case()).run()
     assert isinstance(first, Passed)
     assert isinstance(second, Errored)
     assert second.output == "printed in made/case\n"
+
+
+@pytest.mark.parametrize(
+    "lines",
+    [
+        [RefusedError("")],
+        [Examined()],
+        [passed("numerics"), Examined()],
+        [Stage(name="check numerics"), Examined(blind="too weak")],
+        [passed("numerics"), passed("numerics")],
+        [passed("cache_write")],
+        [Stage(name="check lse"), Stage(name="check numerics")],
+        [Stage(name="check numerics"), Stage(name="check numerics")],
+        [Stage(name="a nap")],
+    ],
+    ids=lambda lines: " ".join(type(each).__name__ for each in lines),
+)
+def test_a_line_out_of_order_ends_the_process(make_case: Any, lines: list[Any]) -> None:
+    records = list(supervisor(FakePool(a=[lines, lines[:]]), make_case()).run())
+    assert {record.cause for record in records if isinstance(record, Crashed)} == {"intruded"}
+    assert [record.check for record in records] == list(CHECKS)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    {
+        "backend": "torch_sdpa",
+        "backend_ref": "torch_sdpa",
+        "backend_version": "2",
+        "suite": "smoke",
+        "case_id": "next",
+        "case_hash": "1" * 12,
+        "seed": 7,
+        "round": 1,
+        "environment": "f" * 12,
+        "attncheck_version": "0.0.1",
+        "needs": ("head_size=1",),
+    }.items(),
+)
+def test_a_record_of_something_else_ends_the_process(make_case: Any, field: str, value: object) -> None:
+    workers = FakePool(a=[[passed("numerics"), passed("lse"), Examined()]] * 2)
+    workers.changed = {field: value}
+    records = list(supervisor(workers, make_case()).run())
+    assert {record.cause for record in records if isinstance(record, Crashed)} == {"intruded"}
 
 
 def test_one_that_dies_before_the_case_began_loses_it(make_case: Any) -> None:
@@ -191,7 +256,7 @@ def test_one_that_dies_before_the_case_began_loses_it(make_case: Any) -> None:
 
 
 def test_a_check_that_does_not_apply_is_not_lost_to_a_death(make_case: Any) -> None:
-    workers = FakePool(plain=[[Begun(stage="check numerics"), DEATH]] * 2)
+    workers = FakePool(plain=[[Stage(name="check numerics"), DEATH]] * 2)
     known = (BackendDescription(info=BackendInfo(name="plain", ref="plain")),)
     records = list(supervisor(workers, make_case(), backends=known).run())
     assert [(record.check, record.outcome) for record in records] == [("numerics", "crashed"), ("lse", "unsupported")]
@@ -211,14 +276,14 @@ def test_one_that_cannot_be_started_again_loses_the_rest_and_the_next_backend_no
     assert [record.outcome for record in records[6:]] == ["passed"] * 6
 
 
-def lost(check: str) -> list[Answer | Exception]:
+def lost(check: str) -> list[Any]:
     who = passed(check).model_dump(include=set(Crashed.model_fields) - {"outcome"})
-    return [DeviceLost(record=Crashed(**who, stage=f"check {check}", cause="the device was lost", output="line 3\n"))]
+    return [Examined(lost=Crashed(**who, stage=f"check {check}", cause="the device was lost", output="line 3\n"))]
 
 
 def test_a_lost_device_costs_one_check_and_the_checks_behind_get_a_fresh_process(make_case: Any) -> None:
     case = make_case()
-    workers = FakePool(a=[lost("numerics"), lost("numerics"), [passed("lse"), Done()]])
+    workers = FakePool(a=[lost("numerics"), lost("numerics"), [passed("lse"), Examined()]])
     found = supervisor(workers, case).run()
     first = next(found)
     assert not workers.alive
@@ -228,7 +293,7 @@ def test_a_lost_device_costs_one_check_and_the_checks_behind_get_a_fresh_process
     ]
     assert isinstance(first, Crashed)
     assert first.output == "line 3\nprinted in made/case\n"
-    assert [request.checks for request in workers.sent] == [CHECKS, CHECKS, CHECKS[1:]]
+    assert [each.checks for each in workers.sent] == [CHECKS, CHECKS, CHECKS[1:]]
 
 
 def test_a_backend_that_always_loses_the_device_loses_every_check_once(make_case: Any) -> None:
@@ -242,18 +307,18 @@ def test_a_backend_that_dies_in_the_check_of_graphs_shares_no_probes_any_more(
     make_case: Any, check: str, unshared: list[str]
 ) -> None:
     backend = BackendDescription(info=BackendInfo(name="a", ref="a"))
-    for script in ([Begun(stage=f"check {check}"), DEATH], lost(check)):
+    for script in ([Stage(name=f"check {check}"), DEATH], lost(check)):
         workers, case = FakePool(a=[script, script]), make_case()
         found = supervisor(workers, case, backends=(backend,)).examine_case(backend, case, (check,))
         assert [record.outcome for record in found] == ["crashed"]
         assert workers.unshared == unshared
 
 
-FAULT = HarnessFailure(error="ValueError: ours", traceback="Traceback")
+FAULT = WorkerError("a", HarnessFailure(error="ValueError: ours", traceback="Traceback"))
 
 
 def test_a_fault_in_a_spoilt_process_does_not_recur_in_a_fresh_one(make_case: Any) -> None:
-    workers = FakePool(a=[[passed("numerics"), FAULT], WELL, WELL])
+    workers = FakePool(a=[[passed("numerics"), FAULT], [passed("lse"), Examined()], WELL])
     records = list(supervisor(workers, make_case(), make_case(name="next")).run())
     assert outcomes(records) == [("numerics", "passed"), ("lse", "passed")] * 2
 
@@ -268,7 +333,7 @@ def test_a_fault_of_ours_costs_a_case_and_is_recorded_as_ours(make_case: Any) ->
 
 
 def test_a_fault_of_ours_in_a_process_that_does_not_come_up_again_ends_the_run(make_case: Any) -> None:
-    workers = FakePool([WorkerError("a", FAULT)], a=[[passed("numerics"), DEATH]])
+    workers = FakePool([FAULT], a=[[passed("numerics"), DEATH]])
     found = supervisor(workers, make_case(), make_case(name="next")).run()
     assert outcomes([next(found)]) == [("numerics", "passed")]
     with pytest.raises(WorkerError, match="ValueError: ours"):
@@ -377,16 +442,18 @@ ENDS = {
 
 
 @pytest.mark.parametrize("before", [[], ["reference"]])  # which is examined while the other starts ahead
-@pytest.mark.parametrize("rows", [(11, 12), (13, 14), (15, 16), (17, 18)])
-def test_what_ends_a_process_costs_one_case(deeds: list[int], rows: tuple[int, ...], before: list[str]) -> None:
-    patterns = [f"rows{number}" for number in (*rows, 19)]
-    records = examine([*before, f"{PROCESSES}:Deadly"], patterns, ["numerics", "containment"])
-    assert [record.outcome for record in records[: 6 * len(before)]] == ["passed"] * 6 * len(before)
-    records = records[6 * len(before) :]
-    for record, number in zip(records, (rows[0], rows[0], rows[1], rows[1]), strict=False):
-        assert isinstance(record, Crashed)
-        cause, printed = ENDS[number]
-        assert (record.case_id, record.stage) == (f"rows{number}", "check numerics")
-        assert record.cause.partition(";")[0] == cause
-        assert printed in record.output
-    assert [(record.case_id, record.outcome) for record in records[4:]] == [("rows19", "passed")] * 2
+def test_what_ends_a_process_costs_one_case(deeds: list[int], before: list[str]) -> None:
+    records = examine([*before, f"{PROCESSES}:Deadly"], [], ["numerics", "containment"])
+    num_before = 2 * len(deeds) * len(before)
+    assert {record.outcome for record in records[:num_before]} <= {"passed"}
+    found = iter(records[num_before:])
+    for number in deeds:
+        for record in (next(found), next(found)):
+            if number not in ENDS:
+                assert (record.case_id, record.outcome) == (f"rows{number}", "passed")
+                continue
+            cause, printed = ENDS[number]
+            assert isinstance(record, Crashed)
+            assert (record.case_id, record.stage) == (f"rows{number}", "check numerics")
+            assert record.cause.partition(";")[0] == cause
+            assert printed in record.output

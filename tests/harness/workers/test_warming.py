@@ -15,10 +15,10 @@ from attncheck.harness.run.selection import Question
 from attncheck.harness.workers import pool
 from attncheck.harness.workers.limits import Limit, TimeLimits
 from attncheck.harness.workers.pool import Warmers, WarmingAhead, WorkerPool, most_processes, questions_to_warm
-from attncheck.harness.workers.process import ProcessEndedError
-from attncheck.harness.workers.protocol import Begun, Described, Done, Examine, Refused
+from attncheck.harness.workers.process import ProcessEndedError, RefusedError
+from attncheck.harness.workers.worker import CaseServer, Examined, Stage
 
-LOADED = Described(description=not_loaded("a", ()))
+LOADED = not_loaded("a", ())
 CaseMaker = Callable[..., Case]
 
 
@@ -30,9 +30,13 @@ class FakeProcess:
         self._killed = threading.Event()
         self.is_closed = False
 
-    def send(self, request: Examine) -> None:
-        self._sent.append(request.case.partition("/")[2])
-        self._answers = [Begun(stage="check numerics"), Done()]
+    def call(self, limit: object, method: object) -> Any:
+        assert method == CaseServer.describe
+        return self.receive()
+
+    def send(self, method: object, case: str, *_: object) -> None:
+        self._sent.append(case.partition("/")[2])
+        self._answers = [Stage(name="check numerics"), Examined()]
 
     def receive(self, _limit: object = None) -> Any:
         if self._sent and self._sent[-1] == self._deadly:
@@ -40,7 +44,10 @@ class FakeProcess:
         if self._sent and self._sent[-1] == self._hanging:
             assert self._killed.wait(30), "not killed"
             raise ProcessEndedError(ProcessEnd("killed by SIGKILL", ""))
-        return self._answers.pop(0)
+        answer = self._answers.pop(0)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
 
     def kill(self) -> None:
         self._killed.set()
@@ -130,7 +137,7 @@ def test_closing_ends_a_process_in_the_midst_of_a_case_and_sends_no_more(questio
 
 
 def test_a_backend_that_cannot_be_loaded_again_gets_no_case(questions: list[Question]) -> None:
-    start = Starter(first=Refused(reason="the suite has changed"))
+    start = Starter(first=RefusedError("the suite has changed"))
     warmers = Warmers(start, questions, 1)
     warmers.wait()
     assert (start.sent, warmers.examined) == ([], [])

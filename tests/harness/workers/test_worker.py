@@ -2,7 +2,8 @@
 
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,21 +15,8 @@ from attncheck.harness.checks.findings import TimingSettings
 from attncheck.harness.run.evaluate import environment_of
 from attncheck.harness.run.outcomes import BackendDescription
 from attncheck.harness.run.selection import select_cases
-from attncheck.harness.workers.process import ProcessEndedError, WorkerProcess
-from attncheck.harness.workers.protocol import (
-    Answer,
-    Assignment,
-    Begun,
-    ChooseDevice,
-    Described,
-    DeviceChosen,
-    Done,
-    Examine,
-    HarnessFailure,
-    Prepare,
-    Refused,
-)
-from attncheck.harness.workers.worker import _examiner
+from attncheck.harness.workers.process import ProcessEndedError, RefusedError, WorkerError, WorkerProcess
+from attncheck.harness.workers.worker import Assignment, CaseServer, Examined, Imports, Stage, _examiner
 from attncheck.reference.spec import BACKEND_CHECKS
 from attncheck.reports.run_file.header import BackendInfo
 from attncheck.reports.run_file.records import timing_of
@@ -79,29 +67,35 @@ def assignment() -> Assignment:
 def loading(ref: str, checks: tuple[str, ...] = BACKEND_CHECKS) -> WorkerProcess:
     """A process that loads the backend ``ref``; to be closed."""
     process = WorkerProcess()
-    process.send(Prepare(checks=checks, functions=True))
-    process.load(ref)
+    process.send(CaseServer.prepare, Imports(checks=checks))
+    process.send(CaseServer.load, ref)
     return process
 
 
-def answers(process: WorkerProcess) -> Iterator[Answer]:
+def described(process: WorkerProcess, assigned: Assignment) -> BackendDescription:
+    process.send(CaseServer.assign, assigned)
+    return process.call(None, CaseServer.describe)
+
+
+def examined(process: WorkerProcess, case: str, *checks: str, number: int = 0) -> Iterator[Any]:
     """Everything up to the end of a case."""
-    while not isinstance(answer := process.receive(), Done):
+    process.send(CaseServer.examine, case, checks, number, None)
+    while not isinstance(answer := process.receive(), Examined):
         yield answer
     yield answer
+
+
+def records_of(answers: Iterable[Any]) -> list[Any]:
+    return [answer for answer in answers if not isinstance(answer, Stage | Examined)]
 
 
 def test_cases_are_examined_as_requested(folder: Path) -> None:
     assigned = assignment()
     with loading("reference") as process:
-        process.send(assigned)
-        described = process.receive()
-        assert isinstance(described, Described)
-        assert described.description.name == "reference"
+        assert described(process, assigned).name == "reference"
         for case, number in (("small/decode", 2), ("small/blind", 0), ("small/decode", 2)):
-            process.send(Examine(case=case, checks=("numerics", "lse"), round=number))
-            received = list(answers(process))
-            records = [answer for answer in received if answer.kind == "record"]
+            received = list(examined(process, case, "numerics", "lse", number=number))
+            records = records_of(received)
             assert [(record.case_id, record.check) for record in records] == [
                 ("decode", "numerics"),
                 ("decode", "lse"),
@@ -109,20 +103,18 @@ def test_cases_are_examined_as_requested(folder: Path) -> None:
             assert {record.environment for record in records} <= {assigned.environment.digest}
             assert {record.seed for record in records} <= {3}
             assert {record.round for record in records} <= {number}
-            stages = [answer.stage for answer in received if isinstance(answer, Begun)]
-            took_s = [each.reference_s for each in received if isinstance(each, Begun) and "check" in each.stage]
+            stages = [answer.name for answer in received if isinstance(answer, Stage)]
+            took_s = [each.reference_s for each in received if isinstance(each, Stage) and "check" in each.name]
             assert len(took_s) == number
             assert all(seconds > 0 for seconds in took_s)
             assert stages[:2] == ["declarations", "the preparation of the case"]
             assert stages[2:] == ["check numerics", "check lse"][:number]
-            assert isinstance(received[-1], Done)
             assert (received[-1].blind is None) == (number == 2)
         assert received[-1].blind is None
-        process.send(Examine(case="small/none", checks=("lse",)))
-        fault = process.receive()
-        assert isinstance(fault, HarnessFailure)
-        assert fault.error == "KeyError: 'small/none'"
-        assert "in serve_cases" in fault.traceback
+        with pytest.raises(WorkerError) as failed:
+            list(examined(process, "small/none", "lse"))
+        assert failed.value.fault.error == "KeyError: 'small/none'"
+        assert "in examine" in failed.value.fault.traceback
         with pytest.raises(ProcessEndedError) as refused:
             process.receive()
         assert str(refused.value) == snapshot("exited with code 0")
@@ -133,11 +125,10 @@ def test_a_second_assignment_takes_the_place_of_the_first(folder: Path) -> None:
     (ref,) = first.suites
     changed = f"{ref}{{cache.block_size: 32}}"
     with loading("reference") as process:
-        process.send(first)
-        assert isinstance(process.receive(), Described)
-        process.send(first.model_copy(update={"suites": (changed,), "digests": (load_suite(changed).hash,)}))
-        process.send(Examine(case="small/decode", checks=("numerics",)))
-        (record,) = [each for each in answers(process) if each.kind == "record"]
+        described(process, first)
+        second = first.model_copy(update={"suites": (changed,), "digests": (load_suite(changed).hash,)})
+        process.send(CaseServer.assign, second)
+        (record,) = records_of(examined(process, "small/decode", "numerics"))
     (changed_hash,) = [case.hash for case in load_suite(changed).cases if case.id == "decode"]
     assert record.case_hash == changed_hash
 
@@ -149,10 +140,8 @@ def test_only_the_process_of_a_built_in_backend_stores_truths(ref: str, stored: 
     )
     truths = folder / "truths"
     with loading(ref) as process:
-        process.send(assignment().model_copy(update={"truths": str(truths)}))
-        assert isinstance(process.receive(), Described)
-        process.send(Examine(case="small/decode", checks=("numerics",)))
-        assert [each.outcome for each in answers(process) if each.kind == "record"] == ["passed"]
+        described(process, assignment().model_copy(update={"truths": truths}))
+        assert [each.outcome for each in records_of(examined(process, "small/decode", "numerics"))] == ["passed"]
     assert len(list(truths.glob("*"))) == stored
 
 
@@ -197,10 +186,8 @@ def test_the_clock_is_imported_before_the_backend(folder: Path) -> None:
     )
     for check, is_first in (("timing", True), ("numerics", False)):  # what no check needs is not imported
         with loading("late.py:Late", (check,)) as process:
-            process.send(assignment())
-            described = process.receive()
-        assert isinstance(described, Described)
-        assert described.description.version == f"clock first: {is_first}"
+            found = described(process, assignment())
+        assert found.version == f"clock first: {is_first}"
     code = "from attncheck.harness.run.backend_loading import load_backend; print(load_backend('late.py:Late').version)"
     here = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
     assert here.stdout == "clock first: True\n"
@@ -208,30 +195,24 @@ def test_the_clock_is_imported_before_the_backend(folder: Path) -> None:
 
 def test_a_process_chooses_the_device_before_it_has_a_backend_and_after(folder: Path) -> None:
     with WorkerProcess() as process:
-        process.send(Prepare(checks=(), functions=False))
-        process.send(ChooseDevice(wanted="cpu:0", wishes=()))
-        chosen = process.receive()
-        assert isinstance(chosen, DeviceChosen)
+        process.send(CaseServer.prepare, Imports(checks=(), functions=False))
+        chosen = process.call(None, CaseServer.choose_device, "cpu:0", ())
         assert (chosen.device, chosen.notes) == ("cpu", ())
         same_sources = {"git_commit": None}  # which may be edited meanwhile
         here = environment_of("cpu").model_copy(update=same_sources)
         assert chosen.environment.model_copy(update=same_sources) == here
-        process.load("reference")
-        process.send(ChooseDevice(wanted="moon", wishes=()))
-        refused = process.receive()
-        assert isinstance(refused, Refused)
-        assert refused.reason == snapshot("device 'moon': no such device; give cpu, cuda or cuda:N")
-        process.send(assignment())
-        assert isinstance(process.receive(), Described)
+        process.send(CaseServer.load, "reference")
+        with pytest.raises(RefusedError) as refused:
+            process.call(None, CaseServer.choose_device, "moon", ())
+        assert str(refused.value) == snapshot("device 'moon': no such device; give cpu, cuda or cuda:N")
+        assert described(process, assignment()).name == "reference"
 
 
 def test_times_are_taken_with_the_settings_of_the_run(folder: Path) -> None:
     three = TimingSettings(limit_s=60, min_samples=3, max_samples=3)
     with loading("reference") as process:
-        process.send(assignment().model_copy(update={"timing": three}))
-        assert isinstance(process.receive(), Described)
-        process.send(Examine(case="small/decode", checks=("timing",), round=2))
-        (record,) = (answer for answer in answers(process) if answer.kind == "record")
+        described(process, assignment().model_copy(update={"timing": three}))
+        (record,) = records_of(examined(process, "small/decode", "timing", number=2))
     timing = timing_of(record)
     assert timing is not None
     assert {len(latency.samples_ns) for latency in timing.latencies} == {3}
@@ -249,30 +230,49 @@ def test_what_is_no_backend_is_refused_in_the_same_words(
     plain: Callable[[str], str], folder: Path, ref: str, reason: str
 ) -> None:
     with loading(ref) as process:
-        process.send(assignment())
-        refused = process.receive()
-        assert isinstance(refused, Refused)
-        assert plain(refused.reason) == reason
+        with pytest.raises(RefusedError) as refused:
+            described(process, assignment())
+        assert plain(str(refused.value)) == reason
 
 
 def test_a_suite_that_changed_in_the_meantime_is_refused(folder: Path) -> None:
     assigned = assignment()
     (folder / "small.yaml").write_text(SUITE.replace("q1s9", "q1s8"))
     with loading("reference") as process:
-        process.send(assigned)
-        refused = process.receive()
-        assert isinstance(refused, Refused)
-        assert refused.reason == snapshot("small.yaml has changed since the run began")
+        with pytest.raises(RefusedError) as refused:
+            described(process, assigned)
+        assert str(refused.value) == snapshot("small.yaml has changed since the run began")
 
 
 def test_a_description_has_the_required_environment_and_why_it_cannot_run(folder: Path) -> None:
     with loading("mine.py:Needy") as process:
-        process.send(assignment())
-        described = process.receive()
-        assert isinstance(described, Described)
-        assert described.description.info.required_environment == {"ATTNCHECK_TEST_NEED": "cpu"}
-        assert described.description.unavailable_reasons == snapshot(("needs a moon",))
+        found = described(process, assignment())
+        assert found.info.required_environment == {"ATTNCHECK_TEST_NEED": "cpu"}
+        assert found.unavailable_reasons == snapshot(("needs a moon",))
         process.finish()
         with pytest.raises(ProcessEndedError) as refused:
             process.receive()
         assert str(refused.value) == snapshot("exited with code 0")
+
+
+DAEMON = '''
+import subprocess, sys
+from attncheck.backends.candidates.reference import ReferenceBackend as Mine
+
+code = """from subprocess import DEVNULL, Popen
+print(Popen(["sleep", "60"], env={}, start_new_session=True, stdout=DEVNULL, stderr=DEVNULL).pid)"""
+print(subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, check=True, text=True).stdout, flush=True)
+'''
+"""Starts a process whose parent has ended, in a session of its own and without an environment."""
+
+
+def test_a_process_whose_parent_has_ended_ends_with_the_worker(folder: Path) -> None:
+    (folder / "daemon.py").write_text(DAEMON)
+    with loading("daemon.py:Mine") as process:
+        described(process, assignment())
+        daemon = int(process.output().split()[-1])
+        assert Path(f"/proc/{daemon}").exists()
+    deadline = time.monotonic() + 20
+    while Path(f"/proc/{daemon}/exe").exists() and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert not Path(f"/proc/{daemon}/exe").exists()

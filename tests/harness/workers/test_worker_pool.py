@@ -18,19 +18,10 @@ from attncheck.harness.run.selection import select_cases
 from attncheck.harness.workers import limits as limits_module
 from attncheck.harness.workers import pool as workers
 from attncheck.harness.workers.limits import Limit, MemoryLimits, MemoryWatch, WorkerSettings, passed_environment
-from attncheck.harness.workers.pool import WorkerError, WorkerPool
-from attncheck.harness.workers.process import ProcessEndedError, WorkerProcess
-from attncheck.harness.workers.protocol import (
-    Answer,
-    Assignment,
-    ChooseDevice,
-    Described,
-    DeviceChosen,
-    HarnessFailure,
-    Prepare,
-    Refused,
-    Request,
-)
+from attncheck.harness.workers.pool import WorkerPool
+from attncheck.harness.workers.process import ProcessEndedError, RefusedError, WorkerError, WorkerProcess
+from attncheck.harness.workers.protocol import HarnessFailure
+from attncheck.harness.workers.worker import Assignment, CaseServer, DeviceChosen, Imports
 from attncheck.reports.run_file.header import BackendInfo
 
 HERE = environment_of("cpu")
@@ -38,11 +29,11 @@ ASSIGNMENT = Assignment(
     suites=("smoke",), digests=(), device="cpu", seed=0, dump=None, environment=HERE, timing=TimingSettings()
 )
 CHOSEN = DeviceChosen(device="cpu", notes=("as wished",), environment=HERE)
-FAULT = HarnessFailure(error="ValueError: ours", traceback="Traceback, and where")
+FAULT = WorkerError("a", HarnessFailure(error="ValueError: ours", traceback="Traceback, and where"))
 
 
-def described(ref: str, **required: str) -> Described:
-    return Described(description=BackendDescription(info=BackendInfo(name=ref, ref=ref, required_environment=required)))
+def described(ref: str, **required: str) -> BackendDescription:
+    return BackendDescription(info=BackendInfo(name=ref, ref=ref, required_environment=required))
 
 
 class Fake:
@@ -51,40 +42,43 @@ class Fake:
     ``alive``: the references of the processes alive at each ``receive`` of a description.
     """
 
-    script: dict[str, list[Answer | Exception]]
+    script: dict[str, list[BackendDescription | Exception]]
     started: list["Fake"]
     alive: list[str]
-    device: Answer
+    device: DeviceChosen | Exception
     silent: tuple[str, ...]
-    spoilt: dict[str, Answer]
+    spoilt: dict[str, Exception]
 
     def __init__(self, environment: Any = None, show: Any = None, pass_env: Sequence[str] = (), start: Any = None):
         self.inherited = passed_environment(os.environ, pass_env)
         self.ref, self.environment, self.state = "", dict(environment or {}), "alive"
         self.printed = SimpleNamespace(label="")
-        self.requests: list[Request] = []
+        self.calls: list[tuple[Any, ...]] = []
         self._turn = 0
         self.identity, self.has_ended = 0, True
         self.started.append(self)
 
     @property
     def received(self) -> list[Assignment]:
-        return [request for request in self.requests if isinstance(request, Assignment)]
+        return [given[0] for method, *given in self.calls if method is CaseServer.assign]
 
-    def load(self, ref: str) -> None:
-        self._turn = sum(other.ref == ref for other in self.started)
-        self.ref = ref
+    def send(self, *call: Any) -> None:
+        self.calls.append(call)
+        if call[0] is CaseServer.load:
+            self._turn = sum(other.ref == self.ref for other in self.started) - 1
 
-    def send(self, request: Request) -> None:
-        self.requests.append(request)
+    def call(self, _limit: Limit, *call: Any) -> Any:
+        self.send(*call)
+        assert call[0] is CaseServer.choose_device
+        if self.ref in self.silent:
+            raise ProcessEndedError(ProcessEnd("killed by SIGABRT", ""))
+        answer = self.spoilt.pop(self.ref, self.device)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
 
-    prepare = send
-
-    def receive(self, _limit: Limit) -> Answer:
-        if isinstance(self.requests[-1], ChooseDevice):
-            if self.ref in self.silent:
-                raise ProcessEndedError(ProcessEnd("killed by SIGABRT", ""))
-            return self.spoilt.pop(self.ref, self.device)
+    def receive(self, _limit: Limit) -> BackendDescription:
+        assert self.calls[-1][0] is CaseServer.describe
         self.alive.append("".join(each.ref for each in self.started if each.state == "alive"))
         answer = self.script[self.ref][self._turn] if self.ref in self.script else described(self.ref)
         if isinstance(answer, Exception):
@@ -114,23 +108,23 @@ def assigned(*given: Any, **more: Any) -> WorkerPool:
 
 
 def test_all_are_started_before_the_first_is_listened_to(started: list[Fake]) -> None:
-    Fake.script = {"b": [Refused(reason="unknown backend")]}
+    Fake.script = {"b": [RefusedError("unknown backend")]}
     with assigned() as processes:
         processes.start(["a"])
         assert len(started) == 1
         found = processes.describe(["a", "b"])
-        assert [found[0], str(found[1])] == [described("a").description, "unknown backend"]
+        assert [found[0], str(found[1])] == [described("a"), "unknown backend"]
         assert len(started) == 2
 
 
 def test_the_process_that_was_started_ahead_gets_the_first_backend(started: list[Fake]) -> None:
     spare = Fake()
-    request = Prepare(checks=("lse",), functions=False)
+    request = Imports(checks=("lse",), functions=False)
     with assigned(None, spare, request) as processes:
         processes.start(["a", "b"])
         assert [fake.ref for fake in started] == ["a", "b"]
         assert started[0] is spare
-        assert [fake.requests for fake in started] == [[request]] * 2
+        assert [fake.calls[0] for fake in started] == [(CaseServer.prepare, request)] * 2
 
 
 def test_one_that_was_started_ahead_and_lacks_a_variable_gets_no_backend(
@@ -158,8 +152,8 @@ def test_the_first_process_that_lives_chooses_the_device(started: list[Fake]) ->
     with WorkerPool() as processes:
         processes.start(["a", "b", "c"])
         assert processes.choose_device(("cuda",), None) == ("cpu", ("as wished",), HERE)
-    assert [len(fake.requests) for fake in started] == [2, 2, 1]
-    assert started[1].requests[-1] == ChooseDevice(wanted=None, wishes=("cuda",))
+    assert [len(fake.calls) for fake in started] == [3, 3, 2]
+    assert started[1].calls[-1] == (CaseServer.choose_device, None, ("cuda",))
 
 
 def test_where_no_process_lives_one_without_a_backend_chooses_and_is_used_later(started: list[Fake]) -> None:
@@ -214,7 +208,7 @@ def test_processes_of_a_twin_see_one_gpu_and_have_to_use_it(started: list[Fake])
 
 
 def test_a_device_that_is_not_there_is_refused(started: list[Fake]) -> None:
-    Fake.device = Refused(reason="device 'cuda': torch finds no GPU")
+    Fake.device = RefusedError("device 'cuda': torch finds no GPU")
     with WorkerPool() as processes, pytest.raises(QuestionError, match="torch finds no GPU"):
         processes.choose_device((), "cuda")
 
@@ -227,7 +221,7 @@ def test_a_host_with_little_memory_holds_few_and_the_next_starts_while_one_works
     with assigned() as processes:
         processes.start(refs)
         assert [fake.ref for fake in started] == ["a", "b", "c"]
-        assert processes.describe(refs) == [described(ref).description for ref in refs]
+        assert processes.describe(refs) == [described(ref) for ref in refs]
         assert Fake.alive == ["abc", "abc", "acd", "ade", "ade"]
         processes.prepare("b")
         processes.prepare("b")
@@ -247,7 +241,7 @@ def test_one_that_requires_an_environment_is_started_again_with_it(
     content = described("content", ATTNCHECK_SET="yes")
     Fake.script = {"needy": [needy, needy, needy], "content": [content]}
     with assigned() as processes:
-        assert processes.describe(["needy", "content"]) == [needy.description, content.description]
+        assert processes.describe(["needy", "content"]) == [needy, content]
         assert [(fake.ref, fake.environment) for fake in started] == [
             ("needy", {}),
             ("content", {}),
@@ -277,7 +271,7 @@ def test_one_that_requires_more_than_a_process_can_be_given_is_refused_alone(sta
     assert str(refused) == snapshot(
         "backend 'greedy': its process cannot be started with the environment it requires: Argument list too long"
     )
-    assert content == described("content").description
+    assert content == described("content")
 
 
 def test_a_death_while_a_backend_is_loaded_is_part_of_its_description(started: list[Fake]) -> None:
@@ -296,8 +290,8 @@ def test_a_process_that_its_backend_has_spoilt_names_no_device_and_is_replaced(s
         assert processes.choose_device((), "cpu")[0] == "cpu"
         found, other = processes.describe(["a", "b"])
     assert isinstance(found, BackendDescription)
-    assert found.failure == Raised(OURSELVES, "WorkerError", FAULT.error, FAULT.traceback)
-    assert other == described("b").description
+    assert found.failure == Raised(OURSELVES, "WorkerError", FAULT.fault.error, FAULT.fault.traceback)
+    assert other == described("b")
     assert [fake.ref for fake in started] == ["a", "b", "a"]
 
 
@@ -308,21 +302,21 @@ def test_our_own_fault_in_a_process_that_takes_the_place_of_another(started: lis
         with pytest.raises(WorkerError) as caught:
             processes.restart("a")
         assert str(caught.value) == snapshot("ValueError: ours (in the process of a)")
-    assert caught.value.__notes__ == [FAULT.traceback]
+    assert caught.value.__notes__ == [FAULT.fault.traceback]
 
 
 @pytest.mark.parametrize(
     ("second", "message"),
     [
-        (Refused(reason="the suite has changed"), snapshot("the suite has changed")),
-        (Described(description=not_loaded("a", ("no library", "no GPU"))), snapshot("no library; no GPU")),
+        (RefusedError("the suite has changed"), snapshot("the suite has changed")),
+        (not_loaded("a", ("no library", "no GPU")), snapshot("no library; no GPU")),
         (
-            Described(description=BackendDescription(info=BackendInfo(name="a", ref="a", features=("lse",)))),
+            BackendDescription(info=BackendInfo(name="a", ref="a", features=("lse",))),
             snapshot("a has changed since the run began"),
         ),
     ],
 )
-def test_one_that_does_not_come_up_again_as_it_was(started: list[Fake], second: Answer, message: str) -> None:
+def test_one_that_does_not_come_up_again_as_it_was(started: list[Fake], second: Any, message: str) -> None:
     Fake.script = {"a": [described("a"), described("a"), second]}
     with assigned() as processes:
         processes.describe(["a"])

@@ -14,13 +14,20 @@ from inline_snapshot import snapshot
 
 from attncheck.harness.workers import process as process_module
 from attncheck.harness.workers.limits import Limit
-from attncheck.harness.workers.process import ProcessEndedError, WorkerProcess
-from attncheck.harness.workers.protocol import Examine
+from attncheck.harness.workers.process import Clock, ProcessEndedError, RefusedError, WorkerProcess, ending_orphans
+from attncheck.harness.workers.worker import CaseServer
 
 
 def start(monkeypatch: pytest.MonkeyPatch, code: str) -> WorkerProcess:
-    """A process that runs ``code`` where the worker would be; ``send(text)`` writes a line into its pipe."""
-    send = "import os, sys\nsend = lambda text: os.write(int(sys.argv[2]), text.encode() + b'\\n')\n"
+    """A process that runs ``code`` where the worker would be.
+
+    ``send(text)`` writes a line into its pipe; ``answer(kind, value)`` waits for a call, and answers it.
+    """
+    send = (
+        "import os, sys\nsend = lambda text: os.write(int(sys.argv[2]), text.encode() + b'\\n')\n"
+        "called = lambda: os.read(int(sys.argv[1]), 4096).split()[0].decode()\n"
+        "answer = lambda kind, value: send(f'{called()} {kind} {value}')\n"
+    )
     monkeypatch.setattr(process_module, "_START", send + code)
     return WorkerProcess({"ATTNCHECK_TEST": "given"})
 
@@ -70,11 +77,12 @@ def test_one_that_writes_into_the_pipe_without_end_is_stopped(monkeypatch: pytes
 
 def test_what_was_sent_before_is_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     reason = "x" * 200_000
-    text = """send('{"kind":"refused","reason":"' + "x" * 200_000 + '"}'); os.abort()"""
+    text = """answer('refused', '{"reason":"' + "x" * 200_000 + '"}'); os.abort()"""
     with start(monkeypatch, text) as process:
-        answer = process.receive()
-        assert answer.kind == "refused"
-        assert answer.reason == reason
+        process.send(CaseServer.describe)
+        with pytest.raises(RefusedError) as refused:
+            process.receive()
+        assert str(refused.value) == reason
         with pytest.raises(ProcessEndedError, match="SIGABRT"):
             process.receive()
 
@@ -82,9 +90,10 @@ def test_what_was_sent_before_is_not_lost(monkeypatch: pytest.MonkeyPatch) -> No
 SILENT = """
 import faulthandler, signal, time
 faulthandler.register(signal.SIGUSR2)
+token = called()
 child = os.fork()
 if child: print(child, flush=True)
-send('{"kind":"begun","stage":"check lse"}')
+send(token + ' event {"name":"check lse"}')
 def hang():
     time.sleep(600)
 hang()
@@ -94,8 +103,9 @@ hang()
 def test_a_silent_process_is_killed_at_its_limit_with_what_it_started(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(process_module, "native_stack", lambda pid: f"frames of {pid}")
     with start(monkeypatch, SILENT) as process:
-        assert process.receive(Limit(60)).kind == "begun"
-        assert process.receive(Limit(60)).kind == "begun"
+        process.send(CaseServer.examine, "smoke/decode", ("lse",), 0, None)
+        assert process.receive(Limit(60)).name == "check lse"
+        assert process.receive(Limit(60)).name == "check lse"
         with pytest.raises(
             ProcessEndedError, match=r"not finished within the time limit; the limit was 0\.3 s \(as given\)$"
         ) as caught:
@@ -265,7 +275,7 @@ def test_closing_twice_and_sending_to_a_dead_process_do_no_harm(monkeypatch: pyt
     with start(monkeypatch, "os._exit(1)") as process:
         with pytest.raises(ProcessEndedError):
             process.receive()
-        process.send(Examine(case="smoke/decode", checks=("numerics",)))
+        process.send(CaseServer.examine, "smoke/decode", ("numerics",), 0, None)
         process.finish()
         process.close()
         process.close()
@@ -280,10 +290,10 @@ def test_ctrl_c_at_the_terminal_does_not_reach_it(monkeypatch: pytest.MonkeyPatc
 def test_when_the_run_is_killed_its_process_ends(tmp_path: Path, *, busy: bool) -> None:
     (tmp_path / "endless.py").write_text("import pathlib, time\npathlib.Path('began').touch()\ntime.sleep(1000)")
     code = (
-        "import pathlib, sys, time\nfrom attncheck.harness.workers.protocol import Prepare\n"
+        "import pathlib, sys, time\nfrom attncheck.harness.workers.worker import CaseServer, Imports\n"
         "from attncheck.harness.workers.process import WorkerProcess\n"
-        "process = WorkerProcess()\nprocess.send(Prepare(checks=(), functions=False))\n"
-        f"process.load({'endless.py:Mine' if busy else 'reference'!r})\n"
+        "process = WorkerProcess()\nprocess.send(CaseServer.prepare, Imports(checks=(), functions=False))\n"
+        f"process.send(CaseServer.load, {'endless.py:Mine' if busy else 'reference'!r})\n"
         f"while {busy} and not pathlib.Path('began').exists(): time.sleep(0.02)\n"
         "print(process._process.pid, flush=True)\ntime.sleep(60)"
     )
@@ -297,3 +307,41 @@ def test_when_the_run_is_killed_its_process_ends(tmp_path: Path, *, busy: bool) 
     finally:
         run.kill()
         run.communicate()
+
+
+STRAYS = """
+import ctypes, subprocess, time
+fields = {"env": {}, "stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+started = [subprocess.Popen(["sleep", "60"], start_new_session=True, **fields).pid]
+started += [subprocess.Popen(["sleep", "60"], process_group=0, **fields).pid]
+hidden = os.fork()
+if not hidden:
+    os.setsid()
+    ctypes.CDLL(None).prctl(4, 0, 0, 0, 0)
+    os.execve("/bin/sleep", ["sleep", "60"], {})
+print(*started, hidden, flush=True)
+"""
+"""Starts processes that have neither its environment nor its process group."""
+
+
+@pytest.mark.parametrize(
+    ("then", "are_adopted"),
+    [("time.sleep(60)", False), ("os.read(int(sys.argv[1]), 1)", False), ("os._exit(1)", True)],
+    ids=["killed", "finished", "ends"],
+)
+def test_no_process_outlives_its_worker(monkeypatch: pytest.MonkeyPatch, then: str, are_adopted: bool) -> None:
+    with ending_orphans():
+        process = start(monkeypatch, STRAYS + then)
+        assert wait_for(lambda: process.output().endswith("\n"))
+        strays = [int(word) for word in process.output().split()]
+        if "read" in then:
+            process.finish()
+        process.close()
+        assert are_adopted or wait_for(lambda: all(map(ended, strays)))
+    assert wait_for(lambda: all(map(ended, strays)))
+
+
+def test_a_pause_of_the_machine_does_not_count() -> None:
+    readings = iter([0.0, 0.2, 0.4, 9.4, 9.6])
+    clock = Clock(lambda: next(readings))
+    assert [clock.now() for _ in range(4)] == pytest.approx([0.2, 0.4, 1.4, 1.6])
