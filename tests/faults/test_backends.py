@@ -92,8 +92,14 @@ def test_what_a_backend_prints_cannot_command_the_terminal(run: Run, attack: str
     assert not set("\x1b\x9b\u202e\0") & set(run.printed)
 
 
-@pytest.mark.parametrize("attack", ATTACKS[15:])
-def test_a_hostile_tensor_costs_its_case(run: Run, attack: str) -> None:
+@pytest.mark.parametrize("attack", ATTACKS[15:17])
+def test_a_spoiled_query_is_no_fault_of_attncheck(run: Run, attack: str) -> None:
+    # The output is right: it is another check that watches the inputs.
+    assert_falls(run.records[HOSTILE, attack], {"passed", "failed", "errored"})
+
+
+@pytest.mark.parametrize("attack", ATTACKS[17:])
+def test_a_hostile_output_costs_its_case(run: Run, attack: str) -> None:
     assert_falls(run.records[HOSTILE, attack], {"failed", "errored"})
 
 
