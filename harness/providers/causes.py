@@ -12,6 +12,7 @@ from attncheck.harness.providers.provider import (
     Values,
     answer_differences,
     parameters_of,
+    plain_value,
 )
 
 
@@ -57,9 +58,13 @@ def _ignores(name: str, wrong: WrongAnswer, answer: Callable[[SubjectCall], Prov
 
 def _writes(wrong: WrongAnswer) -> str | None:
     owners = {each.place.split("[")[0].split(".")[1] for each in wrong.differences if _is_argument(each)}
-    if len(owners) == 1 and all(map(_is_argument, wrong.differences)):
-        return f"it writes into its argument {owners.pop()}"
-    return None
+    if len(owners) != 1 or not all(map(_is_argument, wrong.differences)):
+        return None
+    name = owners.pop()
+    before = ProviderAnswer(None, plain_value({name: wrong.question.arguments[name]}))
+    right = ProviderAnswer(None, {name: wrong.expected.arguments[name]})
+    is_kept = not answer_differences(before, right)  # a function whose result is in its argument must write into it
+    return f"it writes into its argument {name}" if is_kept else None
 
 
 def _is_argument(difference: AnswerDifference) -> bool:

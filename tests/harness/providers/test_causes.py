@@ -47,6 +47,12 @@ def write_ranges(made, mm_prefix_range, **_):
     return made
 
 
+def swap_last(made, input_batch, *_, **__):
+    if input_batch.num_reqs > 3:
+        input_batch.swap_states(2, 3)
+    return made
+
+
 @pytest.mark.parametrize(
     ("name", "function", "cause"),
     [
@@ -83,6 +89,11 @@ def write_ranges(made, mm_prefix_range, **_):
             "compute_mm_prefix_range_tensor",
             changed("compute_mm_prefix_range_tensor", write_ranges),
             "it writes into its argument mm_prefix_range",
+        ),
+        (
+            "reorder_batch_to_split_decodes_and_prefills",
+            changed("reorder_batch_to_split_decodes_and_prefills", swap_last),
+            None,
         ),
         (
             "is_last_ubatch_empty",
