@@ -148,10 +148,11 @@ def is_like(given: object, like: Tensor) -> bool:
 def has_its_memory(tensor: Tensor) -> bool:
     """Return whether the storage still holds all elements of ``tensor``; it can be resized behind its tensors."""
     with torch._C.DisableTorchFunction():  # a mode that records a graph would take this for work of the backend
-        if not tensor.numel():
+        plain = Tensor.as_subclass(tensor, Tensor)  # the backend may have set attributes on the object
+        if not plain.numel():
             return True
-        last = sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
-        return (tensor.storage_offset() + last + 1) * tensor.element_size() <= tensor.untyped_storage().nbytes()
+        last = sum((size - 1) * step for size, step in zip(plain.shape, plain.stride(), strict=True))
+        return (plain.storage_offset() + last + 1) * plain.element_size() <= plain.untyped_storage().nbytes()
 
 
 def require_memory(tensor: Tensor, name: str, stage: str) -> None:

@@ -187,14 +187,16 @@ class BackendLayer:
     def enter(self, call: ForwardCall, kv_cache: Tensor | None, metadata: Any, buffers: OutputBuffers) -> object:
         """Return what ``forward`` returns under ``torch.no_grad()``, without waiting for the device.
 
-        Raises StageError if it resized the cache or a buffer.
+        Raises StageError if it resized the memory of an argument.
         """
         forward = self.bind(call, kv_cache, metadata, buffers)
         with torch.no_grad():
             returned = forward()
         buffers.require_memory()
-        if kv_cache is not None:
-            require_memory(kv_cache, "kv_cache", "forward")
+        lent = {"query": call.query, "key": call.key, "value": call.value, "kv_cache": kv_cache}
+        for name, tensor in lent.items():
+            if tensor is not None:
+                require_memory(tensor, name, "forward")
         return returned
 
     def result_of(self, call: ForwardCall, returned: object, buffers: OutputBuffers) -> CallResult:
