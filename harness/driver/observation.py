@@ -250,7 +250,7 @@ def _frames(entry: TracebackType | None) -> Iterator[TracebackType]:
 def _message_of(error: BaseException) -> str:
     try:
         return _OF_OTHER_PROCESSES.sub("", str(error)) if type(error).__name__ == "OutOfMemoryError" else str(error)
-    except Exception as another:  # noqa: BLE001 (foreign code, too)
+    except (Exception, SystemExit, GeneratorExit) as another:  # noqa: BLE001 (foreign code, too)
         return f"(its message cannot be had: str() raised {type(another).__name__})"
 
 

@@ -479,7 +479,7 @@ def start(workers: WorkerPool, ref: str) -> Waiting[WorkerProcess]:
         WorkerError: attncheck itself failed in it.
     """
     process = workers.prepare(ref)
-    while process is not None and not process.is_ready(workers.limits.of_loading):
+    while process is not None and not process.is_ready(workers.limits.of_description):
         yield process
     return workers.restart(ref)
 
@@ -521,8 +521,8 @@ class ProcessExaminer:
         self._spent[backend.ref] += 0.0  # counts it as begun
         rest = self._left(place)
         if rest.seconds <= 0:
-            used = f"earlier cases used up {rest.words}"
-            cause = f"the case did not run, because {used}; give more time, or select fewer cases"
+            used = "earlier cases used up" if self._spent[backend.ref] else "the start of the run left nothing of"
+            cause = f"the case did not run, because {used} {rest.words}; give more time, or select fewer cases"
             self._end(place, Stopped("", ProcessEnd(cause, limit_s=self._limits.backend_s)), place.due)
             return
         place.began = time.monotonic()

@@ -79,6 +79,12 @@ class TimeLimits:
         return Limit(FLOOR_S, _SET) if self.case_s is None else self._given(LEAST_LOADING_S)
 
     @property
+    def of_description(self) -> Limit:
+        """The limit for a backend to be imported and described: no more than its processes may be at work together."""
+        loading = self.of_loading
+        return loading if self.backend_s >= loading.seconds else Limit(self.backend_s, self._backend_words)
+
+    @property
     def of_function(self) -> Limit:
         """The limit for all questions about one function of a provider."""
         return Limit(FLOOR_S, _SET) if self.case_s is None else self._given()
@@ -111,9 +117,13 @@ class TimeLimits:
         """Return what is left to a backend that was at work for ``spent_s``, if ``begun`` backends were at work yet."""
         own_s = self.backend_s - spent_s
         if self.deadline is None:
-            return Limit(own_s, f"{BACKEND_TIME} by --backend-timeout {self.backend_s:g}")
+            return Limit(own_s, self._backend_words)
         turns, rest_s = math.ceil((self.backends - begun) / self.jobs), self.deadline - time.monotonic()
-        return Limit(min(max(own_s, rest_s - turns * self.backend_s), rest_s), f"{BACKEND_TIME} by --within")
+        return Limit(min(max(own_s, rest_s - turns * self.backend_s), rest_s), self._backend_words)
+
+    @property
+    def _backend_words(self) -> str:
+        return f"{BACKEND_TIME} by " + ("--within" if self.deadline else f"--backend-timeout {self.backend_s:g}")
 
     def _given(self, least_s: float = 0.0) -> Limit:
         given_s = self.case_s or 0.0

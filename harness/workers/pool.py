@@ -364,7 +364,7 @@ class WorkerPool:
                 if each in self._processes and each not in assigned:
                     self._call_for_description(each)
                     assigned.add(each)
-            found.append(description_of(self._processes[ref], self.limits.of_loading))
+            found.append(description_of(self._processes[ref], self.limits.of_description))
         return found
 
     def _call_for_description(self, ref: str) -> None:

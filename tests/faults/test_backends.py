@@ -92,10 +92,13 @@ def test_what_a_backend_prints_cannot_command_the_terminal(run: Run, attack: str
     assert not set("\x1b\x9b\u202e\0") & set(run.printed)
 
 
-@pytest.mark.parametrize("attack", ATTACKS[15:17])
-def test_a_spoiled_query_is_no_fault_of_attncheck(run: Run, attack: str) -> None:
-    # The output is right: it is another check that watches the inputs.
-    assert_falls(run.records[HOSTILE, attack], {"passed", "failed", "errored"})
+def test_a_query_without_memory_costs_its_case(run: Run) -> None:
+    assert_falls(run.records[HOSTILE, "freed_query"], {"errored"}, "query has 0 of its")
+
+
+def test_a_query_of_another_class_is_no_fault_of_attncheck(run: Run) -> None:
+    # The output is right: `cache_write` watches the inputs.
+    run.assert_clean(HOSTILE, "hostile_query")
 
 
 @pytest.mark.parametrize("attack", ATTACKS[17:])
