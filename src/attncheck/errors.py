@@ -16,6 +16,7 @@
     |   |-- DeviceError              the machine, or torch, does not have the device
     |   |-- ClusterError             no Ray cluster at the address, or no node for the run
     |   |-- BlindCaseError           the expected result of a case hardly depends on what the case tests
+    |   |-- RefusedError             a backend's process refused a call: no such device or backend, a changed suite
     |   |-- RunFileError             an unreadable or inconsistent run file: path, line, reason
     |   `-- MissingExtraError        a requested feature needs a package that is not installed
     |-- WriteError                   a full disk, a read-only folder, a closed stdout: exit code 3

@@ -54,7 +54,8 @@ class Kernel(ReferenceImpl):
 def finding(make_case: Any, judge: Any) -> Callable[..., Finding]:
     def found(batch: Any = BATCH, causal: bool = True, **members: Any) -> Finding:
         own = {name: staticmethod(each) if callable(each) else each for name, each in members.items()}
-        return judge(make_case(*batch, dtype="float32", causal=causal), features=frozenset(), base=Kernel, **own)
+        features = frozenset() if causal else frozenset({"non_causal"})
+        return judge(make_case(*batch, dtype="float32", causal=causal), features=features, base=Kernel, **own)
 
     return found
 
