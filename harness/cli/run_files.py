@@ -241,8 +241,8 @@ def kept_run(folder: Path, number: int = 1) -> Path:
     """
     runs = kept_runs(folder)
     if not runs:
-        reason = _fault_of_folder(folder) or "holds no run yet; `attncheck run` without --output writes one"
-        raise RunFileError(str(folder), reason)
+        fault = _fault_of_folder(folder)
+        raise RunFileError(str(folder), fault or "holds no run yet; `attncheck run` without --output writes one")
     if number > len(runs):
         raise RunFileError(str(folder), f"holds {plural(len(runs), 'run')}; the oldest is number {len(runs)}")
     if reason := _fault_of_owner(runs[-number]):
@@ -313,8 +313,8 @@ def read_part(path: Path, header: RunHeader) -> Run:
             run = replace(run, records=run.records[:-1])
         print_stderr(f"note: {path}: the last line was cut off, and is written again")
     if differences := question_differences(run.header, header):
-        reason = f"this command differs from that of the run in {', '.join(differences)}; repeat the command of the run"
-        raise RunFileError(str(path), reason)
+        differing = f"these differ from the run: {', '.join(differences)}"
+        raise RunFileError(str(path), f"cannot be resumed: {differing}; restore them, or start a new run")
     return run
 
 

@@ -209,6 +209,12 @@ def count_outcomes(records: Iterable[Record]) -> dict[Outcome, int]:
     return {outcome: counts[outcome] for outcome in OUTCOMES if counts[outcome]}
 
 
+def refuse_existing(path: Path) -> None:
+    """Raise RunFileError if ``path`` exists."""
+    if path.exists():
+        raise RunFileError(str(path), "exists already; runs are never overwritten, name another file")
+
+
 class RunWriter:
     """A context manager that writes one run; it writes the footer on exit, unless there is an exception.
 
@@ -234,8 +240,8 @@ class RunWriter:
         self._written = 0
 
     def __enter__(self) -> Self:
-        if self._earlier is None and self.path.exists():
-            raise RunFileError(str(self.path), "exists already; runs are never overwritten, name another file")
+        if self._earlier is None:
+            refuse_existing(self.path)
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             if self._earlier is None:
