@@ -385,7 +385,12 @@ class MatrixFormat(StrEnum):
     json = "json"
 
 
-@with_options("suites", "cases", "shard", "jobs", "device", "seed", "output")
+@with_options(
+    *("suites", "cases", "shard", "jobs", "device", "seed", "output"),
+    shard={"help": "Part I of N of the mutants, with all cases. --from shows the run files of all parts."},
+    jobs={"help": "Number of processes at once. Default: auto, which is as many as cores and memory allow."},
+    output={"help": "The run file to write, which must not exist. Default: none is written.", "metavar": "FILE"},
+)
 def mutants(
     context: typer.Context,
     given: Given,
@@ -413,9 +418,8 @@ def mutants(
     """Show which checks detect which mutants.
 
     A mutant is a correct backend with one deliberate fault. The result shows how many faults the suites detect. Each
-    check of a mutant runs until its first failure. The correct backends are examined as well. A shard has a part of the
-    mutants, and all cases. Exit code 0: every mutant is caught, and every correct backend passes; 1: a mutant survives,
-    or a correct backend fails.
+    check of a mutant runs until its first failure. The correct backends are examined as well. Exit code 0: every mutant
+    is caught, and every correct backend passes; 1: a mutant survives, or a correct backend fails.
     """
     began = time.monotonic()
     asked = read_options(given, until_failure="check", command=tuple(context.obj or ()))

@@ -3,7 +3,7 @@
 import os
 import shlex
 import sys
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, replace
 from hashlib import sha256
@@ -107,7 +107,8 @@ def loaded_files() -> dict[str, str]:
     """
     own = (str(Path(attncheck.__file__).parent), get_path("stdlib"), get_path("platstdlib"))
     files = set()
-    for name, module in list(sys.modules.items()):
+    modules: Mapping[str, object] = dict(sys.modules)
+    for name, module in modules.items():
         place = vars(module).get("__file__") if isinstance(module, ModuleType) else None  # a lazy one imports more
         if name == "__main__" or not isinstance(place, str) or place.startswith(own):
             continue
