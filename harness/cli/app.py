@@ -156,7 +156,8 @@ def exit_code_of(error: BaseException) -> int:
         # The reader closed the pipe, as in `attncheck list | head`.
         drop_stdout()
         return OK
-    if isinstance(error, OSError) and error.errno in _NO_ROOM:
+    # Only writing sets `characters_written`: stdout does not block, and its reader is slower than this process.
+    if isinstance(error, OSError) and (error.errno in _NO_ROOM or hasattr(error, "characters_written")):
         print_stderr(f"error: {error.filename or 'stdout'} cannot be written: {error.strerror}")
         drop_stdout()
         return OWN_FAULT

@@ -7,7 +7,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -20,7 +20,7 @@ from attncheck.errors import SelectionError, unwritable
 from attncheck.harness.cli import common
 from attncheck.harness.cli.common import interruptible, make_folder, print_foreign
 from attncheck.harness.cli.options import Given, read_options, with_options
-from attncheck.harness.cli.run_files import is_kept, kept_folder, run_path
+from attncheck.harness.cli.run_files import is_kept, kept_folder, make_kept_folder, run_path
 from attncheck.harness.fuzz.shrink import (
     BackendProcess,
     Failure,
@@ -65,6 +65,9 @@ def folder_for(output: Path | None, command: str) -> Path:
         WriteError: the folder cannot be created.
     """
     folder = output or kept_folder() / f"{command}-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
+    if output is None:
+        with suppress(OSError):  # the next step raises it, with the name of the folder
+            make_kept_folder(folder.parent)
     make_folder(folder, f"--output {folder}")
     return folder
 
@@ -87,11 +90,11 @@ def print_small(process: BackendProcess, failure: SmallFailure, folder: Path) ->
     written = _write_case(small, folder)
     repeat = record.model_copy(update={"suite": str(written), "case_id": small.case.id})
     environment = process.backend.info.required_environment
-    typer.echo(f"  repeat: {repro_command(repeat, environment=environment)}")
+    print_foreign(f"  repeat: {repro_command(repeat, environment=environment)}")
     answer = write_stand_alone(process, small, written.with_suffix(".py"))
     if answer.written:
         words = f"with {answer.needs}" if answer.needs else "without attncheck"
-        typer.echo(f"  {words}: {assignments(environment)}python {written.with_suffix('.py')}")
+        print_foreign(f"  {words}: {assignments(environment)}python {written.with_suffix('.py')}")
     else:
         print_foreign(f"  no stand-alone file: {answer.reason}")
     is_ours = isinstance(record, Errored) and record.stage == OURSELVES
@@ -164,7 +167,7 @@ def fuzz(
         process = stack.enter_context(backend_process(refs[0], options))
         began = time.monotonic()
         ends = began + limit_s
-        typer.echo(f"fuzz {process.backend.name} on {process.device}, seed {options.seed}")
+        print_foreign(f"fuzz {process.backend.name} on {process.device}, seed {options.seed}")
         typer.echo(f"{limit_s:g} s for cases and for reducing failures, each for at most {shrink_time:g} s")
 
         def see(_question: "DrawnQuestion", examined: "ExaminedCase") -> None:
@@ -262,10 +265,10 @@ def shrink(
         _refuse_unnamed(failure.record.backend_ref, run.path)
     options = read_options(given, device=run.header.device, seed=failure.record.seed)
     with backend_process(failure.record.backend_ref, options) as process:
-        typer.echo(f"reducing {failure.case.key} {failure.record.check} of {run.path}")
+        print_foreign(f"reducing {failure.case.key} {failure.record.check} of {run.path}")
         small = Shrinker(process).make_small(failure, shrink_time)
         if small.shrunk is None:
-            typer.echo(f"{failure.case.key} {failure.record.check}: passes now, or fails in another way")
+            print_foreign(f"{failure.case.key} {failure.record.check}: passes now, or fails in another way")
             return 0
         return print_small(process, small, folder_for(output, "shrink"))
 
@@ -273,7 +276,7 @@ def shrink(
 def _refuse_unnamed(ref: str, path: str) -> None:
     """Raise SelectionError if a run file that may be foreign chooses code that is neither registered nor named.
 
-    Whoever writes a run file chooses its references, and loading one runs its code.
+    A run file's author chooses its references; loading one runs its code.
     """
     family, _, name = ref.partition(":")
     if family not in known_names() or (name and not name.isidentifier()):

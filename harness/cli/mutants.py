@@ -30,7 +30,7 @@ from attncheck.reference.spec import CHECKS
 from attncheck.reports.analysis.phrases import plural
 from attncheck.reports.run_file.causes import UNEXPLAINED, likely_causes
 from attncheck.reports.run_file.records import FALLEN_SHORT, Failed, Record, Unavailable, Unsupported
-from attncheck.reports.run_file.store import Run, read_run, write_run
+from attncheck.reports.run_file.store import Run, read_run, refuse_existing, write_run
 
 if TYPE_CHECKING:
     from attncheck.harness.run.selection import Shard
@@ -294,7 +294,7 @@ def examine_groups(
 def _examine_group(group: ExaminedGroup, options: RunOptions, folder: Path, stopped: threading.Event) -> ExaminedGroup:
     """Examine the group in a process of its own, with run files in ``folder``, and return the result.
 
-    If one of it ends the process, all of it is examined as `attncheck run` does, which records the crash. If
+    If a member ends the process, the whole group is examined as `attncheck run` does, which records the crash. If
     ``stopped`` is set, BrokenProcessPool is raised instead.
     """
     folder.mkdir()
@@ -321,10 +321,14 @@ def joined(runs: Iterable[Run]) -> Run | None:
     if not parts:
         return None
     headers = [run.header for run in parts]
+    # A mutant's checks end at its first failure, so how many records are due is not known: no case announces any.
+    undue = {"checks": (), "backends": ()}
     header = headers[0].model_copy(
         update={
             "suites": _unique((each.name, each) for header in headers for each in header.suites),
-            "cases": _unique(((each.suite, each.id), each) for header in headers for each in header.cases),
+            "cases": _unique(
+                ((each.suite, each.id), each.model_copy(update=undue)) for header in headers for each in header.cases
+            ),
             "checks": _unique((each, each) for header in headers for each in header.checks),
             "backends": _unique((each.ref, each) for header in headers for each in header.backends),
             "notes": _unique((each, each) for header in headers for each in header.notes),
@@ -381,7 +385,12 @@ class MatrixFormat(StrEnum):
     json = "json"
 
 
-@with_options("suites", "cases", "shard", "jobs", "device", "seed", "output")
+@with_options(
+    *("suites", "cases", "shard", "jobs", "device", "seed", "output"),
+    shard={"help": "Part I of N of the mutants, with all cases. --from shows the run files of all parts."},
+    jobs={"help": "Number of processes at once. Default: auto, which is as many as cores and memory allow."},
+    output={"help": "The run file to write, which must not exist. Default: none is written.", "metavar": "FILE"},
+)
 def mutants(
     context: typer.Context,
     given: Given,
@@ -409,9 +418,8 @@ def mutants(
     """Show which checks detect which mutants.
 
     A mutant is a correct backend with one deliberate fault. The result shows how many faults the suites detect. Each
-    check of a mutant runs until its first failure. The correct backends are examined as well. A shard has a part of the
-    mutants, and all cases. Exit code 0: every mutant is caught, and every correct backend passes; 1: a mutant survives,
-    or a correct backend fails.
+    check of a mutant runs until its first failure. The correct backends are examined as well. Exit code 0: every mutant
+    is caught, and every correct backend passes; 1: a mutant survives, or a correct backend fails.
     """
     began = time.monotonic()
     asked = read_options(given, until_failure="check", command=tuple(context.obj or ()))
@@ -463,6 +471,8 @@ def _examine_mutants(
     from attncheck.harness.workers.pool import most_processes
 
     options.select()  # raise errors of the options before any process starts
+    if output is not None:
+        refuse_existing(output)
     runs: list[Run] = []
     missing: dict[str, str] = {}
     done = 0

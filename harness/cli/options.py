@@ -9,7 +9,7 @@ import os
 import re
 import tomllib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Annotated, Any
@@ -18,7 +18,7 @@ import typer
 
 from attncheck.errors import CaseFileError
 from attncheck.harness.cli import common
-from attncheck.harness.run.options import OPTIONS, RunOptions, kind_of, options_in, read_given, read_size
+from attncheck.harness.run.options import OPTIONS, Option, RunOptions, kind_of, options_in, read_given, read_size
 
 # Parameters of commands.
 
@@ -26,8 +26,7 @@ Given = dict[str, Any]
 """What a user gives, as text or TOML value, by the name of the field; a field without an entry is not given."""
 
 
-def _parameter(name: str) -> Any:
-    option = OPTIONS[name]
+def _parameter(option: Option) -> Any:
     return typer.Option(
         *option.names,
         metavar=option.metavar,
@@ -48,15 +47,16 @@ _BACKENDS = typer.Argument(
 )
 
 
-def with_options(*names: str) -> Callable[[Callable[..., int]], Callable[..., int]]:
+def with_options(*names: str, **changes: Mapping[str, Any]) -> Callable[[Callable[..., int]], Callable[..., int]]:
     """Give a command the options of these fields; it gets them as ``given``, its second parameter.
 
-    Backends are given as arguments, too.
+    Backends are given as arguments, too. ``changes``: by name, the ``help`` or ``metavar`` of this command.
     """
 
     def decorate(command: Callable[..., int]) -> Callable[..., int]:
         context, _, *own = inspect.signature(command, eval_str=True).parameters.values()
-        taken = [_keyword(name, kind_of(name), _parameter(name)) for name in names]
+        options = {name: replace(OPTIONS[name], **changes.get(name, {})) for name in names}
+        taken = [_keyword(name, kind_of(name), _parameter(option)) for name, option in options.items()]
         if "backends" in names:
             taken.insert(0, _keyword("arguments", list[str], _BACKENDS))
 

@@ -12,6 +12,7 @@ from http import HTTPStatus
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, get_args
+from urllib.parse import urlsplit
 
 import typer
 
@@ -485,9 +486,10 @@ class _SiteHandler(SimpleHTTPRequestHandler):
 
     def send_head(self) -> Any:
         """Send the head of an answer, and return the file to send, or None."""
-        own = {f"{name}:{self.server.server_port}" for name in ("127.0.0.1", "localhost")}  # type: ignore[attr-defined]
-        origin = self.headers.get("Origin")
-        if self.headers.get("Host") not in own or origin not in (None, *(f"http://{name}" for name in own)):
+        own = ("127.0.0.1", "localhost")  # at any port: the browser's may be forwarded to this server's
+        host, origin = self.headers.get("Host", ""), self.headers.get("Origin")
+        is_foreign = origin is not None and urlsplit(origin).hostname not in own
+        if host.partition(":")[0] not in own or is_foreign:
             self.send_error(HTTPStatus.FORBIDDEN, "only the pages of this site are answered")
             return None
         return super().send_head()

@@ -42,6 +42,8 @@ from attncheck.harness.cli.run_files import (
     only_failed,
     open_run,
     read_part,
+    report_command,
+    resume_command,
 )
 from attncheck.harness.run.options import RunOptions
 from attncheck.harness.run.outcomes import DeviceLostError
@@ -319,6 +321,11 @@ class FinishedRun:
     ended_by: KeyboardInterrupt | WriteError | ClusterError | None = None
 
     @property
+    def can_be_resumed(self) -> bool:
+        """Whether the run has a run file that ``--resume`` takes."""
+        return self.path is not None and self.path.suffix == ".jsonl"
+
+    @property
     def stored(self) -> StoredRun:
         """The run as it is read from its file; without a footer if it was ended by an exception."""
         footer = None
@@ -545,14 +552,15 @@ def run_command(
         return watch_run(options, spare, color=use_color(color))
 
     def print_result(finished: "FinishedRun") -> None:
+        reader = report_command(finished.path) if finished.path else ""
         with printing_to_stdout(finished.path):
-            _print_report(finished, quiet=options.quiet, verbose=options.verbose, color=use_color(color))
+            _print_report(finished, reader, quiet=options.quiet, verbose=options.verbose, color=use_color(color))
             for info in finished.header.backends:
                 _print_not_passed(info.ref, environment, options.pass_env)
             if options.durations is not None:
                 _print_durations(finished.records, options.durations or None)
             where = "no run file (--no-output)" if finished.path is None else f"run file: {finished.path}"
-            typer.echo(f"{time.monotonic() - began:.1f} s, {where}")
+            print_foreign(f"{time.monotonic() - began:.1f} s, {where}")
             write_reports(reports, finished.stored)
 
     finished = execute_run(options, _ignore if options.quiet else _print_opening, print_result, spare)
@@ -592,8 +600,7 @@ def _print_opening(header: "RunHeader") -> None:
         typer.echo(terminal.opening(header, width=terminal_width()))
 
 
-def _print_report(finished: "FinishedRun", *, quiet: bool, verbose: bool, color: bool) -> None:
-    from attncheck.harness.cli.run_files import report_command, resume_command
+def _print_report(finished: "FinishedRun", reader: str, *, quiet: bool, verbose: bool, color: bool) -> None:
     from attncheck.reports.terminal import run as terminal
 
     if not quiet:
@@ -608,13 +615,13 @@ def _print_report(finished: "FinishedRun", *, quiet: bool, verbose: bool, color:
         width=terminal_width(),
         quiet=quiet,
         verbose=verbose and not quiet,
-        reader=report_command(finished.path) if finished.path else "",
+        reader=reader,
     )
     typer.echo(text, color=color)
     for line in (*finished.unseen, *filter(None, [finished.stopped])):
         print_foreign(line)
-    if finished.ended_by is not None and finished.path is not None and finished.path.suffix == ".jsonl":
-        typer.echo(f"resume: {resume_command(finished.header.command, finished.path)}")
+    if finished.ended_by is not None and finished.path is not None and finished.can_be_resumed:
+        print_foreign(f"resume: {resume_command(finished.header.command, finished.path)}")
 
 
 def _print_not_passed(ref: str, environment: Mapping[str, str], patterns: Sequence[str]) -> None:
@@ -625,14 +632,14 @@ def _print_not_passed(ref: str, environment: Mapping[str, str], patterns: Sequen
         return
     absent = environment.keys() - passed_environment(environment, patterns).keys()
     if names := ",".join(sorted(variables_read(Path(file)) & absent)):
-        typer.echo(f"read by {file} and not passed to it: {names}; add --pass-env {names}")
+        print_foreign(f"read by {file} and not passed to it: {names}; add --pass-env {names}")
 
 
 def _print_durations(records: "Sequence[Record]", count: int | None) -> None:
     slowest = sorted(records, key=lambda record: record.duration_s, reverse=True)[:count]
     typer.echo(f"slowest {len(slowest)} of {len(records)} checks of cases")
     for record in slowest:
-        typer.echo(f"  {record.duration_s:8.2f} s  {record.backend}  {record.case}  {record.check}")
+        print_foreign(f"  {record.duration_s:8.2f} s  {record.backend}  {record.case}  {record.check}")
 
 
 def _exit_code(finished: "FinishedRun", *, by_name: bool) -> int:
@@ -654,7 +661,8 @@ def _exit_code(finished: "FinishedRun", *, by_name: bool) -> int:
     if finished.blind:
         raise SelectionError("some cases are too weak to detect the feature they test; fix them (see the errors above)")
     if finished.stored.lacking:
-        raise SelectionError(f"the run is incomplete: {lacking_in_words(finished.stored)}; complete it by --resume")
+        hint = "; complete it by --resume" if finished.can_be_resumed else ""
+        raise SelectionError(f"the run is incomplete: {lacking_in_words(finished.stored)}{hint}")
     if not finished.header.shard:  # other shards may have cases to examine
         _refuse_empty_run(records, finished.header, by_name=by_name)
     return 0

@@ -32,7 +32,7 @@ from attncheck.reports.run_file.records import (
     format_line,
     parse_line,
 )
-from attncheck.reports.run_file.store import Run, RunWriter, lacks_header, read_run
+from attncheck.reports.run_file.store import Run, RunWriter, is_written_now, lacks_header, read_run
 from attncheck.reports.run_file.timings import TIMING
 
 # Kept run files: named by time, in a folder that keeps the newest ones.
@@ -76,8 +76,14 @@ def kept_folder() -> Path:
 
 
 def kept_runs(folder: Path) -> list[Path]:
-    """Return the run files in ``folder`` that have names chosen by attncheck, oldest first."""
-    found = folder.iterdir() if folder.is_dir() else ()
+    """Return the run files in ``folder`` that have names chosen by attncheck, oldest first.
+
+    Empty if the folder cannot be read.
+    """
+    try:
+        found = list(folder.iterdir())
+    except OSError:
+        return []
     return sorted((path for path in found if _NAME.fullmatch(path.name)), key=_age)
 
 
@@ -87,16 +93,20 @@ def _age(path: Path) -> tuple[str, str, int, int]:
     return date, seconds, int(process), int(number[0]) if number else 1
 
 
-def drop_old_runs(folder: Path, keep: int) -> None:
+def drop_old_runs(folder: Path, keep: int, written: Path) -> None:
     """Delete all but the newest ``keep`` run files of :func:`kept_runs`; errors are ignored.
 
-    In the user's cache, the runs of all folders count together, and folders that become empty are deleted.
+    ``written``: the run that has just ended; it stays, as do runs that other processes write: a long run is older than
+    short ones beside it. In the user's cache, the runs of all folders count together, and folders that become empty are
+    deleted.
     """
     is_cache = _is_cached(folder)
     with contextlib.suppress(OSError):
         folders = folder.parent.iterdir() if is_cache else [folder]
         runs = sorted((path for each in folders for path in kept_runs(each)), key=_age)
         for path in runs[:-keep]:
+            if path == written or is_written_now(path):
+                continue
             path.unlink(missing_ok=True)
             if is_cache and not any(path.parent.iterdir()):
                 path.parent.rmdir()
@@ -110,9 +120,9 @@ def measured_costs(folder: Path | None, device_name: str) -> dict[tuple[str, str
     costs: dict[tuple[str, str, str], float] = {}
     deadline = time.monotonic() + _READ_S
     for path in kept_runs(folder)[: -_NEWEST - 1 : -1] if folder else ():
+        if _fault_of_owner(path):
+            continue
         with contextlib.suppress(OSError, ValueError), path.open(encoding="utf-8") as lines:
-            if _fault_of_owner(path):
-                continue
             for line in lines:
                 found = parse_line(line)
                 if time.monotonic() > deadline:
@@ -148,14 +158,14 @@ def open_run(
     with _writer(output, folder, header) as writer:
         yield writer
     if output is None and folder is not None:
-        drop_old_runs(folder, keep)
+        drop_old_runs(folder, keep, writer.path)
 
 
 def _writer(output: Path | None, folder: Path | None, header: RunHeader) -> RunWriter:
     if output is not None:
         return RunWriter(_free_path(output) if output.is_dir() else output, header)
     assert folder is not None
-    reason = _fault_of_folder(folder) or _fault_of_writing(folder, len(format_line(header)))
+    reason = _fault_of_writing(folder, len(format_line(header)))
     if not reason:
         return RunWriter(_free_path(folder), header)
     try:
@@ -170,11 +180,24 @@ def _writer(output: Path | None, folder: Path | None, header: RunHeader) -> RunW
     return RunWriter(path, header)
 
 
+def make_kept_folder(folder: Path) -> None:
+    """Create a folder for runs; in one of the user's cache, no other user may write.
+
+    Raises:
+        OSError: it cannot be created.
+    """
+    if _is_cached(folder):
+        SharedFolder(folder).make()
+    else:
+        folder.mkdir(parents=True, exist_ok=True)
+
+
 def _fault_of_writing(folder: Path, num_bytes: int) -> str:
     """Return why no file of ``num_bytes`` can be written in ``folder``, which is made first; empty if one can."""
     try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        folder.mkdir(mode=0o700 if _is_cached(folder) else 0o777, exist_ok=True)
+        make_kept_folder(folder)
+        if reason := _fault_of_folder(folder):
+            return reason
         with tempfile.NamedTemporaryFile(prefix=".attncheck-", dir=folder) as probe:
             probe.write(bytes(num_bytes + _ROOM))  # an empty file fits on a full disk
             probe.flush()
@@ -218,7 +241,8 @@ def kept_run(folder: Path, number: int = 1) -> Path:
     """
     runs = kept_runs(folder)
     if not runs:
-        raise RunFileError(str(folder), "holds no run yet; `attncheck run` without --output writes one")
+        fault = _fault_of_folder(folder)
+        raise RunFileError(str(folder), fault or "holds no run yet; `attncheck run` without --output writes one")
     if number > len(runs):
         raise RunFileError(str(folder), f"holds {plural(len(runs), 'run')}; the oldest is number {len(runs)}")
     if reason := _fault_of_owner(runs[-number]):
@@ -238,8 +262,11 @@ def _fault_of_folder(folder: Path) -> str | None:
 def _fault_of_owner(path: Path) -> str | None:
     """Return why another user may have written the kept run ``path``, which names code to execute; None if not."""
     if reason := _fault_of_folder(path.parent):
-        return f"is not read, since its folder {reason}"
-    state = path.lstat()
+        return f"is not read: {path.parent}: {reason}"
+    try:
+        state = path.lstat()
+    except OSError:
+        return "is no file"
     if not S_ISREG(state.st_mode):
         return "is no file"
     if state.st_uid != os.geteuid():
@@ -256,7 +283,11 @@ def is_kept(path: Path) -> bool:
 def report_command(path: Path) -> str:
     """Return the command that reports the run of ``path``, without the path if it is the newest kept run."""
     runs = kept_runs(runs_folder())
-    return "attncheck report" if runs and runs[-1].samefile(path) else f"attncheck report {shlex.quote(str(path))}"
+    return (
+        "attncheck report"
+        if runs and runs[-1].resolve() == path.resolve()
+        else f"attncheck report {shlex.quote(str(path))}"
+    )
 
 
 # `--resume`: completes a run that was cut off, in the same run file. Loads no torch.
@@ -282,8 +313,8 @@ def read_part(path: Path, header: RunHeader) -> Run:
             run = replace(run, records=run.records[:-1])
         print_stderr(f"note: {path}: the last line was cut off, and is written again")
     if differences := question_differences(run.header, header):
-        reason = f"this command differs from that of the run in {', '.join(differences)}; repeat the command of the run"
-        raise RunFileError(str(path), reason)
+        differing = f"these differ from the run: {', '.join(differences)}"
+        raise RunFileError(str(path), f"cannot be resumed: {differing}; restore them, or start a new run")
     return run
 
 

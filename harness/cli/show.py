@@ -115,7 +115,9 @@ _ALWAYS = ("dtype", "block_size", "layout")
 """Fields that are shown even at their defaults."""
 
 
-@with_options("suites", "settings")
+@with_options(
+    *("suites", "settings"), suites={"help": "Built-in suites, YAML files, or all. Default: all, smoke first."}
+)
 def show(
     _context: typer.Context,
     given: Given,
@@ -125,8 +127,7 @@ def show(
 ) -> int:
     """Show a case: layer, cache, requests, masks and checks.
 
-    Without --suite, all built-in suites are searched, smoke first. If several cases match, the first one is shown and
-    the others are listed.
+    If several cases match, the first one is shown and the others are listed.
     """
     found = _find(case, given.get("suites", []), given.get("settings", []))
     if as_yaml:
@@ -258,7 +259,10 @@ class SchemaSubject(StrEnum):
     RUN = "run"
 
 
-@with_options("suites", "cases", "keywords")
+@with_options(
+    *("suites", "cases", "keywords"),
+    suites={"help": "Built-in suites, YAML files, or all. Default: all, and smoke for cases."},
+)
 def list_names(
     _context: typer.Context,
     given: Given,
@@ -272,8 +276,7 @@ def list_names(
 ) -> int:
     """List backends, suites, cases or checks, or print a JSON schema.
 
-    Without --suite, all built-in suites are listed, and the cases of smoke. `attncheck doctor` shows which backends can
-    run on this machine.
+    `attncheck doctor` shows which backends can run on this machine.
     """
     suites = given.get("suites", [])
     if what is None and given:

@@ -3,10 +3,13 @@
 import os
 import shlex
 import sys
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, replace
+from hashlib import sha256
 from pathlib import Path
 from sysconfig import get_path
+from types import ModuleType
 from typing import TYPE_CHECKING
 
 import attncheck
@@ -98,13 +101,15 @@ def describe_backend(backend: Backend, device: str) -> BackendDescription:
 def loaded_files() -> dict[str, str]:
     """Return the digests of the files whose code this process has loaded, and of compiled libraries beside them.
 
-    Files of installed packages, Python and attncheck are left out, as are those that a backend imports later. A file is
-    named by its path below the folder of ``sys.path`` that it was found in, so that the names are equal elsewhere.
+    Files of installed packages, Python and attncheck are left out, as are those that a backend imports later, and those
+    that cannot be read. A file is named by its path below the folder of ``sys.path`` that it was found in, so that the
+    names are equal elsewhere. Files of the same name share one digest.
     """
     own = (str(Path(attncheck.__file__).parent), get_path("stdlib"), get_path("platstdlib"))
     files = set()
-    for name, module in list(sys.modules.items()):
-        place = getattr(module, "__file__", None)
+    modules: Mapping[str, object] = dict(sys.modules)
+    for name, module in modules.items():
+        place = vars(module).get("__file__") if isinstance(module, ModuleType) else None  # a lazy one imports more
         if name == "__main__" or not isinstance(place, str) or place.startswith(own):
             continue
         file = Path(place)
@@ -112,7 +117,16 @@ def loaded_files() -> dict[str, str]:
             files.add(file.resolve())
     for folder in {file.parent for file in files}:
         files.update(folder.glob("*.so"))
-    return {_name_on_path(file): digest_of(file) for file in sorted(files)}
+    found: dict[str, list[str]] = {}
+    for file in files:
+        with suppress(OSError):
+            found.setdefault(_name_on_path(file), []).append(digest_of(file))
+    return {name: _joined(digests) for name, digests in sorted(found.items())}
+
+
+def _joined(digests: Sequence[str]) -> str:
+    """Return the one digest, or that of all of them."""
+    return digests[0] if len(digests) == 1 else sha256("".join(sorted(digests)).encode()).hexdigest()[:12]
 
 
 def _name_on_path(file: Path) -> str:

@@ -271,7 +271,7 @@ class RunOptions:
         (),
         "--provider REF",
         "A provider of metadata utilities: vllm, vllm:file.py, a module, or file.py. It is examined alone without "
-        "BACKEND.",
+        "BACKEND. --case also selects its functions, by name.",
         places=("run",),
     )
     suites: tuple[str, ...] = _what(
@@ -288,8 +288,7 @@ class RunOptions:
     cases: tuple[str, ...] = _what(
         (),
         "--case PATTERN",
-        "Only cases whose id or suite/id matches this shell pattern; an id without variant selects all its variants. "
-        "With --provider also functions, by name.",
+        "Only cases whose id or suite/id matches this shell pattern; an id without variant selects all its variants.",
         "pytest",
         read=_names,
         complete="cases",

@@ -5,11 +5,11 @@ report the same errors. An executor loads the backends and examines: in this pro
 no torch if the backends have processes of their own.
 """
 
+import hashlib
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
-from hashlib import sha256
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
@@ -330,4 +330,7 @@ def file_digest(ref: str) -> str:
 
 def digest_of(file: Path) -> str:
     """Return the first 12 hex digits of the SHA-256 of ``file``; empty if it is not a file."""
-    return sha256(file.read_bytes()).hexdigest()[:12] if file.is_file() else ""
+    if not file.is_file():
+        return ""
+    with file.open("rb") as content:  # read in pieces: a compiled library may be large
+        return hashlib.file_digest(content, "sha256").hexdigest()[:12]

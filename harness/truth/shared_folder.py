@@ -14,7 +14,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
-from stat import S_ISDIR, S_ISREG
+from stat import S_IMODE, S_ISDIR, S_ISREG
 
 MOST_BYTES = 512 * 2**20
 """Maximum total size of all files."""
@@ -67,6 +67,18 @@ class SharedFolder:
             return "other users may write in it; chmod go-w makes it usable"
         return None
 
+    def make(self) -> None:
+        """Create the folder for this user alone; if it exists and is the user's own, no other may write in it any more.
+
+        Raises:
+            OSError: it cannot be created.
+        """
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self.path.mkdir(mode=0o700, exist_ok=True)
+        state = self.path.lstat()
+        if S_ISDIR(state.st_mode) and state.st_uid == os.geteuid() and state.st_mode & 0o022:
+            self.path.chmod(S_IMODE(state.st_mode) & ~0o022)
+
     def lacks_room(self) -> str | None:
         """Return why no file can be written, or None if files of the largest size can."""
         place = next(place for place in (self.path, *self.path.parents) if place.is_dir())
@@ -103,8 +115,7 @@ class SharedFolder:
             return True
         part = self.path / f"{key}.{os.getpid()}"
         try:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            self.path.mkdir(mode=0o700, exist_ok=True)
+            self.make()
             try:
                 part.write_bytes(_checksum(key, content) + content)
                 part.replace(self.path / key)

@@ -13,6 +13,7 @@ import fcntl
 import gzip
 import lzma
 import os
+import re
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -146,17 +147,36 @@ def _lock(file: TextIOWrapper, path: Path, size: int | None = None) -> None:
         RunFileError: another process has locked it, or has written it since. The file is closed.
     """
     reason = ""
-    try:
-        fcntl.flock(file.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
+    if not _takes_lock(file.fileno()):
         reason = "another run writes this file; wait until it has ended"
-    except OSError:  # the file system has no locks
-        pass
-    if not reason and size not in (None, os.fstat(file.fileno()).st_size):
+    elif size not in (None, os.fstat(file.fileno()).st_size):
         reason = "another run has written it in the meantime"
     if reason:
         file.close()
         raise RunFileError(str(path), reason)
+
+
+def is_written_now(path: Path) -> bool:
+    """Return whether a process writes the run file; False if it cannot be opened, or its file system has no locks."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError:
+        return False
+    try:
+        return not _takes_lock(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _takes_lock(descriptor: int) -> bool:
+    """Lock a file until it is closed; return False if another process has locked it."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:  # the file system has no locks
+        pass
+    return True
 
 
 def _open_plain(path: str) -> BufferedReader:
@@ -189,6 +209,12 @@ def count_outcomes(records: Iterable[Record]) -> dict[Outcome, int]:
     return {outcome: counts[outcome] for outcome in OUTCOMES if counts[outcome]}
 
 
+def refuse_existing(path: Path) -> None:
+    """Raise RunFileError if ``path`` exists."""
+    if path.exists():
+        raise RunFileError(str(path), "exists already; runs are never overwritten, name another file")
+
+
 class RunWriter:
     """A context manager that writes one run; it writes the footer on exit, unless there is an exception.
 
@@ -214,8 +240,8 @@ class RunWriter:
         self._written = 0
 
     def __enter__(self) -> Self:
-        if self._earlier is None and self.path.exists():
-            raise RunFileError(str(self.path), "exists already; runs are never overwritten, name another file")
+        if self._earlier is None:
+            refuse_existing(self.path)
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             if self._earlier is None:
@@ -344,7 +370,7 @@ class Run:
             is_here = not header.shard or case.shard in (0, header.shard_number)
             if is_here and counts[key] < due:
                 found.append("/".join(key))
-        return tuple(name for name in found if not any(name in error for error in self.errors))
+        return tuple(name for name in found if not any(_has_name(error, name) for error in self.errors))
 
     @property
     def errors(self) -> tuple[str, ...]:
@@ -398,6 +424,11 @@ def read_run(path: Path | str) -> Run:
     if footer is not None:
         _compare_counts(path, number, footer.counts, count_outcomes(records.values()))
     return Run(path, header, tuple(records.values()), footer, size=size, end=end)
+
+
+def _has_name(error: str, name: str) -> bool:
+    """Return whether ``error`` has ``name``, a ``suite/id``, but not as a part of a longer name."""
+    return re.search(rf"(?<![\w./-]){re.escape(name)}(?![\w\[-]|\.\w)", error) is not None
 
 
 def lacking_in_words(run: Run) -> str:

@@ -93,6 +93,7 @@ def due(make: Make) -> list[Record]:
         (0, {"shard": "1/2"}, (), ("smoke/a",)),
         (5, {}, ("case smoke/b: blind to sinks: no row",), ()),
         (5, {}, ("another error",), ("smoke/b",)),
+        (5, {}, ("case smoke/b-long: blind to sinks: no row", "case smoke/b[x]: blind"), ("smoke/b",)),
     ],
 )
 def test_a_run_is_complete_with_all_records_that_its_header_announces(

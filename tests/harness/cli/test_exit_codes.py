@@ -112,6 +112,15 @@ def test_a_limit_of_the_machine_is_no_fault_of_ours(
     assert advice in message
 
 
+def test_a_stdout_that_does_not_block_is_named(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(cli, "drop_stdout", lambda: None)  # stdout is the next test's, too
+    full = BlockingIOError(errno.EAGAIN, "write could not complete without blocking", 5)
+    assert cli.exit_code_of(full) == 3
+    assert capsys.readouterr().err == "error: stdout cannot be written: write could not complete without blocking\n"
+
+
 def test_what_foreign_code_prints_controls_no_terminal(capsys: pytest.CaptureFixture[str]) -> None:
     show_printed("mine", "a\x1b]8;;http://x\x07b\x9b31mc\u202ed\0e")
     print_foreign("f\x1b[2Jg")

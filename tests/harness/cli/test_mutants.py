@@ -14,6 +14,7 @@ from attncheck.backends.mutants.catalogue import Mutant, catalogue
 from attncheck.harness.cli import app as cli
 from attncheck.harness.cli.mutants import ExaminedGroup, as_json, as_text, examine_groups, groups_of, kill_matrix
 from attncheck.harness.run.options import RunOptions
+from attncheck.reports.run_file.store import read_run
 
 CHECKS = ("numerics", "lse", "cudagraph")
 PLAIN = "attncheck.backends.mutants.plain:PlainBackend"
@@ -124,10 +125,15 @@ def suite(tmp_path, monkeypatch):
 
 def test_the_command_examines_and_reads_its_run_file_again(suite, capsys):
     words = ["mutants", "sinks-ignored", "mutates-query", "--suite", suite, "--jobs", "2"]
+    assert cli.main([*words, "--output", "."]) == 2
+    printed = capsys.readouterr().err
+    assert "exists already" in printed
+    assert "mutants\n" not in printed  # none was examined
     assert cli.main([*words, "--output", "run.jsonl"]) == 1  # no sinks there
     printed = capsys.readouterr().out
     assert "caught: 1 of 2 mutants, 50.0 %" in printed
     assert f"no false alarm of {PLAIN}" in printed
+    assert read_run("run.jsonl").complete
     assert cli.main(["mutants", "--from", "run.jsonl", "--format", "json"]) == 1
     found = json.loads(capsys.readouterr().out)
     caught = {each["name"]: each["caught_by"] for each in found["mutants"]}

@@ -145,7 +145,7 @@ def test_a_file_that_is_no_run_is_left_as_it_is(plain, header, tmp_path):
     assert path.read_text() == "notes of mine"
 
 
-REPEAT = "error: cut.jsonl: this command differs from that of the run in {}; repeat the command of the run\n"
+REPEAT = "error: cut.jsonl: cannot be resumed: these differ from the run: {}; restore them, or start a new run\n"
 DIFFERENT = {
     "--seed 3": "seed (0 and 3)",
     "--check containment": "checks",
@@ -229,7 +229,7 @@ def test_an_edited_file_of_a_backend_is_another_question(tmp_path, monkeypatch, 
     Path("cut.jsonl").write_text(Path("run.jsonl").read_text().splitlines(keepends=True)[0])
     Path(file).write_text(f"{CODE[file]}# edited\n")
     assert run(*words, "--resume", "cut.jsonl") == 2
-    assert f"that of the run in the file {named}; repeat the command of the run" in capsys.readouterr().err
+    assert f"these differ from the run: the file {named}; restore them, or start a new run" in capsys.readouterr().err
 
 
 def test_a_complete_run_ends_as_it_ended(cut, whole, capsys):

@@ -10,6 +10,7 @@ import pytest
 from attncheck.errors import RunFileError
 from attncheck.harness.cli import app as cli
 from attncheck.harness.cli import run_files
+from attncheck.harness.cli.fuzz import folder_for
 from attncheck.harness.cli.run_files import (
     drop_old_runs,
     is_kept,
@@ -20,7 +21,8 @@ from attncheck.harness.cli.run_files import (
     report_command,
     run_path,
 )
-from attncheck.reports.run_file.store import read_run
+from attncheck.reports.run_file.header import RunHeader
+from attncheck.reports.run_file.store import RunWriter, read_run
 
 Attncheck = Callable[..., int]
 QUICK = ("reference", "--case", "prefill")
@@ -87,9 +89,54 @@ def test_only_the_newest_runs_that_attncheck_named_stay(tmp_path: Path) -> None:
     others = ["20261101-120000-1.jsonl.xz", "times.jsonl", "20261101.jsonl", "notes.txt"]
     for name in others:
         (tmp_path / name).touch()
-    drop_old_runs(tmp_path, 3)
+    drop_old_runs(tmp_path, 3, tmp_path / names[-1])
     assert {path.name for path in tmp_path.iterdir()} == {*names[-3:], *others}
     assert kept_run(tmp_path).name == names[-1]
+
+
+def test_a_run_that_is_written_and_the_one_that_has_just_ended_stay(tmp_path: Path, header: RunHeader) -> None:
+    names = runs(tmp_path, 2, 3, 4)
+    with RunWriter(tmp_path / "20261101-120000-1.jsonl", header) as live:
+        drop_old_runs(tmp_path, 1, tmp_path / names[0])
+        assert kept_runs(tmp_path) == [live.path, tmp_path / names[0], tmp_path / names[2]]
+    drop_old_runs(tmp_path, 1, tmp_path / names[0])
+    assert kept_runs(tmp_path) == [tmp_path / names[0], tmp_path / names[2]]
+    assert report_command(tmp_path / names[1]) == f"attncheck report {tmp_path / names[1]}"
+
+
+def test_the_folder_of_kept_runs_is_the_users_alone(here: Attncheck, plain: Path) -> None:
+    umask = os.umask(0o002)
+    try:
+        folder_for(None, "fuzz")
+        assert kept_folder().stat().st_mode & 0o777 == 0o700
+        kept_folder().chmod(0o775)  # as an earlier version made it
+        assert here(*QUICK) == 0
+    finally:
+        os.umask(umask)
+    assert kept_folder().stat().st_mode & 0o777 == 0o755
+    assert kept_run(kept_folder()).parent == kept_folder()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
+def test_a_folder_that_cannot_be_searched_holds_no_runs(plain: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    closed = plain / "closed"
+    closed.mkdir(mode=0o700)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(closed))
+    monkeypatch.chdir("/")
+    runs(kept_folder(), 1)
+    os.seteuid(1234)
+    try:
+        assert kept_runs(kept_folder()) == []
+        assert measured_costs(kept_folder(), "CPU") == {}
+        with pytest.raises(RunFileError, match="cannot be looked at: Permission denied"):
+            run_path("last")
+    finally:
+        os.seteuid(0)
+
+
+def test_a_pipe_named_as_a_run_is_not_opened(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "20261101-120000-1.jsonl")
+    assert measured_costs(tmp_path, "CPU") == {}
 
 
 def test_the_runs_of_the_cache_count_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -98,7 +145,7 @@ def test_the_runs_of_the_cache_count_together(tmp_path: Path, monkeypatch: pytes
     runs(root / "a", 1, 2)
     (kept,) = runs(root / "b", 4)
     (latest,) = runs(root / "c", 5)
-    drop_old_runs(root / "c", 2)
+    drop_old_runs(root / "c", 2, root / "c" / latest)
     assert sorted(path.relative_to(root) for path in root.rglob("*")) == [
         Path("b"),
         Path("b") / kept,

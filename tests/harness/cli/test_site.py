@@ -87,6 +87,10 @@ def test_the_server_shows_a_run_as_it_grows_and_ends_with_a_signal(
             ):
                 with pytest.raises(HTTPError, match=r"40[34]"):
                     urlopen(Request(match[0] + path, headers=headers), timeout=30)
+            forwarded = {"Host": "localhost:9000", "Origin": "http://localhost:9000"}
+            for headers in (forwarded, {"Host": "127.0.0.1"}):  # as by `ssh -L`, and on port 80
+                with urlopen(Request(f"{match[0]}index.html", headers=headers), timeout=30) as answer:
+                    assert answer.status == 200
             assert ">stopped<" in page("runs.html")
             assert "data/written.txt" in page("index.html")
             written = page("data/written.txt")

@@ -1,6 +1,8 @@
 """Backends in this process: their descriptions, and the environment they require."""
 
+import sys
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -13,6 +15,7 @@ from attncheck.harness.run.backend_loading import (
     ThisProcess,
     describe_backend,
     load_backend,
+    loaded_files,
     unavailable_reasons,
 )
 from attncheck.harness.run.evaluate import environment_of
@@ -20,6 +23,32 @@ from attncheck.harness.run.options import RunOptions
 from attncheck.harness.run.outcomes import BackendDescription
 from attncheck.harness.run.run import Run
 from attncheck.harness.run.selection import RunPlan, select_cases
+
+
+class Lazy:
+    """Raises for each attribute, as what a library may put into ``sys.modules``."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise ImportError(name)
+
+
+def test_files_of_the_same_name_in_two_folders_share_a_digest_of_both(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for root in ("one", "two"):
+        (tmp_path / root).mkdir()
+        (tmp_path / root / "kernel.so").write_text(root)
+        module = ModuleType(root)
+        module.__file__ = str(tmp_path / root / "kernel.so")
+        monkeypatch.setitem(sys.modules, f"{root}_of_this_test", module)
+        monkeypatch.syspath_prepend(tmp_path / root)
+    monkeypatch.setitem(sys.modules, "lazy_of_this_test", Lazy())  # type: ignore[arg-type]
+    digests = {loaded_files()["kernel.so"]}
+    for root in ("one", "two"):
+        (tmp_path / root / "kernel.so").write_text(f"{root}, edited")
+        digests.add(loaded_files()["kernel.so"])
+    assert len(digests) == 3
+
 
 TEXT = """\
 import torch
