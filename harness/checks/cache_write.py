@@ -351,8 +351,7 @@ def _bytes(tensor: Tensor) -> Tensor:
 #
 # The whole pool is compared with a copy that a proven codec wrote. A second step writes rows at the limits of their
 # dtype, to expose a cache that rounds or clamps. An FP8 cache gets numbers between codes and beyond their range
-# instead; every code that correct arithmetic can produce is accepted. The backend's page functions are checked likewise
-# (:mod:`attncheck.harness.checks.cache_write`). Cannot see: writes outside the cache's own memory.
+# instead; every code that correct arithmetic can produce is accepted. Writes outside the cache's memory are not seen.
 
 _NAMED = 4
 """Most wrong slots described in a finding."""

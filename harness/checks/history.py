@@ -2,6 +2,7 @@
 
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -542,7 +543,8 @@ def check_step(rows: RightRows, session: Session, history: History) -> Broken | 
     if isinstance(wrong, Raised):
         raise StageError(replace(wrong, stage=f"{wrong.stage}, {least.in_words}"))
     changes: list[str] = []
-    wrong = _wrong_under(rows, session, least, changes) or wrong
+    with suppress(StageError):  # what the metadata hold may not be comparable; the finding stands
+        wrong = _wrong_under(rows, session, least, changes) or wrong
     beside = bool(least.layers or least.flight)
     return replace(
         wrong,

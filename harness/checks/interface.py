@@ -14,7 +14,14 @@ from attncheck.backends.contract import AttentionBackend
 from attncheck.backends.registry import LoadedBackend
 from attncheck.cases.model import Case
 from attncheck.harness.checks.findings import Broken, Finding, FindingError, NotExamined
-from attncheck.harness.driver.foreign_code import StageError, call_backend, has_its_memory, require_memory
+from attncheck.harness.driver.foreign_code import (
+    StageError,
+    as_plain,
+    call_backend,
+    has_its_memory,
+    kind_of,
+    require_memory,
+)
 from attncheck.harness.driver.observation import Observation, Raised
 from attncheck.harness.driver.pool import flat_bytes
 from attncheck.harness.driver.session import Session
@@ -146,20 +153,23 @@ def as_tensor(name: str, value: object, like: Tensor, dtype: torch.dtype) -> Ten
 
     Its dtype must be ``dtype``, float32 or float64, since an unrounded result is allowed. Otherwise raise FindingError.
     """
-    if type(value) is not Tensor or not has_its_memory(value):
-        raise FindingError(Broken(f"{name} is a {type(value).__name__}, not a tensor"))
+    tensor = as_plain(value)
+    if tensor is None:
+        raise FindingError(Broken(f"{name} is {kind_of(value)}, not a torch.Tensor"))
+    if not has_its_memory(tensor):
+        raise FindingError(Broken(f"{name} is a tensor whose storage was resized: it holds too few bytes"))
     dtypes = tuple(dict.fromkeys((dtype, torch.float32, torch.float64)))
     *most, last = (str(wide).removeprefix("torch.") for wide in dtypes)
     allowed = f"{', '.join(most)} or {last}"
     facts: tuple[tuple[str, object, object, bool], ...] = (
-        ("shape", tuple(value.shape), tuple(like.shape), value.shape == like.shape),
-        ("device", value.device, like.device, value.device == like.device),
-        ("dtype", str(value.dtype).removeprefix("torch."), allowed, value.dtype in dtypes),
+        ("shape", tuple(tensor.shape), tuple(like.shape), tensor.shape == like.shape),
+        ("device", tensor.device, like.device, tensor.device == like.device),
+        ("dtype", str(tensor.dtype).removeprefix("torch."), allowed, tensor.dtype in dtypes),
     )
     for fact, got, wanted, fits in facts:
         if not fits:
             raise FindingError(Broken(f"{name} has {fact} {got}, expected {wanted}"))
-    return value.double()
+    return tensor.double()
 
 
 def is_answer(got: Tensor, answer: Tensor, budget: Budget, dtype: torch.dtype) -> bool:

@@ -121,7 +121,7 @@ def unavailable_case_reasons(backend: "type[AttentionBackend]", case: "Case", de
 
 
 def as_plain(given: object) -> Tensor | None:
-    """Return a torch.Tensor with the memory of ``given``, or None if it is no tensor or its class runs own code.
+    """Return a torch.Tensor with the memory of ``given``; None if it is no tensor, nested, or its class runs own code.
 
     A subclass without ``__torch_function__`` and ``__torch_dispatch__`` of its own, such as a Parameter, is like a
     Tensor in every operation of torch. Attributes that were set on the object do not count.
@@ -129,11 +129,20 @@ def as_plain(given: object) -> Tensor | None:
     kind = type(given)
     if not issubclass(kind, Tensor):
         return None
-    for name in ("__torch_function__", "__torch_dispatch__"):
-        if getattr_static(kind, name) not in (getattr_static(Tensor, name), getattr_static(Parameter, name)):
-            return None
+    if kind not in (Tensor, Parameter):  # getattr_static is too slow for a call under the clock
+        for name in ("__torch_function__", "__torch_dispatch__"):
+            if getattr_static(kind, name) not in (getattr_static(Tensor, name), getattr_static(Parameter, name)):
+                return None
     with torch._C.DisableTorchFunctionSubclass():  # leaves the code of the class out
-        return Tensor.as_subclass(cast(Tensor, given), Tensor).detach()
+        plain = Tensor.as_subclass(cast(Tensor, given), Tensor).detach()
+    return None if plain.is_nested else plain
+
+
+def kind_of(given: object) -> str:
+    """Return what ``given`` is, in words, for a message that it is no plain tensor."""
+    if type(given) is Tensor and given.is_nested:
+        return "a nested tensor"
+    return "None" if given is None else f"a {type(given).__name__}"
 
 
 def is_like(given: object, like: Tensor) -> bool:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from attncheck.backends.conventions import Conventions
-from attncheck.harness.driver.foreign_code import as_plain, has_its_memory
+from attncheck.harness.driver.foreign_code import as_plain, has_its_memory, kind_of
 from attncheck.harness.driver.observation import Observation
 from attncheck.harness.driver.step import ForwardCall, Step, empty_rows
 from attncheck.reference import merge_many
@@ -88,9 +88,8 @@ def read_result(returned: object, buffer: GuardedBuffer, *, must_be_buffer: bool
     rows = buffer.rows
     result = as_plain(returned)
     if result is None:
-        kind = "None" if returned is None else f"a {type(returned).__name__}"
         right = "a torch.Tensor" if issubclass(type(returned), Tensor) else "the output"
-        return rows, (f"forward returned {kind}; the contract requires {right}",)
+        return rows, (f"forward returned {kind_of(returned)}; the contract requires {right}",)
     facts: tuple[tuple[str, object, object], ...] = (
         ("device", result.device, rows.device),
         ("layout", result.layout, rows.layout),

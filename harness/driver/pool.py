@@ -17,7 +17,14 @@ from attncheck.backends.caches.placed_codec import PlacedCodec
 from attncheck.backends.contract import AttentionBackend, CommonAttentionMetadata
 from attncheck.errors import InternalError
 from attncheck.harness.driver.construction import LatentCodecView, LayerStub, construct_builder, construct_impl
-from attncheck.harness.driver.foreign_code import call_backend, has_its_memory, require_memory, wait_for
+from attncheck.harness.driver.foreign_code import (
+    as_plain,
+    call_backend,
+    has_its_memory,
+    kind_of,
+    require_memory,
+    wait_for,
+)
 from attncheck.harness.problem.pages import RandomStream
 from attncheck.harness.problem.problem import STALE_ROWS, Problem, foreign_slots, stale_rows
 from attncheck.harness.problem.sizes import SMALL_POOL, stored_sizes
@@ -135,13 +142,13 @@ class PoolMemory:
     def bytes(self) -> Tensor:
         """Return the memory that an image copies: a view if that is all of it, else a copy."""
         if self._pages is None:
-            return flat_bytes(self._cache)
+            return self._all()
         return self._physical().index_select(self._axis, self._pages).flatten().view(torch.uint8)
 
     def restore(self, image: Tensor) -> None:
         """Write an image back to the cache."""
         if self._pages is None:
-            flat_bytes(self._cache).copy_(image)
+            self._all().copy_(image)
         else:
             self._physical().index_copy_(self._axis, self._pages, self._shaped(image, self._pages))
 
@@ -160,6 +167,9 @@ class PoolMemory:
             return slots
         pages = torch.searchsorted(self._pages.to(slots.device), slots // self._block_size)
         return pages * self._block_size + slots % self._block_size
+
+    def _all(self) -> Tensor:
+        return flat_bytes(self._cache)[: self._cache.nbytes]  # a backend may have enlarged the storage
 
     def _physical(self) -> Tensor:
         return self._cache.permute(self._order)
@@ -314,9 +324,10 @@ class KVPool:
         places = self._memory.slots_in_image(slots)
 
         def read() -> tuple[Tensor, Tensor]:
-            keys, values = codec.read(self._memory.view(image), places)
-            if not type(keys) is type(values) is Tensor:
-                kinds = f"{type(keys).__name__} and {type(values).__name__}"
+            given = codec.read(self._memory.view(image), places)
+            keys, values = map(as_plain, given)
+            if keys is None or values is None:
+                kinds = " and ".join(map(kind_of, given))
                 raise TypeError(f"the codec returned {kinds}; it must return two tensors")
             return keys, values
 
@@ -441,7 +452,9 @@ def new_pool(backend: type[AttentionBackend], problem: Problem, device: torch.de
     """Return the problem's pool. Raises TypeError if the backend has neither a codec nor a writer."""
     codec = backend.kv_cache_codec(problem.layer, problem.cache)
     if codec is None and not impl.brings_writer:
-        raise TypeError(f"{backend.get_name()} brings neither a writer nor a cache codec: who fills its cache?")
+        raise TypeError(
+            f"{backend.get_name()} brings neither a writer nor a cache codec: one of them must fill its cache"
+        )
     writer = PoolFiller(backend, problem, device, problem.cache).write
     return KVPool(backend, problem, device, _learned(backend, problem, device) if codec is None else codec, writer)
 

@@ -27,6 +27,7 @@ from attncheck.harness.driver.step import (
     make_step,
     num_builders,
     request_order,
+    same,
 )
 from attncheck.harness.problem.problem import Problem
 from attncheck.harness.problem.storage import output_codes
@@ -275,14 +276,16 @@ class Session:
 
         ``is_judged``: foreign slots of a pool of its own hold stale rows, as those of the first session do.
         """
-        return self._with(problem, is_judged=is_judged)
+        return copy(self)._taking_up(problem, is_judged=is_judged)
 
     def in_flight(self, problem: Problem, role: str = "", first: "Session | None" = None) -> "Session":
         """Return a session for a micro-batch that is built before this one has run, by a builder of its own.
 
         ``first``: the session of that micro-batch on another layer, whose builder serves this layer, too.
         """
-        return self._with(problem, role=role, builders=[] if first is None else first.builders)
+        other = copy(self)
+        other.role, other.builders = role, [] if first is None else first.builders
+        return other._taking_up(problem)
 
     def in_order(self, order: Sequence[int]) -> "Session":
         """Return a session over the same cache and builder whose steps have the requests in ``order``."""
@@ -292,19 +295,21 @@ class Session:
 
     def in_place(self, problem: Problem) -> "Session":
         """Return a session for another problem of the same layer and cache, over the same impl, builder and memory."""
-        return self._with(problem, _known_pool=None if self.pool is None else self.pool.beside(problem))
+        other = copy(self)
+        other._known_pool = None if self.pool is None else self.pool.beside(problem)
+        return other._taking_up(problem)
 
     def following(self, problem: Problem) -> "Session":
         """Return a session for a step over the cache as the previous step leaves it."""
-        return self._with(problem, _known_pool=self.pool, _is_refilled=False)
-
-    def _with(self, problem: Problem, *, is_judged: bool = False, **members: object) -> "Session":
-        """Return a session for another problem over the same impl, and over what ``members`` do not replace."""
         other = copy(self)
-        other.problem = problem
-        vars(other).update(members)
-        other._prepare(is_judged=is_judged)
-        return other
+        other._known_pool, other._is_refilled = self.pool, False
+        return other._taking_up(problem)
+
+    def _taking_up(self, problem: Problem, *, is_judged: bool = False) -> "Session":
+        """Return this session, a new copy of another, prepared for ``problem``."""
+        self.problem = problem
+        self._prepare(is_judged=is_judged)
+        return self
 
     def _of_layer(self, other: OtherLayer) -> "Session":
         """Return a session of another layer over the same builders, without a pool yet."""
@@ -577,11 +582,5 @@ def _changes(before: Mapping[str, object], metadata: object) -> list[str]:
     """Return the names of the values that differ; if a whole object was replaced, only its own name."""
     after = _contents(metadata)
     names = dict.fromkeys((*before, *after))
-    differ = [n for n in names if n not in before or n not in after or _differ(before[n], after[n])]
+    differ = [n for n in names if n not in before or n not in after or not same(before[n], after[n])]
     return [name for name in differ if name.rpartition(".")[0] not in differ]
-
-
-def _differ(was: object, now: object) -> bool:
-    if isinstance(was, Tensor) and isinstance(now, Tensor):
-        return was.dtype != now.dtype or not torch.equal(was, now)
-    return was is not now and not (type(was) is type(now) and bool(was == now))

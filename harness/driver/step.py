@@ -533,7 +533,7 @@ def changed_inputs(pristine: ForwardCall, call: ForwardCall) -> Iterator[str]:
         if was is not None and not (is_like(now, was) and _same_numbers(was[:count], now[:count])):
             yield name
     for field in fields(CommonAttentionMetadata):
-        if not _same(getattr(pristine.common, field.name), getattr(call.common, field.name)):
+        if not same(getattr(pristine.common, field.name), getattr(call.common, field.name)):
             yield f"metadata.{field.name}"
 
 
@@ -544,15 +544,19 @@ def _same_numbers(was: Tensor, now: Tensor) -> bool:
     return bool(((was == now) | (torch.isnan(was) & torch.isnan(now))).all())
 
 
-def _same(was: object, now: object) -> bool:
+def same(was: object, now: object) -> bool:
     """Return whether two values of a field are equal, of the same type and, for tensors, on the same device."""
+    if was is now:
+        return True
     if isinstance(was, Tensor):
         return is_like(now, was) and torch.equal(was, now)  # type: ignore[arg-type]
     if type(was) is not type(now):
         return False
     if isinstance(was, np.ndarray) and isinstance(now, np.ndarray):
         return was.dtype == now.dtype and np.array_equal(was, now)
-    return was == now
+    if isinstance(was, list | tuple) and isinstance(now, list | tuple):
+        return len(was) == len(now) and all(map(same, was, now))
+    return bool(was == now)
 
 
 # Persistent input buffers of a model runner: every step uses the same addresses with new contents.
@@ -733,6 +737,8 @@ def _filled(own: Tensor, new: Tensor) -> Tensor:
 
     A narrower block table is widened by repeating its last column, whose pages no request of this step owns.
     """
+    if not has_its_memory(own):
+        return new
     if new.ndim != own.ndim or any(n > o for n, o in zip(new.shape, own.shape, strict=True)):
         return new
     front = own[: len(new)]

@@ -60,10 +60,10 @@ class NotExpressibleError(SpecError):
 
 
 class CallRecorder:
-    """Records calls as (name, arguments, keywords); while it ``is_on``, none is made, so that none can crash.
+    """Records calls as (name, arguments, keywords) instead of making them, so that none can crash.
 
-    For a function that ``kernel_backend`` wraps, its own arguments are recorded. For any other backend, those of its
-    impl and builder are. These are constructed in any case.
+    A function that ``kernel_backend`` wraps is recorded always. The methods of any other backend's impl and builder
+    are recorded while the recorder ``is_on``, and called otherwise; impl and builder are constructed in any case.
     """
 
     def __init__(self, backend: type[AttentionBackend]) -> None:
@@ -157,8 +157,10 @@ def record_step(recorder: CallRecorder, problem: Problem, truth: Truth, device: 
             right["lse"] = keywords.get("output_lse")
         elif expected_cache is not None and name in ("writing_kernel", "do_kv_cache_update"):
             cache = args[2 if name == "writing_kernel" else 3]
-            right |= {"cache": flat_bytes(cache), "expected_cache": expected_cache, "itemsize": cache.itemsize}
-    return plain({"calls": recorder.calls, "right": right})
+            memory = flat_bytes(cache)
+            if len(memory) == len(expected_cache):  # of a very large cache, only some pages are known
+                right |= {"cache": memory, "expected_cache": expected_cache, "itemsize": cache.itemsize}
+    return plain({"calls": recorder.calls, "right": right}, {})
 
 
 def _cache_after(step: Step, pool: KVPool) -> Tensor:
@@ -171,36 +173,57 @@ def _cache_after(step: Step, pool: KVPool) -> Tensor:
     return image.cpu()
 
 
-def plain(value: Any) -> Any:
+def plain(value: Any, taken: dict[int, tuple[Any, Any]]) -> Any:
     """Return a value taken apart into containers, numbers and memory, which `torch.load` reads without running code.
+
+    ``taken``: the objects taken apart so far, with the result, by id; an object that occurs again gives the same one.
 
     Raises:
         NotExpressibleError: the value has no plain form.
     """
     match value:
         case Enum():
-            return plain(value.value)
+            return plain(value.value, taken)
         case None | bool() | int() | float() | str() | torch.dtype() | torch.device():
             return value
         case Tensor():
             place = (value.storage_offset(), tuple(value.shape), tuple(value.stride()))
             return {"memory": flat_bytes(value), "dtype": value.dtype, "place": place}
         case np.ndarray():
-            return {"array": plain(torch.from_numpy(value))}
+            return {"array": plain(torch.from_numpy(value), taken)}
         case tuple():
-            return tuple(map(plain, value))
+            return tuple(plain(each, taken) for each in value)
         case list():
-            return list(map(plain, value))
+            return [plain(each, taken) for each in value]
         case Mapping():
-            return {key: plain(each) for key, each in value.items()}
+            return {key: plain(each, taken) for key, each in value.items()}
     if callable(value):
-        return {"returns": plain(value(*[None] * len(inspect.signature(value).parameters)))}
+        return {"returns": plain(value(*[None] * len(inspect.signature(value).parameters)), taken)}
+    if id(value) in taken:
+        return taken[id(value)][1]
     if not hasattr(value, "__dict__") and not is_dataclass(value):
         raise NotExpressibleError(f"a {type(value).__name__} is among the arguments")
     names = [each.name for each in fields(value)] if is_dataclass(value) else list(vars(value))
     names += [name for name, _ in inspect.getmembers_static(type(value), lambda each: isinstance(each, property))]
-    held = {name: plain(getattr(value, name)) for name in names if name not in ("_path", "impl")}
-    return {"object": type(value).__name__, "fields": held}
+    held = {name: plain(getattr(value, name), taken) for name in names if name not in ("_path", "impl")}
+    result = {"object": type(value).__name__, "fields": held}
+    taken[id(value)] = value, result  # the value is held so that its id is not used again
+    return result
+
+
+def _num_bytes(step: Any) -> int:
+    """Return the bytes of all memory in a step that was taken apart; what tensors share counts once."""
+    sizes = dict[int, int]()
+    rest = [step]
+    while rest:
+        match rest.pop():
+            case Tensor() as memory:
+                sizes[memory.data_ptr()] = memory.nbytes
+            case dict() as held:
+                rest += held.values()
+            case list() | tuple() as held:
+                rest += held
+    return sum(sizes.values())
 
 
 @dataclass(frozen=True)
@@ -258,10 +281,10 @@ def stand_alone_text(request: StandAloneRequest, step: Any, target: Target) -> s
     Raises:
         NotExpressibleError: it would be too long.
     """
+    if _num_bytes(step) > _MOST_MEMORY:
+        raise NotExpressibleError(f"its tensors take more than {_MOST_MEMORY >> 20} MiB")
     held = io.BytesIO()
     torch.save(step, held)
-    if held.tell() > _MOST_MEMORY:
-        raise NotExpressibleError(f"its tensors take more than {_MOST_MEMORY >> 20} MiB")
     data = base64.b64encode(zlib.compress(held.getvalue(), 9)).decode()
     if len(data) > _MOST_TEXT:
         raise NotExpressibleError(f"its tensors take more than {_MOST_TEXT >> 10} KiB of text")
@@ -287,9 +310,6 @@ def stand_alone_text(request: StandAloneRequest, step: Any, target: Target) -> s
 #
 # The file is run, and kept only if it shows the failure. Fills for foreign slots of the cache are tried in turn: zeros,
 # which are shortest to write, then the values of a containment check, then stale rows.
-
-_WRONG = "wrong: "
-"""Prefix of the lines in which the template reports what is wrong."""
 
 _FILLS = (0.0, math.nan, math.inf, None)
 _RUN_LIMIT_S = 60.0
@@ -331,12 +351,13 @@ def _shows(path: Path, request: StandAloneRequest) -> bool:
         )
     except subprocess.TimeoutExpired:
         return request.ends
+    is_wrong = stand_alone_template.WRONG in ended.stdout
     if request.ends:
-        return ended.returncode < 0 or (ended.returncode > 0 and _WRONG not in ended.stdout and not ended.stderr)
+        return ended.returncode < 0 or (ended.returncode > 0 and not is_wrong and not ended.stderr)
     if request.raised:
         return ended.returncode == 1 and request.raised in ended.stderr
     error = next(iter(ended.stderr.strip().splitlines()[-1:]), "").partition(":")[0].rpartition(".")[2]
-    return ended.returncode == 1 and (_WRONG in ended.stdout or bool(error and error in request.summary))
+    return ended.returncode == 1 and (is_wrong or bool(error and error in request.summary))
 
 
 def main() -> None:

@@ -18,22 +18,30 @@ from unittest.mock import MagicMock
 
 import torch
 
+WRONG = "wrong: "
+"""Prefix of the lines that report what is wrong."""
 
-def restored(value: Any) -> Any:
-    """Return the value that was taken apart: objects have the fields of the recorded ones, tensors share memory."""
+
+def restored(value: Any, made: dict[int, Any]) -> Any:
+    """Return the value that was taken apart: objects have the fields of the recorded ones, tensors share memory.
+
+    ``made``: the objects restored so far, by the id of what they were taken apart into.
+    """
     match value:
         case {"memory": memory, "dtype": dtype, "place": place}:
             return torch.empty(0, dtype=dtype, device=memory.device).set_(memory.untyped_storage(), *place)
         case {"array": tensor}:
-            return restored(tensor).numpy()
+            return restored(tensor, made).numpy()
         case {"returns": answer}:
-            return lambda *_: restored(answer)
+            return lambda *_: restored(answer, made)
         case {"object": name, "fields": fields}:
-            return make_dataclass(name, fields)(**restored(fields))
+            if id(value) not in made:
+                made[id(value)] = make_dataclass(name, fields)(**restored(fields, made))
+            return made[id(value)]
         case dict():
-            return {key: restored(each) for key, each in value.items()}
+            return {key: restored(each, made) for key, each in value.items()}
         case list() | tuple():
-            return type(value)(map(restored, value))
+            return type(value)(restored(each, made) for each in value)
     return value
 
 
@@ -67,6 +75,8 @@ def make_calls(calls: Sequence[Any], targets: Mapping[str, Any]) -> Any:
         elif name == "impl":
             impl = targets["backend"].get_impl_cls()(*args, **keywords)
         elif name == "builder":
+            for layer in args[2].compilation_config.static_forward_context.values():
+                layer.impl = impl
             builder = targets["backend"].get_builder_cls()(*args, **keywords)
         elif name == "build":
             metadata = builder.build(*args, **keywords)
@@ -74,7 +84,6 @@ def make_calls(calls: Sequence[Any], targets: Mapping[str, Any]) -> Any:
             impl.do_kv_cache_update(*args, **keywords)
         else:
             layer, query, key, value, kv_cache, _ = args
-            layer.impl = impl
             returned = impl.forward(layer, query, key, value, kv_cache, metadata, **keywords)
     return returned
 
@@ -112,7 +121,7 @@ def main(
 ) -> None:
     """Exit with code 0 if the step is right, or the backend refuses a step that it ``may_refuse``; else with 1."""
     torch.set_grad_enabled(False)
-    held = restored(torch.load(io.BytesIO(zlib.decompress(base64.b64decode(step))), weights_only=True))
+    held = restored(torch.load(io.BytesIO(zlib.decompress(base64.b64decode(step))), weights_only=True), {})
     found = load(module, file, mocked)
     targets = {call: attrgetter(name)(found) for call, name in names.items()}
     try:
@@ -123,5 +132,5 @@ def main(
         print(f"refused: {error}")  # noqa: T201
         sys.exit(0)
     wrong = wrong_results(held["right"], returned)
-    print("\n".join(f"wrong: {each}" for each in wrong) or "right")  # noqa: T201
+    print("\n".join(f"{WRONG}{each}" for each in wrong) or "right")  # noqa: T201
     sys.exit(1 if wrong else 0)

@@ -14,7 +14,7 @@ import torch
 
 from attncheck.cases.model import Case, Suite
 from attncheck.errors import InternalError, QuestionError, SelectionError
-from attncheck.harness.checks.timing.check import TimingCheck
+from attncheck.harness.checks.timing.check import TimingCheck, TimingConditions
 from attncheck.harness.cli.common import make_folder
 from attncheck.harness.pytest_plugin.plugin import BackendTests, given_to_pytest, has_question, name_in_pytest
 from attncheck.harness.run.backend_loading import ThisProcess
@@ -186,7 +186,8 @@ class Question:
             return Supervisor(run.plan, run.backends, self._executor, run.environment)
         clocks = None
         if TIMING in (run.plan.checks or ()):
-            clocks = TimingCheck(torch.device(run.plan.device), run.plan.timing, self.benchmarks.sample)
+            device = torch.device(run.plan.device)
+            clocks = TimingCheck(TimingConditions(device, run.plan.timing, self.benchmarks.sample))
         return self._executor.examiner(run, clocks=clocks)
 
 

@@ -92,7 +92,7 @@ def _innermost_own(frames: Iterable[tuple[FrameType, int]]) -> CallSite:
 
 # Interface of a graph recorder, which captures one `forward` and replays it in the same memory without its Python.
 #
-# :mod:`attncheck.harness.checks.cudagraph.recorder` captures a real `torch.cuda.CUDAGraph`;
+# :class:`DeviceRecorder` captures a real graph, such as a `torch.cuda.CUDAGraph`;
 # :mod:`attncheck.harness.checks.cudagraph.emulation` records operators on a machine without a GPU.
 
 Forward = Callable[[], object]
@@ -440,7 +440,7 @@ class DeviceRecorder:
         graph.replay()
         self._torch.current_stream().synchronize()
         if any(block.was_written() for block in blocks):
-            raise ReleasedMemoryError("the graph wrote to memory that has been let go of since its capture")
+            raise ReleasedMemoryError("the graph wrote to memory that was released after the capture")
 
     def _rehearse(self, forward: Forward) -> Violation | None:
         with self._side_stream():

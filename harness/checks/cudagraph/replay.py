@@ -571,7 +571,7 @@ def _run_step(session: GraphSession, step: ProbeStep, graphs: tuple[CapturedGrap
 
 def _use_of_released(graph: CapturedGraph, memory: Released) -> ProbeOutcome:
     """Return the fault of a graph that uses released memory, which the allocator may give to another tensor."""
-    what = "the graph uses memory that has been let go since capture"
+    what = "the graph uses memory that was released after the capture"
     path = graph.trace.path_of(memory.start, memory.end)
     if path is None:
         why = "a workspace or constant was replaced, or belonged to one run alone"

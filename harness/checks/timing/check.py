@@ -656,8 +656,8 @@ _SEVERAL_CALLS = ("split_kv", "dcp", "micro_batch")
 class TimingCheck:
     """Times backends on one device. The device's ceilings are measured once per dtype."""
 
-    def __init__(self, device: torch.device, settings: TimingSettings, sampler: Sampler = _take_samples) -> None:
-        self._conditions = TimingConditions(device, settings, sampler)
+    def __init__(self, conditions: TimingConditions) -> None:
+        self._conditions = conditions
         self._ceilings: dict[str, Ceilings] = {}
 
     def examine(self, backend: LoadedBackend, problem: Problem, truth: Truth) -> Finding:
@@ -734,7 +734,7 @@ def _figures(timing: Timing) -> dict[str, float | int]:
 
 def _check(case: CheckedCase) -> Finding:
     settings = case.shared.get(TimingSettings, TimingSettings)
-    timing = case.shared.get(TimingCheck, lambda: TimingCheck(case.device, settings))
+    timing = case.shared.get(TimingCheck, lambda: TimingCheck(TimingConditions(case.device, settings)))
     return timing.examine(case.loaded, case.problem, case.truth)
 
 
@@ -742,7 +742,7 @@ def _not_applicable(case: Case, features: frozenset[str]) -> NotExamined | None:
     path = case.batch.path.name
     if path not in _SEVERAL_CALLS and not is_merged(case.batch, features):
         return None
-    reason = f"path {path}: the harness plays it by several calls, and times only what one forward does"
+    reason = f"path {path}: it takes several calls of forward, and a time is that of one"
     return NotExamined((reason,), "attncheck")
 
 

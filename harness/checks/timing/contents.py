@@ -14,6 +14,7 @@ from attncheck.backends.conventions import Conventions
 from attncheck.errors import QuestionError
 from attncheck.harness.checks.findings import Broken, FindingError
 from attncheck.harness.checks.numerics import lse_shares, summarize
+from attncheck.harness.driver.foreign_code import as_plain
 from attncheck.harness.driver.outputs import GuardedBuffer, read_result, still_unwritten
 from attncheck.harness.driver.pool import KVPool
 from attncheck.harness.driver.step import span
@@ -283,24 +284,22 @@ def copy_answer(
 
     The copies are issued first, so that they directly follow the call in the stream's order.
     """
-    fault = meaning = None
-    rows = out.rows
-    own = other = rows.clone()
-    if type(returned) is Tensor and not must_be_buffer:
-        other = returned.clone()
+    meaning = None
+    own = other = out.rows.clone()
     whole_lse = None if lse is None else lse.rows.clone()
-    if isinstance(returned, Tensor) and type(returned) is not Tensor:
-        fault = f"forward returned a {type(returned).__name__}; the contract requires a torch.Tensor"
+    plain = as_plain(returned)
+    if plain is not None and not must_be_buffer:
+        other = plain.clone()
+    rows, protocol = read_result(returned, out, must_be_buffer=must_be_buffer)
+    fault = next(iter(protocol), None)
+    if plain is None and issubclass(type(returned), Tensor):
         meaning = "a subclass may be computed when it is looked at, after the clock has stopped"
-    else:
-        rows, protocol = read_result(returned, out, must_be_buffer=must_be_buffer)
-        fault = next(iter(protocol), None)
-        if fault is None and rows is not out.rows:
-            start, end = span(rows)
-            for name, (first, last) in spans.items():
-                if start < last and first < end:
-                    fault = f"forward returned memory of {name}, which it was lent to read"
-                    meaning = "an input is handed back as output"
+    if fault is None and rows is not out.rows:
+        start, end = span(rows)
+        for name, (first, last) in spans.items():
+            if start < last and first < end:
+                fault = f"forward returned memory of {name}, which it was lent to read"
+                meaning = "an input is handed back as output"
     copied = own if rows is out.rows else other.reshape(rows.shape)
     held = None if whole_lse is None else whole_lse[:num_rows]
     return TimedAnswer(copied[:num_rows], held, rows[:num_rows], fault, meaning)

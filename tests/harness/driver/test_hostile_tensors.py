@@ -1,5 +1,6 @@
 """Tensors that a backend hands back or changes in place: its records alone show it, with a true sentence."""
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -49,6 +50,18 @@ def resized(tensor: Any, returned: Any) -> Any:
     return returned
 
 
+def enlarged(tensor: Any, returned: Any) -> Any:
+    storage = tensor.untyped_storage()
+    storage.resize_(2 * storage.nbytes())
+    return returned
+
+
+def nested(tensor: Any) -> Any:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # a prototype
+        return torch.nested.nested_tensor(list(tensor))
+
+
 def changed_class(tensor: Any, returned: Any) -> Any:
     tensor.__class__ = Hostile
     return returned
@@ -75,6 +88,13 @@ ROWS = [
     ),
     pytest.param(
         lambda out, query, cache, lse: resized(cache, out), {*CHECKS}, "kv_cache has 0 of its", id="cache resized"
+    ),
+    pytest.param(lambda out, query, cache, lse: enlarged(cache, out), set(), "", id="cache enlarged"),
+    pytest.param(
+        lambda out, query, cache, lse: nested(out),
+        {"numerics"},
+        "forward returned a nested tensor; the contract requires a torch.Tensor",
+        id="a nested tensor returned",
     ),
     pytest.param(
         lambda out, query, cache, lse: out.as_subclass(Hostile),

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -128,15 +129,30 @@ def test_what_a_layer_changes_in_the_metadata_is_named(problem: Problem) -> None
                 super().attend(layer, query, key, value, caches, metadata, *rest)
                 metadata.common.seq_lens -= 1
                 metadata.plan = {"splits": 2}
+                metadata.equal, metadata.parts = [torch.ones(2)], [torch.zeros(2)]
+                metadata.array = np.zeros(2)
+
+        class Builder(ReferenceBackend.get_builder_cls()):  # type: ignore[misc]
+            def build(self, *args: Any, **keywords: Any) -> Any:
+                metadata = super().build(*args, **keywords)
+                metadata.equal, metadata.parts = [torch.ones(2)], [torch.ones(2)]
+                metadata.array = np.ones(2)
+                return metadata
 
         @staticmethod
         def get_impl_cls() -> Any:
             return Changes.Impl
 
+        @staticmethod
+        def get_builder_cls() -> Any:
+            return Changes.Builder
+
     changes: list[str] = []
     run_step([Session(Changes, problem, CPU)], changes)
     assert changes == [
         "forward of the layer changes metadata.common.seq_lens",
+        "forward of the layer changes metadata.parts",
+        "forward of the layer changes metadata.array",
         "forward of the layer changes metadata.plan",
     ]
     unchanged: list[str] = []

@@ -96,3 +96,10 @@ def test_spans_cover_what_is_lent(make_case):
     assert {"metadata.seq_lens", "metadata.slot_mapping", "metadata.block_table_tensor"} <= spans.keys()
     whole = torch.zeros(4)
     assert span(whole[2:]) == (whole.data_ptr(), whole.data_ptr() + 16)
+
+
+def test_metadata_whose_memory_a_backend_released_are_lent_anew(make_case):
+    first, second = call_of(make_case(), 0), call_of(make_case(), 1)
+    first.common.slot_mapping.untyped_storage().resize_(0)
+    call = PersistentInputs(first).load_metadata(second)
+    assert torch.equal(call.common.slot_mapping, second.common.slot_mapping)

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from attncheck.cases.model import Case
+from attncheck.harness.driver import pool
 from attncheck.harness.fuzz import stand_alone_process
 from attncheck.harness.fuzz.stand_alone import StandAloneAnswer, StandAloneRequest
 from attncheck.harness.fuzz.stand_alone_process import NotExpressibleError, plain, written
@@ -70,10 +71,23 @@ from attncheck.backends.candidates.torch_sdpa import SDPABackend, SDPAImpl
 class Wrong(SDPABackend):
     forward_includes_kv_cache_update = False
     get_impl_cls = staticmethod(lambda: Impl)
+    get_builder_cls = staticmethod(lambda: Builder)
+
+class Builder(SDPABackend.get_builder_cls()):
+    def __init__(self, spec, layer_names, vllm_config, device):
+        super().__init__(spec, layer_names, vllm_config, device)
+        layers = vllm_config.compilation_config.static_forward_context
+        self.num_heads = layers[layer_names[0]].impl.num_heads
+        layers[layer_names[0]].was_built = True
 
 class Impl(SDPAImpl):
     def do_kv_cache_update(self, layer, key, value, kv_cache, slots):
+        layer.was_written = layer.was_built
         super().write(layer, key * FACTOR, value, *self._cache_views(kv_cache), slots)
+
+    def forward(self, layer, *args, **keywords):
+        assert layer.was_written and layer.impl is self
+        return super().forward(layer, *args, **keywords)
 
     def write(self, *_):
         pass
@@ -273,9 +287,9 @@ def test_arguments_are_read_as_they_were_without_running_code() -> None:
     params = AttentionParams(num_heads=4, num_kv_heads=2, head_size=64, window=(3, 0))
     config = SimpleNamespace(get_head_size=lambda: 64, inner=(torch.float16, [torch.device("cpu")]))
     file = io.BytesIO()
-    torch.save(plain([query, key, codes, codes.view(torch.float8_e4m3fn), params, config]), file)
+    torch.save(plain([query, key, codes, codes.view(torch.float8_e4m3fn), params, config, [config]], {}), file)
     file.seek(0)
-    got = restored(torch.load(file, weights_only=True))
+    got = restored(torch.load(file, weights_only=True), {})
     assert (got[0].shape, got[0].stride()) == (query.shape, query.stride())
     assert torch.equal(got[0].view(torch.int32), query.view(torch.int32))
     assert torch.equal(got[1].view(torch.int32), key.view(torch.int32))
@@ -285,11 +299,28 @@ def test_arguments_are_read_as_they_were_without_running_code() -> None:
     assert (got[4].group_size, got[4].softmax_scale, got[4].window) == (2, 0.125, (3, 0))
     assert got[5].get_head_size() == 64
     assert got[5].inner == (torch.float16, [torch.device("cpu")])
+    assert got[6][0] is got[5]
     with pytest.raises(NotExpressibleError, match="a generator is among the arguments"):
-        plain(each for each in ())
+        plain((each for each in ()), {})
 
 
 @pytest.mark.usefixtures("kept")
 def test_what_is_too_long_for_a_file_is_left_to_attncheck(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stand_alone_process, "_MOST_TEXT", 1024)
     assert write_for(tmp_path, FUNCTION, "Mine").reason == "its tensors take more than 1 KiB of text"
+
+
+def test_a_step_of_too_much_memory_is_not_copied_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "save", None)
+    monkeypatch.setattr(stand_alone_process, "_MOST_MEMORY", 1024)
+    assert write_for(tmp_path, FUNCTION, "Mine").reason == "its tensors take more than 0 MiB"
+
+
+@pytest.mark.usefixtures("kept")
+def test_a_large_cache_is_not_compared_with_some_of_its_pages(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(pool, "SMALL_POOL", 8)
+    case = replace(CASE, cache=replace(CASE.cache, num_blocks=100))
+    write_for(tmp_path, FUNCTION.replace(FAULTS, RIGHT), "Mine", "cache_write", case=case)
+    assert run_here(tmp_path, monkeypatch, capsys) == (0, "right\n")

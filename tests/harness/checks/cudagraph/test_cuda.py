@@ -334,4 +334,4 @@ def test_a_graph_that_writes_to_memory_let_go_of_is_found_out(journal, monkeypat
     metadata.workspace = None
     with pytest.raises(ReleasedMemoryError) as refused:
         recording.replay()
-    assert str(refused.value) == snapshot("the graph wrote to memory that has been let go of since its capture")
+    assert str(refused.value) == snapshot("the graph wrote to memory that was released after the capture")

@@ -33,6 +33,11 @@ def examine(backend: Any, case: Any, **plan: Any) -> dict[str, Record]:
     return records
 
 
+def emptied(tensor: Any) -> Any:
+    tensor.untyped_storage().resize_(0)
+    return tensor
+
+
 def outcomes(records: dict[str, Record]) -> dict[str, str]:
     return {check: record.outcome for check, record in records.items()}
 
@@ -84,7 +89,11 @@ def test_an_exception_breaks_the_claim_and_names_the_function(conv_case: Any) ->
     ("merge", "complaint"),
     [
         (lambda a, x, b, y: a, "merge_attn_states returned a Tensor; the contract requires a pair (out, lse)"),
-        (lambda a, x, b, y: (None, x), "the output is a NoneType, not a tensor"),
+        (lambda a, x, b, y: (None, x), "the output is None, not a torch.Tensor"),
+        (
+            lambda a, x, b, y: (emptied(a.clone()), x),
+            "the output is a tensor whose storage was resized: it holds too few bytes",
+        ),
         (lambda a, x, b, y: (a, (x + y).t()), "the LSE has shape (8, 5), expected (5, 8)"),
         (
             lambda a, x, b, y: (a, x.half()),

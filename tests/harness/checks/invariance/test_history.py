@@ -194,6 +194,27 @@ def test_a_field_that_a_layer_changes_is_named(make_case: Any) -> None:
     assert found.meaning == "a layer changes the metadata, which all layers of the group share"
 
 
+def test_metadata_that_cannot_be_compared_leave_the_finding(make_case: Any) -> None:
+    class Uncomparable:
+        def __eq__(self, _: object) -> bool:
+            raise RuntimeError("no")
+
+        __hash__ = None  # type: ignore[assignment]
+
+    base = load("mutants:shortens-the-metadata").backend
+
+    class Impl(base.get_impl_cls()):  # type: ignore[misc]
+        def forward(self, *args: Any, **keywords: Any) -> Any:
+            vars(args[5])["odd"] = Uncomparable()
+            return super().forward(*args, **keywords)
+
+    backend = type("Odd", (base,), {"get_impl_cls": staticmethod(lambda: Impl)})
+    rows, session = begun(backend, make_case((5, 40), (1, 130)))
+    found = check_step(rows, session, everything(rows, session)["mirror"])
+    assert isinstance(found, Broken)
+    assert found.summary.startswith("right in a first step, wrong ")
+
+
 @pytest.mark.parametrize("mutant", ["keeps-the-pages-of-a-request", "predicts-lengths"])
 def test_requests_that_go_on_are_judged_in_a_decode_loop(make_case: Any, mutant: str) -> None:
     rows, session = begun(mutant, make_case((1, 33), (5, 40), (33, 33), (1, 129)))

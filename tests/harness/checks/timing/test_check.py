@@ -8,7 +8,7 @@ import torch
 from attncheck.backends.registry import load
 from attncheck.harness.checks.findings import Broken, Holds, NotExamined, TimingSettings
 from attncheck.harness.checks.timing import check as timing
-from attncheck.harness.checks.timing.check import CHECKS, TimingCheck
+from attncheck.harness.checks.timing.check import CHECKS, TimingCheck, TimingConditions
 from attncheck.harness.checks.timing.clock import CacheFlush, Samples
 from attncheck.harness.problem.problem import build_problem
 from attncheck.harness.truth.truth import truth_of
@@ -47,7 +47,7 @@ def question(make_case):
 
 
 def test_a_finding_has_figures_and_times(question):
-    found = TimingCheck(CPU, SETTINGS, steady).examine(load("reference"), *question)
+    found = TimingCheck(TimingConditions(CPU, SETTINGS, steady)).examine(load("reference"), *question)
     assert isinstance(found, Holds)
     forward, build = found.timing.latencies
     assert (forward.part, forward.clock, forward.median_ns, forward.is_settled) == ("forward", "host", 1e6, True)
@@ -60,7 +60,7 @@ def test_a_finding_has_figures_and_times(question):
 
 
 def test_ceilings_are_measured_once_a_dtype(question, make_case, measured):
-    check = TimingCheck(CPU, SETTINGS, steady)
+    check = TimingCheck(TimingConditions(CPU, SETTINGS, steady))
     for _ in range(2):
         check.examine(load("reference"), *question)
     problem = build_problem(make_case((1, 21), (1, 40), dtype="float16"), 0)
@@ -71,7 +71,7 @@ def test_ceilings_are_measured_once_a_dtype(question, make_case, measured):
 def test_a_check_that_is_not_run_takes_no_memory(question, monkeypatch):
     made = []
     monkeypatch.setattr(timing, "CacheFlush", lambda device: made.append(device) or CacheFlush(device))
-    check = TimingCheck(CPU, SETTINGS, steady)
+    check = TimingCheck(TimingConditions(CPU, SETTINGS, steady))
     assert made == []
     check.examine(load("reference"), *question)
     check.examine(load("reference"), *question)
@@ -89,7 +89,7 @@ def test_ceilings_are_measured_as_cold_as_samples_are(question, monkeypatch, set
             flushed.append(None)
 
     monkeypatch.setattr(timing, "CacheFlush", lambda device: Flush())
-    check = TimingCheck(CPU, settings, steady)
+    check = TimingCheck(TimingConditions(CPU, settings, steady))
     check._ceilings_of("float32")
     assert len(flushed) == flushes
 
@@ -98,7 +98,7 @@ def test_what_the_clock_adds_is_in_the_record_and_not_in_the_times(question, mon
     """More than the whole step takes, so that nothing of it is left."""
     overhead = ClockOverhead(empty_ns=10**12, replay_ns=1300)
     monkeypatch.setattr(timing, "measure_overhead", lambda _device, _flush: overhead)
-    found = TimingCheck(CPU, SETTINGS).examine(load("reference"), *question)
+    found = TimingCheck(TimingConditions(CPU, SETTINGS)).examine(load("reference"), *question)
     assert found.timing.overhead == overhead
     assert found.timing.latency("forward").samples_ns == (1, 1)
 
@@ -119,7 +119,7 @@ def test_a_device_that_was_held_back_is_noted(question, monkeypatch, state, note
     state = DeviceState(**state)
     called = []
     monkeypatch.setattr(timing, "state_under_load", lambda _device, work: called.append(work()) or state)
-    found = TimingCheck(CPU, SETTINGS, steady).examine(load("reference"), *question)
+    found = TimingCheck(TimingConditions(CPU, SETTINGS, steady)).examine(load("reference"), *question)
     assert found.notes == found.timing.notes == notes
     assert found.timing.device == state
     assert len(called) == 1
@@ -127,13 +127,13 @@ def test_a_device_that_was_held_back_is_noted(question, monkeypatch, state, note
 
 def test_kernels_are_recorded_on_request(question):
     settings = TimingSettings(limit_s=60, min_samples=2, max_samples=2, kernels=True)
-    found = TimingCheck(CPU, settings).examine(load("torch_sdpa"), *question)
+    found = TimingCheck(TimingConditions(CPU, settings)).examine(load("torch_sdpa"), *question)
     assert any("scaled_dot_product" in kernel.name for kernel in found.timing.kernels)
 
 
 def test_a_clock_that_was_replaced_is_named(question, monkeypatch):
     monkeypatch.setattr(timing, "replaced_clocks", lambda: ("time.perf_counter_ns",))
-    found = TimingCheck(CPU, SETTINGS, steady).examine(load("reference"), *question)
+    found = TimingCheck(TimingConditions(CPU, SETTINGS, steady)).examine(load("reference"), *question)
     assert isinstance(found, Broken)
     assert "time.perf_counter_ns" in found.summary
 
@@ -144,7 +144,7 @@ def test_too_little_memory_is_no_fault(question, monkeypatch):
             raise MemoryError("2 GiB more")
 
     monkeypatch.setattr(timing, "TimingMeasurement", Hungry)
-    found = TimingCheck(CPU, SETTINGS, steady).examine(load("reference"), *question)
+    found = TimingCheck(TimingConditions(CPU, SETTINGS, steady)).examine(load("reference"), *question)
     assert found == NotExamined(("out of memory for the contents of several problems: 2 GiB more",), "attncheck")
 
 
@@ -154,5 +154,5 @@ def test_a_cascade_is_timed_where_it_is_one_call(features, is_timed, make_case):
 
 
 def test_the_kernels_that_a_library_chose_are_measured_too(question):
-    found = TimingCheck(CPU, SETTINGS, steady).examine(load("torch_sdpa:math"), *question)
+    found = TimingCheck(TimingConditions(CPU, SETTINGS, steady)).examine(load("torch_sdpa:math"), *question)
     assert found.chosen_kernels == ("math",)

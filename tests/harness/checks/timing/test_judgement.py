@@ -149,7 +149,11 @@ def test_of_many_rows_some_are_judged_and_at_last_all(plain, bench, monkeypatch)
 
 
 class Own(torch.Tensor):
-    """A subclass."""
+    """A subclass that runs code of its own."""
+
+    @classmethod
+    def __torch_function__(cls, *arguments, **keywords):
+        return super().__torch_function__(*arguments, **keywords)
 
 
 class TestForm:
@@ -174,6 +178,9 @@ class TestForm:
     @pytest.mark.parametrize("returned", [None, "output", torch.zeros(3, 2, 4)])
     def test_what_is_not_the_buffer_is_a_fault(self, out, returned):
         assert self.answer(returned, out).fault is not None
+
+    def test_a_subclass_without_own_code_is_a_tensor(self, out):
+        assert self.answer(torch.nn.Parameter(out.handed_out()), out).fault is None
 
     def test_a_subclass_is_a_fault(self, out):
         answer = self.answer(out.handed_out().as_subclass(Own), out)
