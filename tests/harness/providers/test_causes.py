@@ -131,10 +131,3 @@ def test_a_shift_by_a_page_is_named_where_pages_differ():
 def test_a_cause_holds_for_every_difference(expected, seen, tags, cause):
     found = likely_cause([wrong_answer(4, expected, seen, *tags)], int, lambda _: None)
     assert (found or "").endswith(cause) if cause else found is None
-
-
-def test_a_cause_that_a_late_answer_contradicts_is_not_named():
-    wrong_late = changed(
-        "is_last_ubatch_empty", lambda made, orig_num_tokens, **_: made if orig_num_tokens > 1 else [made]
-    )
-    assert cause_of("is_last_ubatch_empty", wrong_late) is None
