@@ -11,7 +11,7 @@ from attncheck.cases.model import Case
 from attncheck.errors import ProviderLoadError, QuestionError
 from attncheck.harness.providers.examine import Function, Providers
 from attncheck.harness.run.options import RunOptions
-from attncheck.harness.run.outcomes import BackendDescription, Circumstances, ended
+from attncheck.harness.run.outcomes import BackendDescription, Circumstances, ended, identity_of
 from attncheck.harness.run.run import Run
 from attncheck.harness.workers.limits import worker_settings
 from attncheck.harness.workers.process import ProcessEndedError, RefusedError, Show, WorkerProcess, fork_worker
@@ -64,13 +64,16 @@ class ProviderProcess:
         assert self._given is not None
         if self._process is None:
             self._loaded(*self._given)
-        circumstances = self._given[-1]
+        circumstances, backend = self._given[-1], BackendDescription(info=provider)
+        process, due = self._started(), identity_of(circumstances, function, backend, UTILITIES)
         try:
-            return self._started().call(self._limits.of_function, ProviderServer.examine, provider, function.id)
+            record = process.call(self._limits.of_function, ProviderServer.examine, provider, function.id)
+            if any(getattr(record, name) != value for name, value in due.items()):
+                raise process.intruded()
         except ProcessEndedError as stopped:
             self.close()
-            backend, stage = BackendDescription(info=provider), f"function {function.id}"
-            return ended(circumstances, function, backend, UTILITIES, stage, stopped.end)
+            record = ended(circumstances, function, backend, UTILITIES, f"function {function.id}", stopped.end)
+        return record
 
     def close(self) -> None:
         """End the process at once."""

@@ -581,7 +581,7 @@ def _options_of(given: Given, command: Sequence[str], color: ColorChoice) -> Run
     if options.providers and options.cases:
         from attncheck.harness.providers.examine import split_patterns
 
-        functions, cases = split_patterns(options.cases)
+        functions, cases = split_patterns(options.cases, options.suite_refs)
         options = replace(options, functions=functions, cases=cases)
     folder = options.folder or kept_folder()
     if options.last_failed:

@@ -81,7 +81,11 @@ class WatchedFiles:
 
         Triton is left out if a source contains TRITON_INTERPRET, which must be set before triton is imported.
         """
-        texts = [path.read_text(encoding="utf-8", errors="replace") for path in self.state() if path.suffix == ".py"]
+        texts = []
+        for path in self.state():
+            if path.suffix == ".py":
+                with contextlib.suppress(OSError):  # an editor may be replacing the file
+                    texts.append(path.read_text(encoding="utf-8", errors="replace"))
         found = {name for text in texts for name in _IMPORT.findall(text)}
         if any(_INTERPRETED in text for text in texts):
             found.discard("triton")
@@ -347,6 +351,9 @@ class _Watch:
             self._show(f"error: {printable(str(error))}")
             self._prepare_spare()
             return True
+        finally:
+            if spare is not None:  # the error may have come before the run took it
+                spare.close(at_once=True)
         self._keep(shown.records)
         if isinstance(finished.ended_by, FilesSavedInterrupt):
             return False

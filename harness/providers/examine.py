@@ -15,6 +15,7 @@ import torch
 
 import attncheck.reference
 import attncheck.reference.v0
+from attncheck.cases.loader import select
 from attncheck.cases.model import Case
 from attncheck.errors import InternalError, SelectionError
 from attncheck.harness.checks.findings import Broken, Finding, Holds, NotExamined
@@ -39,6 +40,7 @@ from attncheck.harness.providers.provider import (
     signature_differences,
 )
 from attncheck.harness.run.outcomes import OURSELVES, BackendDescription, Circumstances, record_of
+from attncheck.harness.run.selection import select_cases
 from attncheck.reports.analysis.phrases import plural
 from attncheck.reports.run_file.header import BackendInfo, RunHeader, SuiteInfo
 from attncheck.reports.run_file.records import UTILITIES, Passed, Record, XPassed, without_outcome
@@ -78,16 +80,17 @@ def functions_of(patterns: Sequence[str] = ()) -> tuple[Function, ...]:
     return tuple(Function(key) for key in keys if not patterns or any(fnmatchcase(key, each) for each in patterns))
 
 
-def split_patterns(patterns: Sequence[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Return those of ``patterns`` that match a function, and the others, which are for cases.
+def split_patterns(patterns: Sequence[str], suites: Sequence[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Return those of ``patterns`` that match a function, and the others, which are for cases of ``suites``.
 
     Raises:
-        SelectionError: a pattern is almost the name of a function.
+        QuestionError: a pattern matches no case, and is almost the name of a function; or a suite cannot be read.
     """
     functions = tuple(pattern for pattern in patterns if functions_of([pattern]))
     others = tuple(pattern for pattern in patterns if pattern not in functions)
     for pattern in others:
-        if near := get_close_matches(pattern, [subject.key for subject in SUBJECTS], n=1):
+        near = get_close_matches(pattern, [subject.key for subject in SUBJECTS], n=1)
+        if near and not select(select_cases(suites).cases, [pattern]):
             raise SelectionError(f"no function matches {pattern!r}; did you mean {near[0]!r}?")
     return functions, others
 
@@ -126,10 +129,6 @@ def header_with_providers(
 # Put all questions about one subject to one provider, and count the results.
 
 Word = Literal["equal", "drifted", "judged", "differs"]
-
-
-MOST_WRONG = 50
-"""Number of wrong answers on which a cause is tried."""
 
 
 class UnfitQuestionError(InternalError):
@@ -195,7 +194,7 @@ def examine_subject(provider: Provider, subject: Subject, setting: SubjectSettin
         explanation = _explain(subject, question, expected, seen, ours, known)
         examined.questions += 1
         examined.counts[_enter(examined, question.text, explanation)] += 1
-        if explanation.wrong and len(wrong) < MOST_WRONG:
+        if explanation.wrong:
             wrong.append(WrongAnswer(question, expected, seen, explanation.wrong))
     if wrong:
         examined.cause = likely_cause(wrong, ours[0], lambda question: _seen(subject, question, ours))

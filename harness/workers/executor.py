@@ -4,7 +4,6 @@ import contextlib
 import time
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Generator, Hashable, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from itertools import cycle, islice
@@ -28,7 +27,7 @@ from attncheck.harness.run.outcomes import (
 from attncheck.harness.run.run import Costs
 from attncheck.harness.run.selection import RoundQuestions, RunPlan, rotated, timed_questions, untimed_questions
 from attncheck.harness.workers.limits import PREPARATION, Limit, TimeLimits
-from attncheck.harness.workers.pool import WarmingAhead, WorkerPool
+from attncheck.harness.workers.pool import SMALL_BYTES, WarmingAhead, WorkerPool
 from attncheck.harness.workers.process import (
     ProcessEndedError,
     RefusedError,
@@ -165,7 +164,7 @@ def find_recurrence(
     end again, a bisection searches for the single one that does so.
 
     Raises:
-        QuestionError, OSError: from ``replay``, if no process can be started.
+        QuestionError, WorkerError, OSError: from ``replay``, if no process can be started.
     """
     deadline = clock() + _BUDGET_S
     first = yield from replay([question])
@@ -185,9 +184,6 @@ def find_recurrence(
     after = suspects[0].case.key if len(suspects) == 1 and is_shown else ""
     return Recurrence("after", after, first.records)
 
-
-_SMALL = 2**30
-"""Bytes up to which a case may run beside one that needs more."""
 
 _START_S = 5.0
 """Estimated seconds that one more process of a backend needs until its first case."""
@@ -298,7 +294,7 @@ class Schedule:
         """Take the next question to the backend ``ref``; return None if there is none, or it must wait for memory."""
         for index in self._open(ref, lane):
             question = self._questions[index]
-            is_large = needed_bytes(question.case) > _SMALL
+            is_large = needed_bytes(question.case) > SMALL_BYTES
             if is_large and self._large is not None:
                 continue
             self._waiting[ref].remove(index)
@@ -623,9 +619,11 @@ class ProcessExaminer:
             return None
         self._tried.add(finding)
         replay = partial(self._replay, place, workers)
-        with suppress(QuestionError, OSError):  # the next case reports it
+        try:
             return (yield from find_recurrence(replay, place.question, earlier))
-        return None
+        except (QuestionError, WorkerError, OSError):  # the next case reports it
+            workers.discard(ref)
+            return None
 
     def _replay(self, place: Place, workers: WorkerPool, questions: Sequence[BackendQuestion]) -> Waiting[Replayed]:
         """Send ``questions`` to a new process; see :mod:`attncheck.harness.workers.executor`."""

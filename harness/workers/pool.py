@@ -212,8 +212,9 @@ class WorkerPool:
         """
         cause = ""
         for process in self._to_choose():
+            limit = self.limits.of_description if process.ref else self.limits.of_loading  # it loads its backend before
             try:
-                chosen = process.call(self.limits.of_loading, CaseServer.choose_device, wanted, tuple(wishes))
+                chosen = process.call(limit, CaseServer.choose_device, wanted, tuple(wishes))
             except ProcessEndedError as ended:
                 cause = ended.end.cause
             except WorkerError:
@@ -419,8 +420,8 @@ _HOST_BYTES = 3 * 2**29
 _DEVICE_BYTES = 2**32
 """GPU memory of one process: its context, what torch keeps between cases, and captured graphs."""
 
-_SMALL = 2**30
-"""Bytes up to which a case may run beside another one."""
+SMALL_BYTES = 2**30
+"""Bytes up to which a case may run beside any other one."""
 
 _SLOW_S = 1.0
 """Seconds below which a case has compiled nothing that justifies a process of its own."""
@@ -470,7 +471,7 @@ class Warmers:
         self.examined: list[str] = []
         self.lost: list[str] = []
         self._start, self._limit_s, self._loading = start, limit_s, loading
-        self._waiting = [question for question in questions if needed_bytes(question[0]) <= _SMALL]
+        self._waiting = [question for question in questions if needed_bytes(question[0]) <= SMALL_BYTES]
         self._at_work: set[WorkerProcess] = set()
         self._is_closed = False
         self._lock = threading.Lock()
@@ -541,15 +542,15 @@ class Warmers:
         watch.start()
         try:
             process.send(CaseServer.examine, case.key, checks, 0, None)
-            while not isinstance(process.receive(), Examined):
+            while not isinstance(answer := process.receive(), Examined):
                 pass
+            is_lost = answer.lost is not None  # the process can no longer use the device
         except (ProcessEndedError, RefusedError, WorkerError):
-            self.lost.append(case.key)
-            return False
+            is_lost = True
         finally:
             watch.cancel()
-        self.examined.append(case.key)
-        return True
+        (self.lost if is_lost else self.examined).append(case.key)
+        return not is_lost
 
     def _end(self, process: WorkerProcess) -> None:
         with self._lock:

@@ -38,7 +38,7 @@ from attncheck.harness.workers.worker import main
 main(sys.argv[1:])
 """
 _ROOM = 2**20
-"""Capacity in bytes of the pipes for answers and output, the most that Linux gives to unprivileged processes."""
+"""Capacity in bytes of a worker's pipes, the most that Linux gives to unprivileged processes."""
 
 STACK_SIGNAL = signal.SIGUSR2
 """Signal at which a worker prints the Python stacks of its threads, even while C code holds the GIL."""
@@ -52,9 +52,6 @@ _STACK = "(most recent call first):"
 _STACK_S = 2.0
 """Seconds that a worker may take to print its stacks."""
 _NATIVE_STACK_S = 20.0
-_GENERATIONS = 8
-"""How often orphans are looked for, since the end of one makes orphans of its children."""
-
 _TERM_S, _KILL_S = 1.0, 10.0
 """Seconds that a process may take to end after SIGTERM, and after SIGKILL."""
 
@@ -142,8 +139,8 @@ def _with_pipes(start: Callable[[int, int, int, tuple[int, ...]], ChildProcess])
         theirs_to_read, writing = _pipe(started)
         reading, theirs_to_write = _pipe(started)
         printed, theirs_to_print = _pipe(started)
-        if hasattr(fcntl, "F_SETPIPE_SZ"):  # room for what it writes before the run reads it
-            for ours in (reading, printed):
+        if hasattr(fcntl, "F_SETPIPE_SZ"):  # room for what one end writes before the other one reads it
+            for ours in (writing, reading, printed):
                 with suppress(OSError):
                     fcntl.fcntl(ours, fcntl.F_SETPIPE_SZ, _ROOM)
         process = start(theirs_to_read, theirs_to_write, theirs_to_print, (writing, reading, printed))
@@ -269,7 +266,8 @@ def _start_of(pid: int) -> str:
 def ending_orphans() -> Iterator[None]:
     """Become the parent of each descendant whose parent ends, and kill those of other sessions at the end.
 
-    For a process that itself starts no process in another session meanwhile. Linux only.
+    One that does not end, for instance because a driver holds it, is left. For a process that itself starts no process
+    in another session meanwhile. Linux only.
     """
     if sys.platform != "linux":
         yield
@@ -279,13 +277,25 @@ def ending_orphans() -> Iterator[None]:
     try:
         yield
     finally:
-        for _ in range(_GENERATIONS):
-            for pid in children(os.getpid()):
-                with suppress(OSError):  # it has ended, or belongs to another user
-                    if os.getsid(pid) != os.getsid(0) and int(_start_of(pid)) >= int(began):
-                        os.kill(pid, signal.SIGKILL)
-                        os.waitpid(pid, 0)  # its children are orphans now
+        deadline = time.monotonic() + _KILL_S
+        while _kill_orphans(int(began)) and time.monotonic() < deadline:
+            time.sleep(0.001)
         adopt_orphans(is_on=False)
+
+
+def _kill_orphans(began: int) -> bool:
+    """Kill the children of other sessions that started since ``began``, in clock ticks; return whether there were any.
+
+    The end of one makes orphans of its own children, which the next call finds.
+    """
+    is_found = False
+    for pid in children(os.getpid()):
+        with suppress(OSError):  # it has ended, or belongs to another user
+            if os.getsid(pid) != os.getsid(0) and int(_start_of(pid)) >= began:
+                os.kill(pid, signal.SIGKILL)
+                os.waitpid(pid, os.WNOHANG)
+                is_found = True
+    return is_found
 
 
 def adopt_orphans(*, is_on: bool = True) -> None:

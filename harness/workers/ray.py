@@ -383,9 +383,11 @@ def _connected(name: str, settings: RaySettings) -> Any:
             log_to_driver=False,
             logging_level=logging.ERROR,
         )
-    except (OSError, RuntimeError, TypeError, ValueError) as error:
-        reason = f"cannot be used: {_cause(error)}; `address: local` in --executor ray:FILE starts one on this machine"
-        raise ClusterError(name, reason) from error
+    except Exception as error:  # ray raises a plain Exception if its own processes do not start in time
+        advice = "`address: local` in --executor ray:FILE starts one on this machine"
+        if name == "local":
+            advice = "if this machine is busy, try again later"
+        raise ClusterError(name, f"cannot be used: {_cause(error).removesuffix('.')}; {advice}") from error
     return ray
 
 

@@ -106,6 +106,17 @@ class WorkerPipes:
         except OSError as error:
             raise PipeClosedError from error
 
+    def fail(self, error: BaseException) -> None:
+        """Answer the latest call with a failure of attncheck itself; before the first call, wait for it.
+
+        Raises:
+            PipeClosedError: the pipe to the run is closed.
+        """
+        if not self._token:  # without it, the run takes the answer for a line of the backend
+            self._token, _, _ = self._receive().partition(b" ")
+        line = traceback.format_exception_only(error)[-1].strip()
+        self.answer(FAULT, HarnessFailure(error=line, traceback="".join(traceback.format_exception(error))))
+
     def _receive(self) -> bytes:
         """Return the line of the next call; empty if there will be none."""
         try:
@@ -145,8 +156,7 @@ def serve(reading: int, writing: int, run: int, make: "Callable[[WorkerPipes], S
     except PipeClosedError:
         sys.exit("a pipe between attncheck and this process is closed")
     except (Exception, SystemExit) as error:  # noqa: BLE001 (ours, or a backend's outside of guarded calls)
-        line = traceback.format_exception_only(error)[-1].strip()
-        pipes.answer(FAULT, HarnessFailure(error=line, traceback="".join(traceback.format_exception(error))))
+        pipes.fail(error)
 
 
 def _leave() -> None:

@@ -108,6 +108,23 @@ def test_what_fell_short_is_examined_first_by_a_process_that_was_ready(
     assert [record.case_id for record in read_run(run).records] == ["prefill", "decode"]
 
 
+def test_a_case_file_that_breaks_leaves_no_process(
+    mine: Path, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    processes: list[WorkerProcess] = []
+
+    class Kept(WorkerProcess):
+        def __init__(self, *given: object) -> None:
+            super().__init__(*given)  # type: ignore[arg-type]
+            processes.append(self)
+
+    monkeypatch.setattr(watch, "WorkerProcess", Kept)
+    script = Script(lambda: (folder / "small.yaml").write_text("cases: ["))
+    assert watch_run(options(folder=folder / "results"), None, color=False, keys=script) == 1
+    assert "error: " in capsys.readouterr().out
+    assert [process.has_ended for process in processes] == [True] * 3
+
+
 def test_a_save_ends_the_round_and_what_it_wrote_is_not_kept(
     mine: Path, folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -106,9 +106,9 @@ def test_a_cause_is_named_if_it_explains_every_wrong_answer(name, function, caus
     assert cause_of(name, function) == cause
 
 
-def wrong_answer(block_size, expected, seen):
+def wrong_answer(block_size, expected, seen, *tags):
     ours, theirs = (ProviderAnswer(plain_value(value), {}) for value in (expected, seen))
-    question = SubjectCall("a question", {"block_size": block_size})
+    question = SubjectCall("a question", {"block_size": block_size}, frozenset(tags))
     return WrongAnswer(question, ours, theirs, tuple(answer_differences(ours, theirs)))
 
 
@@ -116,3 +116,18 @@ def test_a_shift_by_a_page_is_named_where_pages_differ():
     wrong = [wrong_answer(4, [3, 9], [7, 9]), wrong_answer(16, torch.tensor([1, 2]), torch.tensor([17, 18]))]
     assert likely_cause(wrong, int, lambda _: None) == "each wrong number is one page too large"
     assert likely_cause([*wrong, wrong_answer(16, [1], [2])], int, lambda _: None) is None
+
+
+@pytest.mark.parametrize(
+    ("expected", "seen", "tags", "cause"),
+    [
+        ({"a": torch.tensor([1, 2]), "b": 3}, {"a": torch.tensor([2, 1]), "b": 3}, (), "in another order"),
+        ({"a": torch.tensor([1, 2])}, {"a": torch.tensor([2.0, 1.0])}, (), None),
+        ({"a": torch.tensor([1, 2]), "b": 3}, {"a": torch.tensor([2, 1]), "b": 3.0}, (), None),
+        ({"are apart": True}, {"are apart": False}, ("storage",), "share storage"),
+        ({"are apart": True, "length": 3}, {"are apart": True, "length": 5}, ("storage",), "2 too large"),
+    ],
+)
+def test_a_cause_holds_for_every_difference(expected, seen, tags, cause):
+    found = likely_cause([wrong_answer(4, expected, seen, *tags)], int, lambda _: None)
+    assert (found or "").endswith(cause) if cause else found is None

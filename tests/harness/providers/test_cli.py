@@ -141,6 +141,14 @@ def test_beside_a_backend_both_are_examined(capsys: pytest.CaptureFixture[str]) 
     assert records == [("reference", "numerics")] * 2 + [("right", "utilities")]
 
 
+def test_a_pattern_of_a_case_may_resemble_a_function() -> None:
+    Path("like.yaml").write_text(
+        SUITE.replace("small", "like").replace("id: mixed", "id: split_prefill_chunk"), encoding="utf-8"
+    )
+    words = ("--backend", "reference", "--suite", "like.yaml", "--case", "split_prefill_chunk")
+    assert run("--provider", "right.py", *words, "--dry-run") == 0
+
+
 def test_an_expected_difference_is_no_failure() -> None:
     entry = "backend: wrong, case: slice_query_start_locs, check: utilities, outcome: failed, reason: known"
     Path("known.yaml").write_text(f"- {{{entry}}}\n", encoding="utf-8")

@@ -321,6 +321,20 @@ def test_an_address_at_which_nothing_listens_is_refused_at_once(ray: FakeRay, no
     assert ray.initialised == {}
 
 
+def test_a_cluster_that_does_not_start_in_time_is_refused(
+    ray: FakeRay, notes: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def init(**_: object) -> None:
+        raise Exception("The current node timed out during startup.")  # noqa: TRY002 (as ray does)
+
+    monkeypatch.setattr(ray, "init", init)
+    with pytest.raises(ClusterError) as refused:
+        RayCluster(RaySettings(address="local"), Imports(), notes.append)
+    assert str(refused.value) == snapshot(
+        "Ray cluster 'local': cannot be used: The current node timed out during startup; if this machine is busy, try again later"
+    )
+
+
 def test_without_ray_the_extra_is_named(monkeypatch: pytest.MonkeyPatch, notes: list[str]) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(MissingExtraError) as refused:

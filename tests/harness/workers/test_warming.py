@@ -17,16 +17,23 @@ from attncheck.harness.workers.limits import Limit, TimeLimits
 from attncheck.harness.workers.pool import Warmers, WarmingAhead, WorkerPool, most_processes, questions_to_warm
 from attncheck.harness.workers.process import ProcessEndedError, RefusedError
 from attncheck.harness.workers.worker import CaseServer, Examined, Stage
+from attncheck.reports.run_file.records import Crashed
 
 LOADED = not_loaded("a", ())
 CaseMaker = Callable[..., Case]
 
 
 class FakeProcess:
-    """Answers each case at once; a ``hanging`` case waits until it is killed, a ``deadly`` one ends the process."""
+    """Answers each case at once; a ``hanging`` case waits until it is killed, a ``deadly`` one ends the process.
 
-    def __init__(self, sent: list[str], *, deadly: str = "", hanging: str = "", first: Any = LOADED) -> None:
+    A ``losing`` case loses the device.
+    """
+
+    def __init__(
+        self, sent: list[str], *, deadly: str = "", hanging: str = "", losing: str = "", first: Any = LOADED
+    ) -> None:
         self._sent, self._deadly, self._hanging, self._answers = sent, deadly, hanging, [first]
+        self._losing = losing
         self._killed = threading.Event()
         self.is_closed = False
 
@@ -36,7 +43,8 @@ class FakeProcess:
 
     def send(self, method: object, case: str, *_: object) -> None:
         self._sent.append(case.partition("/")[2])
-        self._answers = [Stage(name="check numerics"), Examined()]
+        lost = Crashed.model_construct() if self._sent[-1] == self._losing else None
+        self._answers = [Stage(name="check numerics"), Examined.model_construct(lost=lost)]
 
     def receive(self, _limit: object = None) -> Any:
         if self._sent and self._sent[-1] == self._deadly:
@@ -98,8 +106,11 @@ def test_a_case_that_needs_much_memory_is_left_out(questions: list[Question], ma
     assert start.sent == ["d", "c", "b", "a"]
 
 
-def test_a_case_that_ends_its_process_is_lost_and_a_fresh_process_takes_the_others(questions: list[Question]) -> None:
-    start = Starter(deadly="c")
+@pytest.mark.parametrize("how", ["deadly", "losing"])
+def test_a_case_that_ends_its_process_is_lost_and_a_fresh_process_takes_the_others(
+    questions: list[Question], how: str
+) -> None:
+    start = Starter(**{how: "c"})
     warmers = Warmers(start, questions, 1)
     warmers.wait()
     assert (start.sent, len(start.made)) == (["d", "c", "b", "a"], 2)

@@ -17,7 +17,14 @@ from attncheck.harness.run.preparation import Gpu
 from attncheck.harness.run.selection import select_cases
 from attncheck.harness.workers import limits as limits_module
 from attncheck.harness.workers import pool as workers
-from attncheck.harness.workers.limits import Limit, MemoryLimits, MemoryWatch, WorkerSettings, passed_environment
+from attncheck.harness.workers.limits import (
+    Limit,
+    MemoryLimits,
+    MemoryWatch,
+    TimeLimits,
+    WorkerSettings,
+    passed_environment,
+)
 from attncheck.harness.workers.pool import WorkerPool
 from attncheck.harness.workers.process import ProcessEndedError, RefusedError, WorkerError, WorkerProcess
 from attncheck.harness.workers.protocol import HarnessFailure
@@ -67,8 +74,9 @@ class Fake:
         if call[0] is CaseServer.load:
             self._turn = sum(other.ref == self.ref for other in self.started) - 1
 
-    def call(self, _limit: Limit, *call: Any) -> Any:
+    def call(self, limit: Limit, *call: Any) -> Any:
         self.send(*call)
+        self.limit = limit
         assert call[0] is CaseServer.choose_device
         if self.ref in self.silent:
             raise ProcessEndedError(ProcessEnd("killed by SIGABRT", ""))
@@ -158,11 +166,13 @@ def test_the_first_process_that_lives_chooses_the_device(started: list[Fake]) ->
 
 def test_where_no_process_lives_one_without_a_backend_chooses_and_is_used_later(started: list[Fake]) -> None:
     Fake.silent = ("a",)
-    with WorkerPool() as processes:
+    with WorkerPool(settings=WorkerSettings(TimeLimits(backend_s=12.0))) as processes:
         processes.start(["a"])
         assert processes.choose_device((), "cpu")[0] == "cpu"
         processes.start(["b"])
     assert [fake.ref for fake in started] == ["a", "b"]
+    assert [fake.limit.seconds for fake in started] == [12.0, 300.0]  # the first one imports its backend before
+    assert started[0].limit.words.endswith("by --backend-timeout 12")
 
 
 def test_where_even_that_one_ends_the_reason_is_reported(started: list[Fake]) -> None:

@@ -14,7 +14,14 @@ from inline_snapshot import snapshot
 
 from attncheck.harness.workers import process as process_module
 from attncheck.harness.workers.limits import Limit
-from attncheck.harness.workers.process import Clock, ProcessEndedError, RefusedError, WorkerProcess, ending_orphans
+from attncheck.harness.workers.process import (
+    Clock,
+    ProcessEndedError,
+    RefusedError,
+    WorkerError,
+    WorkerProcess,
+    ending_orphans,
+)
 from attncheck.harness.workers.worker import CaseServer
 
 
@@ -339,6 +346,25 @@ def test_no_process_outlives_its_worker(monkeypatch: pytest.MonkeyPatch, then: s
         process.close()
         assert are_adopted or wait_for(lambda: all(map(ended, strays)))
     assert wait_for(lambda: all(map(ended, strays)))
+
+
+def test_an_import_of_torch_that_fails_is_a_fault_of_ours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "torch.py").write_text("raise ImportError('libtorch is damaged')\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    with WorkerProcess() as process, pytest.raises(WorkerError, match="libtorch is damaged"):
+        process.call(None, CaseServer.describe)
+
+
+def test_a_process_that_cannot_be_killed_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(process_module, "_KILL_S", 0.1)
+    with ending_orphans():
+        held = subprocess.Popen(["sleep", "60"], start_new_session=True)
+        kill = os.kill
+        monkeypatch.setattr(os, "kill", lambda pid, number: None if pid == held.pid else kill(pid, number))
+    assert not ended(held.pid)
+    monkeypatch.undo()
+    held.kill()
+    held.wait()
 
 
 def test_a_pause_of_the_machine_does_not_count() -> None:
