@@ -520,7 +520,7 @@ class RefusedError(QuestionError):
 Result = TypeVar("Result")
 
 
-class Clock:
+class AwakeClock:
     """Counts the seconds in which this process looked at it again and again.
 
     Of a longer pause only the first second counts: the processes were stopped together, or the machine slept.
@@ -559,7 +559,7 @@ class WorkerProcess:
         self._finishing_since: float | None = None
         self._strays: dict[int, str] = {}
         self._received = bytearray()
-        self._clock = Clock()
+        self._clock = AwakeClock()
         self._waiting_since: float | None = None
         self._is_closed = False
         self._reaping = threading.Lock()

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Examined:
+class ActorRecords:
     """The records of one question, one line of JSON each. ``blind``: why the case could not be examined at all."""
 
     records: tuple[bytes, ...]
@@ -108,7 +108,7 @@ class RayActor:
             self._described[ref] = str(found) if isinstance(found, QuestionError) else found
         return [self._described[ref] for ref in digests]
 
-    def examine(self, question: BackendQuestion, digest: str) -> Examined | Refused | HarnessFailure:
+    def examine(self, question: BackendQuestion, digest: str) -> ActorRecords | Refused | HarnessFailure:
         """Examine one question. ``digest``: of the file that the reference of its backend names.
 
         Returns Refused if the backend differs from the one of the run.
@@ -122,7 +122,7 @@ class RayActor:
         except WorkerError as error:
             return HarnessFailure(error=str(error), traceback="".join(traceback.format_exception(error)))
         blind = self._supervisor.blind[num_blind:]
-        return Examined(tuple(format_line(record).encode() for record in records), str(blind[0]) if blind else None)
+        return ActorRecords(tuple(format_line(record).encode() for record in records), str(blind[0]) if blind else None)
 
     def close(self) -> None:
         """End the processes of the backends, and their children."""
@@ -158,7 +158,7 @@ class Lost:
     cause: str
 
 
-Answer = Examined | Refused | HarnessFailure | Lost | None
+Answer = ActorRecords | Refused | HarnessFailure | Lost | None
 """The result of a node; None if it has joined the run and has no question yet."""
 
 
@@ -426,7 +426,7 @@ class RayExecutor:
         self._waiting: list[Unit] = []
         self._at_work: dict[Node, Unit] = {}
         self._losses: Counter[int] = Counter()
-        self._found: dict[int, Sequence[Record] | Examined] = {}
+        self._found: dict[int, Sequence[Record] | ActorRecords] = {}
         self._faulty: set[str] = set()
 
     def run(self) -> Generator[Record, None, None]:
@@ -466,7 +466,7 @@ class RayExecutor:
         match answer:
             case HarnessFailure():
                 raise WorkerError(first.backend.ref, answer)
-            case Examined():
+            case ActorRecords():
                 self._found[unit[0]] = answer
                 if unit[1:]:
                     self._send(node, unit[1:])
@@ -483,7 +483,7 @@ class RayExecutor:
     def _records(self, index: int) -> Iterable[Record]:
         """Return the records of a question that is over, and drop them from memory."""
         found = self._found.pop(index)
-        if not isinstance(found, Examined):
+        if not isinstance(found, ActorRecords):
             return found
         key = self._questions[index].case.key
         if found.blind is not None and key not in self._faulty:

@@ -92,14 +92,18 @@ def _differences(one: BaseModel, other: BaseModel, but: Iterable[str]) -> list[s
 
 
 def _backend_differences(were: Sequence[BackendInfo], are: Sequence[BackendInfo]) -> list[str]:
-    """Return the changed files of the backends, or ``backends`` if they differ otherwise."""
+    """Return the changed files of the backends, or ``backends`` if they differ otherwise.
+
+    A file that one run alone has loaded is no difference: a process loads more where it also does other work, and the
+    change of a file that now imports another one shows by itself.
+    """
     if [each.model_copy(update={"files": {}}) for each in were] != [
         each.model_copy(update={"files": {}}) for each in are
     ]:
         return ["backends"]
     found = []
     for was, now in zip(were, are, strict=True):
-        changed = sorted({name for name, _ in was.files.items() ^ now.files.items()})
+        changed = sorted(name for name, digest in was.files.items() if now.files.get(name, digest) != digest)
         found += [f"the file {name} of backend {was.name}" for name in changed[:_SHOWN]]
         if len(changed) > _SHOWN:
             found.append(f"{len(changed) - _SHOWN} more files of backend {was.name}")

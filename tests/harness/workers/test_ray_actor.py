@@ -15,7 +15,7 @@ from attncheck.harness.workers.executor import BackendQuestion
 from attncheck.harness.workers.limits import TimeLimits, WorkerSettings
 from attncheck.harness.workers.pool import assignment_of
 from attncheck.harness.workers.protocol import Refused
-from attncheck.harness.workers.ray import Examined, RayActor
+from attncheck.harness.workers.ray import ActorRecords, RayActor
 from attncheck.harness.workers.worker import Assignment, DeviceChosen, Imports
 from attncheck.reports.run_file.records import parse_line
 
@@ -70,7 +70,7 @@ def test_a_node_examines_questions_to_a_backend_of_the_same_file(actor: RayActor
     assert isinstance(description, BackendDescription)
     for case in selection.cases:
         found = actor.examine(BackendQuestion(description, case, ("numerics", "lse")), digest)
-        assert isinstance(found, Examined)
+        assert isinstance(found, ActorRecords)
         records = [parse_line(line) for line in found.records]
         assert [(each.case, each.check, each.outcome) for each in records] == [
             (case.key, "numerics", "passed"),
@@ -103,7 +103,7 @@ def test_a_backend_that_cannot_be_loaded_is_unavailable(actor: RayActor, folder:
         {"info": {"name": "gone", "ref": "no.such:Thing"}, "is_loaded": False, "unavailable_reasons": [reason]}
     )
     found = actor.examine(BackendQuestion(gone, selection.cases[0], ("numerics",)), "")
-    assert isinstance(found, Examined)
+    assert isinstance(found, ActorRecords)
     (record,) = map(parse_line, found.records)
     assert (record.outcome, record.reasons) == ("unavailable", (reason,))
 

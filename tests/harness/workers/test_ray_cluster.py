@@ -16,7 +16,7 @@ from attncheck.harness.run.options import RaySettings
 from attncheck.harness.run.selection import RunPlan, select_cases
 from attncheck.harness.workers.executor import BackendQuestion
 from attncheck.harness.workers.protocol import HarnessFailure, Refused
-from attncheck.harness.workers.ray import Examined, Lost, RayCluster
+from attncheck.harness.workers.ray import ActorRecords, Lost, RayCluster
 from attncheck.harness.workers.worker import DeviceChosen, Imports
 from attncheck.reports.run_file.header import Environment
 
@@ -258,9 +258,9 @@ def test_a_lost_node_is_replaced(ray: FakeRay, opened: Opener, notes: list[str])
     ((other, answer),) = cluster.wait()
     assert other is not first
     assert answer is None
-    ray.answers.append(Examined(()))
+    ray.answers.append(ActorRecords(()))
     cluster.send(other, question())
-    assert cluster.wait() == [(other, Examined(()))]
+    assert cluster.wait() == [(other, ActorRecords(()))]
 
 
 @pytest.mark.parametrize("call", ["wait", "get"])
@@ -271,7 +271,7 @@ def test_a_lost_connection_ends_the_run(
         raise OSError("Broken pipe")
 
     cluster = opened()
-    ray.answers.append(Examined(()))
+    ray.answers.append(ActorRecords(()))
     cluster.send(cluster.start(1), question())
     monkeypatch.setattr(ray, call, lost)
     with pytest.raises(ClusterError) as refused:

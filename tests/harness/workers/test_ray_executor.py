@@ -15,7 +15,7 @@ from attncheck.harness.workers import ray
 from attncheck.harness.workers.executor import BackendQuestion
 from attncheck.harness.workers.pool import WorkerError
 from attncheck.harness.workers.protocol import HarnessFailure, Refused
-from attncheck.harness.workers.ray import Answer, Examined, Lost, Node, RayCluster, RayExecutor
+from attncheck.harness.workers.ray import Answer, ActorRecords, Lost, Node, RayCluster, RayExecutor
 from attncheck.reports.run_file.header import BackendInfo, Environment
 from attncheck.reports.run_file.records import Crashed, Record, format_line
 
@@ -25,13 +25,13 @@ FACTS = dict.fromkeys(("python", "torch", "numpy", "platform", "cpu", "device", 
 ENVIRONMENT = Environment(attncheck="0.1.0", cores=1, **FACTS)
 
 
-def examined(question: BackendQuestion, blind: str | None = None) -> Examined:
+def examined(question: BackendQuestion, blind: str | None = None) -> ActorRecords:
     circumstances = Circumstances(0, ENVIRONMENT.digest, "0.1.0")
     records = (
         record_of(circumstances, question.case, question.backend, check, BackendUnavailableError("made", ["made up"]))
         for check in question.checks
     )
-    return Examined(tuple(format_line(record).encode() for record in records), blind)
+    return ActorRecords(tuple(format_line(record).encode() for record in records), blind)
 
 
 class FakeCluster:
@@ -176,7 +176,7 @@ def test_few_results_wait_for_a_slow_question(cases: list[Case], monkeypatch: py
             return [self._answers.popleft()]
 
     def is_first(answer: Answer) -> bool:
-        return isinstance(answer, Examined) and b'"a"' in answer.records[0]
+        return isinstance(answer, ActorRecords) and b'"a"' in answer.records[0]
 
     cluster = Slow(lambda node, question: examined(question))
     records = executor(cluster, *cases).run()

@@ -15,7 +15,7 @@ from inline_snapshot import snapshot
 from attncheck.harness.workers import process as process_module
 from attncheck.harness.workers.limits import Limit
 from attncheck.harness.workers.process import (
-    Clock,
+    AwakeClock,
     ProcessEndedError,
     RefusedError,
     WorkerError,
@@ -369,5 +369,5 @@ def test_a_process_that_cannot_be_killed_is_left(monkeypatch: pytest.MonkeyPatch
 
 def test_a_pause_of_the_machine_does_not_count() -> None:
     readings = iter([0.0, 0.2, 0.4, 9.4, 9.6])
-    clock = Clock(lambda: next(readings))
+    clock = AwakeClock(lambda: next(readings))
     assert [clock.now() for _ in range(4)] == pytest.approx([0.2, 0.4, 1.4, 1.6])
