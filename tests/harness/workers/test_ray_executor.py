@@ -15,7 +15,7 @@ from attncheck.harness.workers import ray
 from attncheck.harness.workers.executor import BackendQuestion
 from attncheck.harness.workers.pool import WorkerError
 from attncheck.harness.workers.protocol import HarnessFailure, Refused
-from attncheck.harness.workers.ray import Answer, ActorRecords, Lost, Node, RayCluster, RayExecutor
+from attncheck.harness.workers.ray import ActorRecords, Answer, Lost, Node, RayCluster, RayExecutor
 from attncheck.reports.run_file.header import BackendInfo, Environment
 from attncheck.reports.run_file.records import Crashed, Record, format_line
 
