@@ -141,7 +141,8 @@ class Accelerator(ABC):
         """Return how much of its memory torch may still allocate."""
         module = self.module()
         free, total = module.mem_get_info(self.index)
-        reserved, allocated = module.memory_reserved(self.index), module.memory_allocated(self.index)
+        reserved = module.memory_reserved(self.index)
+        allocated = module.memory_allocated(self.index)
         allowed = int(module.get_per_process_memory_fraction(self.index) * total)
         # The driver counts memory that torch's allocator reserves as used, but torch can allocate from it again.
         return int(min(free + reserved, allowed) - allocated)

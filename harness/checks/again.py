@@ -153,7 +153,11 @@ class Repeats(Generic[Seen, Fill]):
         *,
         bitwise: bool = True,
     ) -> None:
-        self._first, self._run, self._moved, self._shares, self._in_words = first, run, moved, shares, in_words
+        self._first = first
+        self._run = run
+        self._moved = moved
+        self._shares = shares
+        self._in_words = in_words
         self.bitwise = bitwise
         self._worst = _largest(shares(first))
         self._is_second, self._is_settled = True, False

@@ -58,7 +58,8 @@ class _WatchForWaits(Watch):
     _is_unwaited = False
 
     def function(self, func: TorchFunction, args: Args, kwargs: Kwargs) -> object:
-        outer, is_copy = self._is_unwaited, getattr(func, "__name__", "") == "copy_"
+        outer = self._is_unwaited
+        is_copy = getattr(func, "__name__", "") == "copy_"
         self._is_unwaited = outer or kwargs.get("non_blocking") is True or (is_copy and args[2:3] == (True,))
         try:
             return super().function(func, args, kwargs)
@@ -404,7 +405,11 @@ class BuilderChecks:
     def __init__(
         self, backend: type[AttentionBackend], case: Case, seed: int, device: torch.device, reasons: tuple[str, ...]
     ) -> None:
-        self._backend, self._case, self._seed, self._device, self._reasons = backend, case, seed, device, reasons
+        self._backend = backend
+        self._case = case
+        self._seed = seed
+        self._device = device
+        self._reasons = reasons
 
     def find(self, check: str) -> Callable[[], Finding] | NotExamined:
         """Return the function that runs a check, or why it examines nothing."""
@@ -490,7 +495,8 @@ def _is_empty(part: object) -> bool:
 
 def _wrong_states(built: dict[str, Any], problem: Problem) -> Iterator[str]:
     """Yield faults in state pages: a request must have its own first page, and padding no request's page."""
-    count, own = len(problem.requests), problem.block_table[:, 0].tolist()
+    count = len(problem.requests)
+    own = problem.block_table[:, 0].tolist()
     owned = {page for row in problem.block_table.tolist() for page in row} - {0}
     for path, value in built.items():
         if _STATES not in path or type(value) is not Tensor or value.dim() not in (1, 2) or not len(value):

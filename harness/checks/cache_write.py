@@ -71,7 +71,8 @@ def _quotients(held: torch.dtype) -> Iterator[float]:
     numbers = magnitudes(held).tolist()
     sign = 1.0
     for low, high in ((numbers[i], numbers[i + 1]) for i in _AT):
-        tie, most = (low + high) / 2, low + 0.8 * (high - low)
+        tie = (low + high) / 2
+        most = low + 0.8 * (high - low)
         for number in (tie, tie * (1 + _ASIDE), tie * (1 - _ASIDE), most):
             yield sign * number
             sign = -sign
@@ -120,8 +121,10 @@ def faulty_rows(rows: Rows, storages: tuple[Storage, Storage]) -> Iterator[tuple
 
 def is_unsaturated(expected: Tensor, got: Tensor, held: torch.dtype) -> bool:
     """Return whether every differing code (uint8) should be the largest number and is NaN or infinite."""
-    differs, limit = expected != got, len(magnitudes(held)) - 1
-    is_limit, is_finite = (expected[differs] & 0x7F) == limit, torch.isfinite(numbers_of(got[differs], held))
+    differs = expected != got
+    limit = len(magnitudes(held)) - 1
+    is_limit = (expected[differs] & 0x7F) == limit
+    is_finite = torch.isfinite(numbers_of(got[differs], held))
     return bool(is_limit.all()) and not bool(is_finite.any())
 
 
@@ -319,7 +322,8 @@ def _pairs(stream: RandomStream) -> Tensor:
 def _caches(problem: Problem, stream: RandomStream, device: torch.device) -> dict[str, Tensor]:
     """Return filled key and value caches ``[NB, BS, Hkv, size]`` in the memory order of the case's layout."""
     layer, cache = problem.layer, problem.cache
-    dtype, spare = cache_dtype(layer, cache), _SPARE if "views" in problem.inputs else 0
+    dtype = cache_dtype(layer, cache)
+    spare = _SPARE if "views" in problem.inputs else 0
     made = {}
     for name, size in (("key_cache", layer.head_size), ("value_cache", layer.value_head_size)):
         lengths = {"N": cache.block_size, "H": layer.num_kv_heads, "D": size}

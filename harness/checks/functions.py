@@ -125,13 +125,16 @@ class MergeTruth:
 def build_merge(case: Case, seed: int) -> MergeProblem:
     """Return the states of ``case`` under ``seed``, with the same bits on every machine."""
     stream = RandomStream(seed, case.hash, "merge")
-    layer, rows = case.layer, [(r, i) for r, spec in enumerate(case.batch) for i in range(spec.query_len)]
+    layer = case.layer
+    rows = [(r, i) for r, spec in enumerate(case.batch) for i in range(spec.query_len)]
     contexts = [spec.context_len for spec in case.batch]
     shape = (len(rows), layer.num_heads)
     before = torch.tensor([max(contexts[r], 0) for r, _ in rows])[:, None].expand(shape)
     new = torch.tensor([max(i + 1 + min(contexts[r], 0), 0) for r, i in rows])[:, None].expand(shape)
-    noise_a, noise_b = stream.uniform(*shape), stream.uniform(*shape)
-    lse_a, lse_b = _log(before) + noise_a, _log(new) + noise_b
+    noise_a = stream.uniform(*shape)
+    noise_b = stream.uniform(*shape)
+    lse_a = _log(before) + noise_a
+    lse_b = _log(new) + noise_b
     inputs = planted_inputs(case)
     kind_of = (torch.arange(shape[0])[:, None] * 5 + torch.arange(shape[1])) % len(_KINDS)
     for number, (kind, needed) in enumerate(_KINDS):
@@ -437,7 +440,8 @@ class ConvProblem:
         """Return bool masks ``[lines, 1, columns]`` by name, of the regions that must not influence the result."""
         lines, _, width = self.states.shape
         spare = (torch.arange(width) >= self.past).expand(lines, 1, width)
-        named, absent = torch.zeros(lines, 1, 1, dtype=torch.bool), torch.zeros(lines, 1, 1, dtype=torch.bool)
+        named = torch.zeros(lines, 1, 1, dtype=torch.bool)
+        absent = torch.zeros(lines, 1, 1, dtype=torch.bool)
         named[self.lines] = True
         absent[self.lines] = ~self.has_initial_state[: len(self.lines), None, None]
         masks = {SPARE: spare, FOREIGN: ~named & ~spare, ABSENT: absent & ~spare}
@@ -451,7 +455,8 @@ class ConvProblem:
         ``regions``: names of :meth:`regions`, or None for all. With the input ``views``, rows are slices of wider rows,
         and states have channels last in memory.
         """
-        x, states = self.x.to(device, copy=True), self.states.to(device, copy=True)
+        x = self.x.to(device, copy=True)
+        states = self.states.to(device, copy=True)
         if poison is not None:
             for name, mask in self.regions().items():
                 if regions is None or name in regions:
@@ -459,7 +464,8 @@ class ConvProblem:
         if "views" in planted_inputs(self.case):
             wide = x.new_full((len(x), x.shape[1] + _SPARE_STATE), _RUBBISH)
             wide[:, : x.shape[1]] = x
-            x, states = wide[:, : x.shape[1]], states.transpose(1, 2).contiguous().transpose(1, 2)
+            x = wide[:, : x.shape[1]]
+            states = states.transpose(1, 2).contiguous().transpose(1, 2)
         return {
             "x": x,
             "weight": self.weight.to(device, copy=True),
@@ -489,7 +495,9 @@ def conv_options(case: Case) -> CausalConv1dOptions:
 def build_conv(case: Case, seed: int) -> ConvProblem:
     """Return the tensors of ``case`` under ``seed``, with the same bits on every machine."""
     stream = RandomStream(seed, case.hash, "causal_conv1d")
-    options, dtype, specs = conv_options(case), DTYPES[case.layer.dtype], list(case.batch)
+    options = conv_options(case)
+    dtype = DTYPES[case.layer.dtype]
+    specs = list(case.batch)
     padding = case.batch.padding
     positions = tuple((r, max(spec.context_len, 0) + i) for r, spec in enumerate(specs) for i in range(spec.query_len))
     one_each = [1 if i < padding.tokens else 0 for i in range(padding.requests)]
@@ -501,7 +509,8 @@ def build_conv(case: Case, seed: int) -> ConvProblem:
     size, past = options.channels, options.width - 1
     states = stream.uniform(num_lines, size, past + _SPARE_STATE) * _RUBBISH
     states[lines[remembers], :, :past] = stream.uniform(int(remembers.sum()), size, past)
-    weight, bias = stream.uniform(size, options.width) / 2, stream.uniform(size)
+    weight = stream.uniform(size, options.width) / 2
+    bias = stream.uniform(size)
     return ConvProblem(
         case=case,
         positions=positions,

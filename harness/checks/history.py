@@ -131,7 +131,8 @@ def earlier_batches(case: Case) -> tuple[EarlierBatch, EarlierBatch]:
     number = int(case.hash, 16)
     large = [batch for make in LARGER if (batch := make(case)) is not None]
     small = [batch for make in SMALLER if (batch := make(case)) is not None]
-    first, second = large[number % len(large)], small[number // 16 % len(small)]
+    first = large[number % len(large)]
+    second = small[number // 16 % len(small)]
     return (first, second) if number // 256 % 2 else (second, first)
 
 
@@ -282,7 +283,8 @@ def named_layers(rows: RightRows, session: Session) -> tuple[LayerBeside, ...]:
         shares = spec.kv_sharing and not problem.writes_nothing
         if shares:
             # It reads the keys of the case's layer, and is passed the negated ones.
-            negated, right = replace(beside.problem, query=-beside.problem.query), mirrored_rows(right)
+            negated = replace(beside.problem, query=-beside.problem.query)
+            right = mirrored_rows(right)
             beside = replace(beside, problem=negated, role=f"{beside.role} that shares its cache", shares_cache=True)
         made.append(LayerBeside(beside, right, comes_after=shares))
     return tuple(made)
@@ -292,7 +294,8 @@ def _layer(problem: Problem, layer: LayerSpec) -> OtherLayer:
     """Return the mirror image of ``problem`` with another spec, or a new problem if the head sizes differ."""
     given = differences(layer, problem.layer).items()
     named = ", ".join(f"no {name}" if value in (None, False) else f"{name} {value}" for name, value in given)
-    role, case = f"a layer with {named}" if named else _TWIN, replace(problem.case, layer=layer)
+    role = f"a layer with {named}" if named else _TWIN
+    case = replace(problem.case, layer=layer)
     if layer.head_size != problem.layer.head_size:
         drawn = build_problem(replace(case, id=f"{case.id}.group"), problem.seed)
         return OtherLayer(drawn, f"{role} in another group", has_own_group=True)

@@ -74,7 +74,10 @@ class CheckedCase:
         undeclared: tuple[str, ...],
         shared: SharedByChecks,
     ) -> None:
-        self.loaded, self.problem, self.truth, self.device = loaded, problem, truth, device
+        self.loaded = loaded
+        self.problem = problem
+        self.truth = truth
+        self.device = device
         self.undeclared, self.shared = undeclared, shared
         self.is_output_explained = False
         self._first: tuple[Session, Observation] | Raised | None = None

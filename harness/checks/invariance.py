@@ -139,7 +139,8 @@ def _alone(problem: Problem) -> Iterator[Change[Arrangement]]:
     """Yield changes to apply one at a time: other pages for all requests, and one request without the others."""
     if problem.has_pool:
         yield Change("the requests in other pages of a pool", _PAGES, partial(replace, elsewhere=True))
-    count, one = len(problem.requests), int(problem.case.hash, 16) % len(problem.requests)
+    count = len(problem.requests)
+    one = int(problem.case.hash, 16) % len(problem.requests)
     if problem.case.batch.path.name in _UNCUT and count > 1 and problem.requests[one].num_keys:
         yield Change(f"request {one} alone", _ROWS, partial(_of, (one,)))
 
@@ -147,8 +148,10 @@ def _alone(problem: Problem) -> Iterator[Change[Arrangement]]:
 def _recomposed(problem: Problem, padding: PaddingSpec | None) -> Iterator[Change[Arrangement]]:
     """Yield the changes of one step: other neighbours and another order, a wider block table, and padding."""
     path = problem.case.batch.path.name
-    count, number = len(problem.requests), int(problem.case.hash, 16)
-    backwards, one = tuple(reversed(range(count))), number // 3 % count
+    count = len(problem.requests)
+    number = int(problem.case.hash, 16)
+    backwards = tuple(reversed(range(count)))
+    one = number // 3 % count
     if path in _UNCUT and number % 3 == 0:
         more = (*backwards, one)
         what = f"the requests {_listed(more)}, in this order and other pages"
@@ -244,11 +247,14 @@ def _other_bits(rows: RightRows, again: Observation, how: str) -> Broken | None:
 
 def _moved_rows(rows: RightRows, again: Observation) -> Iterator[tuple[str, Tensor, Tensor]]:
     """Yield (name, changed rows bool ``[T]``, changes ``[T, H]`` in budgets) of output and LSE."""
-    truth, first, moved = rows.truth, rows.first, rows.compare(again).moved
+    truth = rows.truth
+    first = rows.first
+    moved = rows.compare(again).moved
     was, now = (output_values(seen.output[: len(moved)], truth.codes) for seen in (first, again))
     yield "output", moved, share_of_budget(_change(was, now), truth.budget)
     if first.lse is not None and again.lse is not None:
-        was, now = first.lse[: len(moved)].double(), again.lse[: len(moved)].double()
+        was = first.lse[: len(moved)].double()
+        now = again.lse[: len(moved)].double()
         change = _change(was, now) * (math.log(2) if rows.conventions.lse_base == "2" else 1.0)
         yield "LSE", differing_rows(was, now), lse_shares(change, torch.zeros_like(change), truth.budget.lse)
 

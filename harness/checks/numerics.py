@@ -190,7 +190,8 @@ def wrong_figures(shares: Tensor, values: Tensor, unwritten: Tensor) -> dict[str
 
     ``shares``: ``[T, H]``, in budgets, of ``values [T, H, Dv]``. ``unwritten``: bool ``[T]``.
     """
-    wrong, written = shares > 1, ~unwritten.to(shares.device)[:, None]
+    wrong = shares > 1
+    written = ~unwritten.to(shares.device)[:, None]
     finite = shares.masked_fill(torch.isinf(shares), 0.0)
     sorts = {
         "rows_unwritten": ~written,

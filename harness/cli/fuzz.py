@@ -176,7 +176,9 @@ def fuzz(
             if sys.stderr.isatty():
                 typer.echo(f"\r{plural(outcomes.total(), 'case')} drawn ", err=True, nl=False)
 
-        code, shrinker, known = 0, Shrinker(process), dict[str, Path]()
+        code = 0
+        shrinker = Shrinker(process)
+        known = dict[str, Path]()
         for failure in search_failures(process, seed=options.seed, ends=ends, checks=checks, most=maxfail, see=see):
             folder = next(iter(known.values()), None) or folder_for(output, "fuzz")
             small = shrinker.make_small(failure, min(shrink_time, ends - time.monotonic()))

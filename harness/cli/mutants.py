@@ -214,7 +214,8 @@ def _worth(matrix: KillMatrix) -> str:
     """Return a line for each check: how many mutants it catches, and which of them no other check catches."""
     lines = []
     for check in matrix.checks:
-        catches, alone = sum(check in each.checks for each in matrix.results), matrix.alone(check)
+        catches = sum(check in each.checks for each in matrix.results)
+        alone = matrix.alone(check)
         what = f"{len(alone)} that nothing else catches" if alone else "none that nothing else catches"
         some = f": {', '.join(alone[:3])}{', ...' if len(alone) > 3 else ''}" if alone else ""
         lines.append([check, str(catches), f"{what}{some}"])

@@ -189,7 +189,8 @@ def _value(path: Path, key: str, value: Any) -> Any:
     """
     from pydantic import Field, TypeAdapter, ValidationError
 
-    option, kind = OPTIONS[KEYS[key]], kind_of(KEYS[key])
+    option = OPTIONS[KEYS[key]]
+    kind = kind_of(KEYS[key])
     typed: Any = str | int if option.read is read_size else kind
     allowed = Annotated[typed, Field(ge=option.least, strict=kind in (int, bool) or None)]
     try:

@@ -64,7 +64,8 @@ class ProviderProcess:
         assert self._given is not None
         if self._process is None:
             self._loaded(*self._given)
-        circumstances, backend = self._given[-1], BackendDescription(info=provider)
+        circumstances = self._given[-1]
+        backend = BackendDescription(info=provider)
         process, due = self._started(), identity_of(circumstances, function, backend, UTILITIES)
         try:
             record = process.call(self._limits.of_function, ProviderServer.examine, provider, function.id)
@@ -105,7 +106,8 @@ def load_providers(run: Run, process: ProviderProcess | None) -> Providers | Pro
     Raises:
         QuestionError, WorkerError: as :meth:`ProviderProcess.load`.
     """
-    plan, circumstances = run.plan, Circumstances(run.options.seed, run.environment.digest, run.environment.attncheck)
+    plan = run.plan
+    circumstances = Circumstances(run.options.seed, run.environment.digest, run.environment.attncheck)
     if process is None:
         return Providers(run.options.providers, plan.cases, plan.device, circumstances)
     process.load(plan.cases, plan.device, circumstances)

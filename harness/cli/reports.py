@@ -487,7 +487,8 @@ class _SiteHandler(SimpleHTTPRequestHandler):
     def send_head(self) -> Any:
         """Send the head of an answer, and return the file to send, or None."""
         own = ("127.0.0.1", "localhost")  # at any port: the browser's may be forwarded to this server's
-        host, origin = self.headers.get("Host", ""), self.headers.get("Origin")
+        host = self.headers.get("Host", "")
+        origin = self.headers.get("Origin")
         is_foreign = origin is not None and urlsplit(origin).hostname not in own
         if host.partition(":")[0] not in own or is_foreign:
             self.send_error(HTTPStatus.FORBIDDEN, "only the pages of this site are answered")

@@ -173,7 +173,8 @@ class Tally:
         if elapsed < LINE_EVERY_S or not self.cases / 20 <= self.done < self.cases:
             return ""
         seconds = elapsed / self.done * (self.cases - self.done)
-        right, both = self._spent[False], self._spent[False] + self._spent[True]
+        right = self._spent[False]
+        both = self._spent[False] + self._spent[True]
         if sum(right):
             seconds *= min((sum(right) / len(right)) / (sum(both) / len(both)), 1.0)
         if seconds < 60:
@@ -427,9 +428,11 @@ class _Execution:
         """What would run: the number of cases of each backend by check, then the cases, then the estimated time."""
         from attncheck.reports.terminal import run as terminal
 
-        plan, lines = self._run.plan, [terminal.opening(self._header, width=terminal_width())]
+        plan = self._run.plan
+        lines = [terminal.opening(self._header, width=terminal_width())]
         costs = measured_costs(self._options.folder, self._run.environment.device_name)
-        seconds, cases = dict[str, list[float | None]](), dict[str, None]()
+        seconds = dict[str, list[float | None]]()
+        cases = dict[str, None]()
         for backend in self._run.backends:
             counts = Counter[str]()
             for case in plan.examined_cases_of(backend.ref) if not backend.reason else ():
@@ -451,7 +454,10 @@ class _Execution:
         if self._earlier is not None and self._earlier.complete:
             begin(self._header)
             return self._as_it_ended(self._earlier)
-        options, run, expectations, tally = self._options, self._run, self._expectations, self._tally
+        options = self._options
+        run = self._run
+        expectations = self._expectations
+        tally = self._tally
         with contextlib.suppress(io.UnsupportedOperation):  # a captured stderr has no descriptor to write to
             faulthandler.enable()  # print where a kernel killed the process
         if options.in_process:

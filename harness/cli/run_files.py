@@ -379,7 +379,8 @@ def only_failed(options: RunOptions, path: Path) -> RunOptions:
 
 def _is_named(record: Record, suite: str, options: RunOptions) -> bool:
     """Return whether ``options`` include the backend and the suite of ``record``; ``suite``: its reference."""
-    backends, suites = {record.backend, record.backend_ref}, {record.suite, suite, split_variant(suite)[0]}
+    backends = {record.backend, record.backend_ref}
+    suites = {record.suite, suite, split_variant(suite)[0]}
     return not (
         (options.backends and backends.isdisjoint(options.backends))
         or (options.suites and suites.isdisjoint(options.suites))

@@ -78,7 +78,8 @@ def draw_mask(layer: LayerSpec, path: PathSpec, request: RequestSpec, width: int
     The first line has the number of rows and keys, and how many of them a character covers.
     """
     keys, rows = request.num_keys(layer), request.num_rows(path)
-    tall, wide = -(-rows // MOST_LINES), max(-(-keys // width), 1)
+    tall = -(-rows // MOST_LINES)
+    wide = max(-(-keys // width), 1)
     scale = f", a character is {tall} x {wide}" if tall * wide > 1 else ""
     lines = [f"{plural(rows, 'row')} x {plural(keys, 'key')}{scale}"]
     start = keys - rows  # the rows are aligned to the end of the keys

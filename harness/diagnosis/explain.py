@@ -161,15 +161,19 @@ def _where(problem: Problem, misfit: Misfit, shares: Tensor) -> tuple[str, bool]
     """
     if bool(misfit.fits(shares).all()):
         return _EVERYWHERE, True
-    wrong, would_show = (shares > 1).cpu(), (misfit.apart >= _APART).cpu()
-    rows, heads = wrong.any(dim=1), wrong.any(dim=0)
+    wrong = (shares > 1).cpu()
+    would_show = (misfit.apart >= _APART).cpu()
+    rows = wrong.any(dim=1)
+    heads = wrong.any(dim=0)
     count = int(rows.sum())
     text = "the one wrong row" if count == 1 else f"the {count} wrong rows"
-    spared_rows, spared_heads = would_show.any(dim=1) & ~rows, would_show[rows].any(dim=0) & ~heads
+    spared_rows = would_show.any(dim=1) & ~rows
+    spared_heads = would_show[rows].any(dim=0) & ~heads
     is_separated = not bool(spared_rows.any())
     phrase = None if is_separated else shared_by(problem, rows, spared_rows)
     if phrase is not None:
-        text, is_separated = f"{text}, {phrase}" if count == 1 else f"{text}, all {phrase}", True
+        text = f"{text}, {phrase}" if count == 1 else f"{text}, all {phrase}"
+        is_separated = True
     return (f"{text}, {which_heads(problem, heads)}", False) if bool(spared_heads.any()) else (text, is_separated)
 
 
@@ -419,7 +423,10 @@ def _standing(
     starts = torch.cat([kept.new_zeros(1, dtype=torch.int64), (truth.rows.num_rows * kept).cumsum(0)])
     kind = torch.arange(len(work), device=shares.device).repeat_interleave(truth.rows.num_rows)[own]
     part = replace(truth, rows=replace(truth.rows, query=truth.rows.query[own], cu_seqlens_q=starts))
-    budget, right, got, off = truth.budget.of_rows(own), truth.out[own], output[own], shares[own]
+    budget = truth.budget.of_rows(own)
+    right = truth.out[own]
+    got = output[own]
+    off = shares[own]
     tried, standing = set(), set()
     for hypothesis in faults(part):
         out = hypothesis.compute()[0]
@@ -452,7 +459,8 @@ def _too_much_work(truth: Truth) -> bool:
 
 def _slack(out: Tensor, right: Tensor) -> Tensor:
     """Return the budgets by which the output of a fault may be missed: more if it is larger than the truth."""
-    size, usual = torch.linalg.vector_norm(out, dim=-1), torch.linalg.vector_norm(right, dim=-1)
+    size = torch.linalg.vector_norm(out, dim=-1)
+    usual = torch.linalg.vector_norm(right, dim=-1)
     # The budget was computed for an output of the size of the truth.
     slack: Tensor = _SLACK * (size / usual.clamp(min=1e-30)).clamp(min=1.0)
     return slack

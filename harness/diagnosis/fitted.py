@@ -232,7 +232,8 @@ def _smallest_wrong(problem: Problem, truth: Truth, shares: Tensor) -> list[int]
 def _narrowed(off: Callable[[float], float], middle: float, reach: float) -> float:
     """Return the minimum of ``off`` within ``reach`` of ``middle``, by golden-section search."""
     low, high = middle - reach, middle + reach
-    left, right = high - _GOLDEN * (high - low), low + _GOLDEN * (high - low)
+    left = high - _GOLDEN * (high - low)
+    right = low + _GOLDEN * (high - low)
     at_left, at_right = off(left), off(right)
     while high - low > _FINEST:
         if at_left <= at_right:
@@ -308,7 +309,8 @@ def _reading(rows: UnpagedAttention, own: Tensor, reads: Tensor, fields: tuple[s
 
 def _heads_in_words(part: str, found: list[tuple[int, int, int]]) -> str:
     """Return the head map in words, from triples (query head, KV head it reads, KV head it should read)."""
-    heads, read = [each[0] for each in found], [each[1] for each in found]
+    heads = [each[0] for each in found]
+    read = [each[1] for each in found]
     if len(found) > 1 and len(set(read)) == 1:
         return f"query heads {', '.join(map(str, heads))} read {part}KV head {read[0]} instead of their own"
     named = [f"query head {head} reads {part}KV head {new} instead of {old}" for head, new, old in found[:_NAMED_HEADS]]
@@ -381,16 +383,21 @@ def _nearest_span(
     is_wrong = (shares[rows] > 1).double()
     found = {}
     for place, inside in (("end", key >= first[:, None]), ("start", key <= last[:, None])):
-        nearest, least = truth.out[rows], torch.full((len(own),), torch.inf, dtype=torch.float64, device=scores.device)
+        nearest = truth.out[rows]
+        least = torch.full((len(own),), torch.inf, dtype=torch.float64, device=scores.device)
         shift = torch.zeros_like(own)
         top = sinks[:, None].expand(-1, len(own))
-        part, total = held.new_zeros(len(held), len(own), held.shape[-1]), (top > -torch.inf).double()
+        part = held.new_zeros(len(held), len(own), held.shape[-1])
+        total = (top > -torch.inf).double()
         for at in key.tolist() if place == "end" else reversed(key.tolist()):
             score = scores[..., at].masked_fill(~inside[:, at], -torch.inf)
             higher = torch.maximum(top, score)
             pivot = higher.masked_fill(higher == -torch.inf, 0.0)
-            fade, weight, top = torch.exp(top - pivot), torch.exp(score - pivot), higher
-            part, total = part * fade[..., None] + weight[..., None] * held[:, None, at], total * fade + weight
+            fade = torch.exp(top - pivot)
+            weight = torch.exp(score - pivot)
+            top = higher
+            part = part * fade[..., None] + weight[..., None] * held[:, None, at]
+            total = total * fade + weight
             answer = (part / total.clamp(min=1e-300)[..., None]).transpose(0, 1)
             error = (torch.linalg.vector_norm(answer - values[rows], dim=-1) * is_wrong).sum(dim=1)
             is_better = error < least

@@ -60,7 +60,8 @@ def common_explanations(problem: Problem, truth: Truth) -> Iterator[Hypothesis]:
         yield altered(meaning, rows, params, hidden=hidden)
     if 1 < params.num_kv_heads < params.num_heads:
         heads = torch.arange(params.num_heads, device=rows.keys.device)
-        own, other = heads // params.group_size, heads % params.num_kv_heads
+        own = heads // params.group_size
+        other = heads % params.num_kv_heads
         expanded = replace(rows, keys=rows.keys[:, own], values=rows.values[:, own])
         for part, swapped in of_parts(expanded, rows.keys[:, other], rows.values[:, other]):
             what = f"{part} of " if part else ""
@@ -176,7 +177,9 @@ def imprecisions(problem: Problem, truth: Truth) -> Iterator[Hypothesis]:
 
     TF32 and float16 have equally many significant bits, so their errors look alike.
     """
-    params, rows, own = truth.params, truth.rows, torch.finfo(problem.dtype).eps
+    params = truth.params
+    rows = truth.rows
+    own = torch.finfo(problem.dtype).eps
     for name, coarse in (("float16", torch.float16), ("bfloat16", torch.bfloat16)):
         if torch.finfo(coarse).eps > own:
             either = "TF32 or float16" if coarse == torch.float16 else name
@@ -206,7 +209,8 @@ def scale_explanations(problem: Problem, truth: Truth) -> Iterator[Hypothesis]:
     params, rows = truth.params, truth.rows
     storages = key_storage(problem.layer, problem.cache), value_storage(problem.layer, problem.cache)
     key, value = (storage.scale.double() for storage in storages)
-    is_fp8, is_latent = storages[0].is_fp8, problem.layer.mla is not None
+    is_fp8 = storages[0].is_fp8
+    is_latent = problem.layer.mla is not None
     if is_fp8:
         yield from (toggle.hypothesis for toggle in scale_toggles(problem, params, rows))
     factors: dict[str, tuple[Tensor | None, Tensor | None]]  # of keys, and of values
@@ -298,7 +302,8 @@ def _hides_in_context(cached: Sequence[int], hides: HiddenKeys, request: int, ro
 
 def _cut_in_halves(weights: UpProjections) -> UpProjections:
     """Return the weights that result if the fused ones are split into all keys and all values, and not head by head."""
-    sizes, heads = (weights.w_uk.shape[2], weights.w_uv.shape[2]), weights.w_uk.shape[1]
+    sizes = (weights.w_uk.shape[2], weights.w_uv.shape[2])
+    heads = weights.w_uk.shape[1]
     halves = weights.fused().split([heads * size for size in sizes])
     w_uk, w_uv = (half.unflatten(0, (heads, size)).permute(2, 0, 1) for half, size in zip(halves, sizes, strict=True))
     return UpProjections(w_uk, w_uv)

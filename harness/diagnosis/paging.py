@@ -105,7 +105,9 @@ def _longer(
 ) -> Iterator[Hypothesis]:
     """Yield the fault of reading ``extra`` more keys for each request, from the slots after its own."""
     params, rows = truth.params, truth.rows
-    size, table, num_keys = problem.cache.block_size, problem.block_table.long(), rows.num_keys.tolist()
+    size = problem.cache.block_size
+    table = problem.block_table.long()
+    num_keys = rows.num_keys.tolist()
     slots = [
         table[r, position // size] * size + position % size
         for r, (n, more) in enumerate(zip(num_keys, extra, strict=True))
@@ -175,10 +177,12 @@ def _wrong_slots(problem: Problem) -> Iterator[tuple[str, Tensor | None]]:
     yield "the block table is read one column too far left", slots(request, (page - 1).clamp(min=0), offset)
     if len(lengths) > 1:
         yield "every request reads the block table of request 0", slots(torch.zeros_like(request), page, offset)
-        before, after = (request - 1).clamp(min=0), (request + 1).clamp(max=len(lengths) - 1)
+        before = (request - 1).clamp(min=0)
+        after = (request + 1).clamp(max=len(lengths) - 1)
         yield "every request reads the block table of the request before it", slots(before, page, offset)
         yield "every request reads the block table of the next request", slots(after, page, offset)
-    after, before = position + 1, (position - 1).clamp(min=0)
+    after = position + 1
+    before = (position - 1).clamp(min=0)
     yield "keys and values are read one position too late", slots(request, after // size, after % size)
     yield "keys and values are read one position too early", slots(request, before // size, before % size)
     for bits in (15, 16):
@@ -397,7 +401,8 @@ def _without(slots: Tensor, left_out: slice) -> Tensor:
 
 
 def _other_slots(problem: Problem, slots: Tensor) -> Iterator[tuple[str, Tensor]]:
-    size, total = problem.cache.block_size, problem.num_blocks * problem.cache.block_size
+    size = problem.cache.block_size
+    total = problem.num_blocks * problem.cache.block_size
     page, offset = slots // size, slots % size
     found = {
         "every row is written one slot after its own": slots + 1,

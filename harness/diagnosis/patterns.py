@@ -31,7 +31,8 @@ def pattern(problem: Problem, truth: Truth, error: Tensor, shares: Tensor) -> st
 
     ``error`` ``[T, H, Dv]``: difference of the output from the truth. ``shares`` ``[T, H]``: the same in budgets.
     """
-    of_rows, of_heads = shares.amax(dim=1).cpu(), shares.amax(dim=0).cpu()
+    of_rows = shares.amax(dim=1).cpu()
+    of_heads = shares.amax(dim=0).cpu()
     of_channels = (error.abs() / truth.budget.peak[..., None])[shares > 1].amax(dim=0).cpu()
     rows, heads, channels = (each > 1 for each in (of_rows, of_heads, of_channels))
     found = []
@@ -74,10 +75,13 @@ def _row_properties(problem: Problem, rows: Tensor, others: Tensor) -> Iterator[
         return torch.tensor([v for v, r in zip(values, problem.requests, strict=True) for _ in range(r.rows)])
 
     requests, size = problem.requests, problem.cache.block_size
-    query_len, num_keys = each([r.rows for r in requests]), each([r.num_keys for r in requests])
-    request, cached = each(range(len(requests))), each([r.cached for r in requests])
+    query_len = each([r.rows for r in requests])
+    num_keys = each([r.num_keys for r in requests])
+    request = each(range(len(requests)))
+    cached = each([r.cached for r in requests])
     nth = torch.cat([torch.arange(r.rows) for r in requests])
-    position, row = nth + num_keys - query_len, torch.arange(len(nth))
+    position = nth + num_keys - query_len
+    row = torch.arange(len(nth))
     yield "with query_len 1", query_len == 1
     yield "with query_len > 1", query_len > 1
     yield "without context", cached == 0
@@ -111,7 +115,8 @@ def _row_properties(problem: Problem, rows: Tensor, others: Tensor) -> Iterator[
         ("number in the batch", row),
     )
     for name, value in values:
-        least, most = int(value[rows].min()), int(value[rows].max())
+        least = int(value[rows].min())
+        most = int(value[rows].max())
         if least == most:
             yield f"with {name} {least}", value == least
         yield f"with {name} >= {least}", value >= least
@@ -301,7 +306,8 @@ def _likeness(truth: Truth, index: int, taken: slice, values: Tensor) -> tuple[T
 
 
 def _sees(truth: Truth, index: int) -> Tensor:
-    num_rows, num_keys = int(truth.rows.num_rows[index]), int(truth.rows.num_keys[index])
+    num_rows = int(truth.rows.num_rows[index])
+    num_keys = int(truth.rows.num_keys[index])
     device = truth.rows.keys.device
     q_pos = torch.arange(num_rows, device=device)[:, None] + (num_keys - num_rows)
     k_pos = torch.arange(num_keys, device=device)[None]
@@ -343,11 +349,13 @@ def _key_properties(problem: Problem, found: _Keys) -> Iterator[tuple[str, Prope
     for step in (each for each in dict.fromkeys((size, *_KEY_STEPS)) if longest > 2 * each):
         yield f"of every second run of {step} positions", partial(_is_in_run, step, 1)
         yield f"of every second run of {step} positions, the first among them", partial(_is_in_run, step, 0)
-    least, most = int(found.key.min()), int(found.key.max())
+    least = int(found.key.min())
+    most = int(found.key.max())
     for bound in dict.fromkeys((least, *(b for b in _BOUNDS if b <= least))):
         yield f"at positions from {bound} on", partial(_is_behind, bound)
     yield f"at positions up to {most}", lambda k: k.key <= most
-    near, far = int((found.row - found.key).min()), int((found.row - found.key).max())
+    near = int((found.row - found.key).min())
+    far = int((found.row - found.key).max())
     yield f"{near} or more positions before their row", lambda k: k.row - k.key >= near
     yield f"at most {far} positions before their row", lambda k: k.row - k.key <= far
     end = int((found.num_keys - found.key).max())

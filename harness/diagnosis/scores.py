@@ -391,7 +391,8 @@ def overflowing_caps(params: AttentionParams, rows: UnpagedAttention, wrong: Ten
     if params.soft_cap is None or tops[0] is None or tops[1] is None:
         return None
     size = torch.maximum(tops[0], tops[1]).nan_to_num(neginf=0.0) / params.soft_cap
-    least, most = float(size[wrong].min()), float(size.masked_fill(wrong, 0.0).max())
+    least = float(size[wrong].min())
+    most = float(size.masked_fill(wrong, 0.0).max())
     return least if least > max(most, _FEW_CAPS) else None
 
 

@@ -53,7 +53,8 @@ def kernel_fault(error: BaseException) -> KernelFault | None:
 
 def _place(error: BaseException, functions: list[Any]) -> str:
     """Return the place of a CompilationError in one of ``functions``, or "" if it is in none of them."""
-    node, source = getattr(error, "node", None), getattr(error, "src", None)
+    node = getattr(error, "node", None)
+    source = getattr(error, "src", None)
     line = getattr(node, "lineno", None)
     function = next((each for each in functions if source and getattr(each, "src", None) == source), None)
     if function is None or line is None:
@@ -211,7 +212,8 @@ def _is_raised_on_purpose(error: BaseException) -> bool:
         return False
     modules = [str(entry.tb_frame.f_globals.get("__name__", "")) for entry in frames]
     own = next((m.partition(".")[0] for m in modules if not m.startswith("attncheck.") or m.startswith(_AUTHORS)), "")
-    code, root = frames[-1].tb_frame.f_code, modules[-1].partition(".")[0]
+    code = frames[-1].tb_frame.f_code
+    root = modules[-1].partition(".")[0]
     return (
         code.co_code[frames[-1].tb_lasti] == _RAISE
         and root not in _TOOLS

@@ -83,7 +83,8 @@ def _prove(codec: KVCacheCodec, layer: LayerSpec, cache: CacheSpec, kv_cache: Te
         one = torch.tensor([slot])
         codec.write(kv_cache, one, -key[slot : slot + 1], -value[slot : slot + 1])
         others = torch.cat([slots[:slot], slots[slot + 1 :]])
-        read, wanted = codec.read(kv_cache, others), (key[others], value[others])
+        read = codec.read(kv_cache, others)
+        wanted = (key[others], value[others])
         _compare(storages, read, wanted, f"writing slot {slot} changed another slot")
         codec.write(kv_cache, one, key[slot : slot + 1], value[slot : slot + 1])
 
@@ -132,7 +133,8 @@ class PoolMemory:
             return
         axes = [axis for axis, extent in enumerate(kv_cache.shape) if extent == num_blocks]
         if len(axes) == 1:
-            self._axis, self._pages = self._order.index(axes[0]), (slots // block_size).unique().to(kv_cache.device)
+            self._axis = self._order.index(axes[0])
+            self._pages = (slots // block_size).unique().to(kv_cache.device)
         elif kv_cache.nbytes > _MOST_COPIED:
             raise MemoryError(
                 f"copies of {kv_cache.nbytes / 2**30:.1f} GiB: the shape {tuple(kv_cache.shape)} of the cache has no "
@@ -304,7 +306,9 @@ class KVPool:
         slots, key, value = (tensor.to(self._device) for tensor in (slots, key, value))
         keep = slots >= 0
         if not bool(keep.all()):
-            slots, key, value = slots[keep], key[keep], value[keep]
+            slots = slots[keep]
+            key = key[keep]
+            value = value[keep]
         call_backend("cache", lambda: self._writer(self.kv_cache.detach(), slots, key, value), self._device)
         require_memory(self.kv_cache, "kv_cache", "cache")
 
@@ -374,7 +378,8 @@ def same_bytes(a: Tensor, b: Tensor) -> bool:
     """
     a, b = (x.flatten().view(torch.uint8) for x in (a, b))
     if all(x.numel() % 8 == x.storage_offset() % 8 == 0 for x in (a, b)):
-        a, b = a.view(torch.int64), b.view(torch.int64)
+        a = a.view(torch.int64)
+        b = b.view(torch.int64)
     return torch.equal(a, b)
 
 
@@ -492,7 +497,8 @@ def _known_layouts(*geometry: Hashable) -> list[KVCacheCodec]:  # noqa: ARG001 (
 def _prefill_metadata(slots: Tensor, problem: Problem, device: torch.device) -> CommonAttentionMetadata:
     """Return the metadata of one prompt whose keys and values are stored at ``slots``."""
     count, size = len(slots), problem.cache.block_size
-    starts, lens = torch.tensor([0, count], dtype=torch.int32), torch.tensor([count], dtype=torch.int32)
+    starts = torch.tensor([0, count], dtype=torch.int32)
+    lens = torch.tensor([count], dtype=torch.int32)
     return CommonAttentionMetadata(
         query_start_loc=starts.to(device, copy=True),
         query_start_loc_cpu=starts,

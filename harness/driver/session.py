@@ -145,7 +145,8 @@ class BackendLayer:
 
     def output_buffers(self, problem: Problem, call: ForwardCall) -> OutputBuffers:
         """Return new buffers for the result of ``call``, on its device."""
-        device, shape = call.query.device, (len(call.query), problem.layer.num_heads)
+        device = call.query.device
+        shape = (len(call.query), problem.layer.num_heads)
         codes, lse, scale = output_codes(problem.layer), None, None
         dtype = problem.dtype if codes is None else codes.dtype
         out = GuardedBuffer((*shape, problem.output_size), call.num_rows, dtype, device, call.output_form)
@@ -284,7 +285,8 @@ class Session:
         ``first``: the session of that micro-batch on another layer, whose builder serves this layer, too.
         """
         other = copy(self)
-        other.role, other.builders = role, [] if first is None else first.builders
+        other.role = role
+        other.builders = [] if first is None else first.builders
         return other._taking_up(problem)
 
     def in_order(self, order: Sequence[int]) -> "Session":
@@ -315,7 +317,8 @@ class Session:
         """Return a session of another layer over the same builders, without a pool yet."""
         made = copy(self)
         made.problem, made.role = other.problem, other.role
-        made._is_refilled, made._reads = not other.shares_cache, LAYER if other.shares_cache else None
+        made._is_refilled = not other.shares_cache
+        made._reads = LAYER if other.shares_cache else None
         made._construct()
         return made
 
@@ -545,7 +548,8 @@ def run_step(sessions: Sequence[Session], changes: list[str] | None = None) -> l
         for session, begun in begun_steps:
             if (pair := made[_batch_of(session)]) is None:
                 continue
-            call, metadata = replace(begun.calls[number], common=pair[0].common), pair[1]
+            call = replace(begun.calls[number], common=pair[0].common)
+            metadata = pair[1]
             with _named(session):
                 before = {} if changes is None else call_backend("metadata", partial(_contents, metadata))
                 session.take(begun, call, metadata)

@@ -139,13 +139,16 @@ class Step:
 
         ``part``: index of a part of the keys, for the call that attends to this part only and writes its new keys.
         """
-        seq_lens, table, slots = self.seq_lens.clone(), self.block_table.clone(), self.slot_mapping.clone()
+        seq_lens = self.seq_lens.clone()
+        table = self.block_table.clone()
+        slots = self.slot_mapping.clone()
         is_aligned = True
         if part is not None:
             seq_lens, table, slots = self._of_part(part)
             is_aligned = self.problem.parts[part].is_aligned
         query_start_loc = self.query_start_loc.clone()
-        host_starts, host_lens = self.query_start_loc.cpu().clone(), seq_lens.cpu().clone()
+        host_starts = self.query_start_loc.cpu().clone()
+        host_lens = seq_lens.cpu().clone()
         query_lens = host_starts[1:] - host_starts[:-1]
         cross = self.problem.is_cross
         metadata = CommonAttentionMetadata(
@@ -478,7 +481,8 @@ def micro_batches_of(step: Step, cuts: tuple[int, ...], threshold: int | None = 
 def _places(common: CommonAttentionMetadata) -> tuple[Tensor, Tensor]:
     """Return, for every row of the requests, its index within its request and its position."""
     query_lens = common.query_start_loc_cpu.diff().long()
-    first_rows, computed = common.query_start_loc_cpu[:-1].long(), common.num_computed_tokens_cpu.long()
+    first_rows = common.query_start_loc_cpu[:-1].long()
+    computed = common.num_computed_tokens_cpu.long()
     nth = torch.arange(int(query_lens.sum())) - first_rows.repeat_interleave(query_lens)
     return nth, nth + computed.repeat_interleave(query_lens)
 
@@ -493,7 +497,8 @@ def _ordered(call: ForwardCall, threshold: int | None) -> ForwardCall:
     if order == list(range(len(order))):
         return call
     tokens = torch.cat([torch.arange(starts[i], starts[i + 1], dtype=torch.int64) for i in order])
-    common, rows = call.common, torch.cat([tokens, torch.arange(len(tokens), len(call.query))])
+    common = call.common
+    rows = torch.cat([tokens, torch.arange(len(tokens), len(call.query))])
     ordered_starts = (
         torch.tensor([0, *(query_lens[i] for i in order)]).cumsum(0).to(call.common.query_start_loc_cpu.dtype)
     )

@@ -85,7 +85,8 @@ class BackendProcess:
 
     def reasons_against(self, cases: Iterable[Case]) -> list[tuple[str, ...]]:
         """Return, for each of ``cases``, why the backend's declarations refuse it; empty if they accept it."""
-        all_cases, found = tuple(cases), list[tuple[str, ...]]()
+        all_cases = tuple(cases)
+        found = list[tuple[str, ...]]()
         for first in range(0, len(all_cases), _CASES_AT_ONCE):
             process = self._pool.process(self.backend.ref) or self._pool.restart(self.backend.ref)
             part = all_cases[first : first + _CASES_AT_ONCE]
@@ -327,7 +328,8 @@ def _with_layer(case: Case, **changes: Any) -> Iterator[Case]:
         if kv_heads and isinstance(given := getattr(case.cache, name), tuple)
     }
     try:
-        layer, cache = replace(case.layer, **changes), replace(case.cache, **scales)
+        layer = replace(case.layer, **changes)
+        cache = replace(case.cache, **scales)
     except SpecError:
         return
     yield from _meaningful(case, layer=layer, cache=cache)

@@ -173,7 +173,8 @@ def key_places(lengths: Sequence[int]) -> KeyPlaces:
 
 def no_pool(num_requests: int, num_keys: int) -> PageLayout:
     """Return the layout of a layer without a cache."""
-    table, slots = torch.zeros(num_requests, 1).int(), torch.full((num_keys,), -1)
+    table = torch.zeros(num_requests, 1).int()
+    slots = torch.full((num_keys,), -1)
     return PageLayout(((),) * num_requests, table, slots, 0)
 
 
@@ -217,7 +218,8 @@ def _draw_pages(case: Case, counts: Sequence[int], shared: Sequence[int], stream
     # Pages of a very large pool come from a window of it: shuffling millions of ids would test nothing more.
     choice = min(num_blocks - first, 2 * needed + 64)
     ids = (stream.permutation(choice)[:needed] + first).tolist()
-    common, free = ids[:prefix], iter(ids[prefix:])
+    common = ids[:prefix]
+    free = iter(ids[prefix:])
     pages = ((*common[:own], *islice(free, count - own)) for count, own in zip(counts, shared, strict=True))
     return _Drawn(tuple(pages), num_blocks)
 

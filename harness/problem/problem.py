@@ -63,7 +63,8 @@ def draw_rows(case: Case, requests: Sequence[Request], places: KeyPlaces, stream
         for kind, size, storage in zip(("key", "value"), stored_sizes(layer), (key_storage, value_storage), strict=True)
     )
     _share_prefixes(case, requests, keys, values)
-    up_projections, naive = make_up_projections(layer, DTYPES[layer.dtype]), naive_layer(layer)
+    up_projections = make_up_projections(layer, DTYPES[layer.dtype])
+    naive = naive_layer(layer)
     needles = keys if up_projections is None else up_projections.keys(keys, values)
     if not len(keys):  # queries need a key even if no row sees one
         needles = needles.new_ones(1, naive.num_kv_heads, naive.head_size)
@@ -296,7 +297,8 @@ def place_requests(case: Case) -> Iterator[Request]:
     for spec in case.batch:
         request = replace(request_of(case, spec), first_row=row, base=base)
         yield request
-        row, base = row + request.rows, base + request.num_keys
+        row = row + request.rows
+        base = base + request.num_keys
 
 
 def request_of(case: Case, spec: RequestSpec) -> Request:
@@ -354,7 +356,8 @@ def arranged(problem: Problem, how: Arrangement) -> Problem:
     cache = case.cache.unplaced if is_repeated else case.cache
     other = replace(case, batch=batch, cache=cache)
     own = [problem.requests[i] for i in how.which]
-    rows, keys = how.rows_of(problem), _ranges([(request.base, request.num_keys) for request in own])
+    rows = how.rows_of(problem)
+    keys = _ranges([(request.base, request.num_keys) for request in own])
     layout = _selected(problem.layout, how.which, keys)
     if problem.has_pool and how.elsewhere:
         lengths = [request.num_keys for request in own]

@@ -243,12 +243,15 @@ def _targets(
     places = torch.stack(near, dim=-1) + torch.tensor(_OFFSETS)
     valid = _within(places, lo, hi)
     exists = hi >= lo
-    valid[:, 1], valid[:, 3], valid[:, -1] = exists & (hi + 1 < rows.num_keys), exists & (lo > 0), True
+    valid[:, 1] = exists & (hi + 1 < rows.num_keys)
+    valid[:, 3] = exists & (lo > 0)
+    valid[:, -1] = True
     if tree is None:
         seen = _within(places, lo, hi)
     else:
         branch_places, branch_valid = _tree_places(rows, lo, tree)
-        places, valid = torch.cat([branch_places, places], dim=-1), torch.cat([branch_valid, valid], dim=-1)
+        places = torch.cat([branch_places, places], dim=-1)
+        valid = torch.cat([branch_valid, valid], dim=-1)
         node = places - rows.first[:, None]
         among = (node < 0) | tree[rows.node].gather(1, node.clamp(0, len(tree) - 1))
         seen = valid & _within(places, lo, hi) & among
@@ -268,8 +271,10 @@ def _tree_places(rows: _Rows, lo: Tensor, tree: Tensor) -> tuple[Tensor, Tensor]
 
     The tree's root is the request's first row.
     """
-    node, root = torch.arange(len(tree)), rows.first[:, None]
-    earlier, visible = node < rows.node[:, None], tree[rows.node]
+    node = torch.arange(len(tree))
+    root = rows.first[:, None]
+    earlier = node < rows.node[:, None]
+    visible = tree[rows.node]
     places = [torch.where(kind & earlier, node, -1).amax(dim=1) for kind in (~visible, visible)]
     both = torch.stack(places, dim=-1) + root
     return both, (both >= root) & (both >= lo[:, None])
@@ -313,9 +318,13 @@ def _twin_queries(layer: LayerSpec, first: Tensor, second: Tensor) -> Tensor:
 
     Without the cap the first key clearly outweighs the second; with the cap it hardly does.
     """
-    cap, scale = layer.soft_cap or 1.0, layer.softmax_scale or 1.0
-    s1, s2 = 1.1 * cap / scale, (1.1 * cap - min(1.5, 0.5 * cap)) / scale
-    g11, g12, g22 = (first * first).sum(-1), (first * second).sum(-1), (second * second).sum(-1)
+    cap = layer.soft_cap or 1.0
+    scale = layer.softmax_scale or 1.0
+    s1 = 1.1 * cap / scale
+    s2 = (1.1 * cap - min(1.5, 0.5 * cap)) / scale
+    g11 = (first * first).sum(-1)
+    g12 = (first * second).sum(-1)
+    g22 = (second * second).sum(-1)
     determinant = (g11 * g22 - g12 * g12).clamp(min=1e-3)
     alpha = _few_bits((s1 * g22 - s2 * g12) / determinant)
     beta = _few_bits((s2 * g11 - s1 * g12) / determinant)

@@ -81,7 +81,8 @@ def needed_bytes(case: Case, *, reserves: bool = False) -> int:
         return 2 * _ROW_COPIES * batch.num_tokens * layer.num_heads * layer.value_head_size * 8
     keys = sum(request.count * request.num_keys(layer) for request in batch.requests)
     itemsize = ITEMSIZES[layer.dtype]
-    stored, naive = layer.num_kv_heads * sum(stored_sizes(layer)), naive_layer(layer)
+    stored = layer.num_kv_heads * sum(stored_sizes(layer))
+    naive = naive_layer(layer)
     exact = naive.num_kv_heads * (naive.head_size + naive.value_head_size)
     # With MLA, up-projected keys and values exist beside rounded ones, and each row also exists in the latent space.
     copies, width = (2, layer.head_size + layer.value_head_size) if layer.mla is None else (4, 2 * layer.head_size)

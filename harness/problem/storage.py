@@ -63,7 +63,8 @@ def rounding_interval(codes: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor
     middle = (numbers[1:] + numbers[:-1]) / 2
     index = (codes & ~_SIGN & 0xFF).long()
     is_finite = index < len(numbers)
-    infinity, below = middle.new_full((1,), torch.inf), -middle[:1]
+    infinity = middle.new_full((1,), torch.inf)
+    below = -middle[:1]
     low, high = (
         ends[index.clamp(max=len(numbers) - 1)] for ends in (torch.cat([below, middle]), torch.cat([middle, infinity]))
     )
@@ -193,7 +194,8 @@ class Storage:
 
     def holds(self, codes: Tensor) -> Tensor:
         """Return whether :meth:`rows_of` leads back to the codes; not if the layer's dtype is coarser or overflows."""
-        rows, numbers = self.rows_of(codes).double(), numbers_of(codes, self.held)
+        rows = self.rows_of(codes).double()
+        numbers = numbers_of(codes, self.held)
         again = numbers_of(nearest_code(rows / self.scale.to(codes.device).double(), self.held), self.held)
         return torch.isnan(numbers) | ((again == numbers) & torch.isfinite(rows))
 

@@ -178,7 +178,8 @@ def examine_subject(provider: Provider, subject: Subject, setting: SubjectSettin
     raw, *helpers = [provider.find(name, subject.generation) for name in (subject.name, *subject.helpers)]
     if raw is None or None in helpers:
         return None
-    ours, theirs = reference_targets(subject), [provider.adapted(subject.key, raw), *helpers]
+    ours = reference_targets(subject)
+    theirs = [provider.adapted(subject.key, raw), *helpers]
     known = provider.departures.known.get(subject.key, ())
     examined = SubjectResult()
     if subject.is_function:
@@ -190,7 +191,8 @@ def examine_subject(provider: Provider, subject: Subject, setting: SubjectSettin
     for question in subject.questions(setting):
         if not lacking.isdisjoint(question.arguments):
             continue
-        expected, seen = _expected(subject, question, ours), _seen(subject, question, theirs)
+        expected = _expected(subject, question, ours)
+        seen = _seen(subject, question, theirs)
         explanation = _explain(subject, question, expected, seen, ours, known)
         examined.questions += 1
         examined.counts[_enter(examined, question.text, explanation)] += 1

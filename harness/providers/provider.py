@@ -192,7 +192,8 @@ def _in_values(place: str, expected: Values, seen: Values) -> Iterator[AnswerDif
     index = expected.first_difference(seen)
     if index is not None:
         where = "".join(f"[{axis}]" for axis in index)
-        ours, theirs = expected.values[index].item(), seen.values[index].item()
+        ours = expected.values[index].item()
+        theirs = seen.values[index].item()
         yield AnswerDifference(f"{place}{where}", f"{ours} of {expected}", f"{theirs} of {seen}")
 
 

@@ -303,7 +303,9 @@ def _is_new(name: str, made: CommonAttentionMetadata, given: CommonAttentionMeta
 def _one_piece(setting: SubjectSetting) -> Iterator[SubjectCall]:
     for batch in setting.batches:
         metadata = batch.metadata(setting.device)
-        third, half, end = batch.num_tokens // 3, batch.num_tokens // 2, batch.num_tokens
+        third = batch.num_tokens // 3
+        half = batch.num_tokens // 2
+        end = batch.num_tokens
         edges = [(0, end), (0, half), (half, end), (third, end - third), (half, half + 1)]
         cuts = [_cut_at(batch, first, stop) for first, stop in edges if first < stop <= end]
         for cut in dict.fromkeys([*cuts, _whole(batch), *_pieces(batch, min(2, end))]):
@@ -517,7 +519,8 @@ def _build(target: Any, *, metadata: CommonAttentionMetadata) -> dict[str, Any]:
     """Build by a backend derived from :class:`UnderlyingBackend`."""
     backend = target("FastPrefill", UnderlyingBackend)
     builder = backend.get_builder_cls()()
-    built, fast = builder.build(0, metadata), builder.build(5, metadata, True)
+    built = builder.build(0, metadata)
+    fast = builder.build(5, metadata, True)
     return {
         "name": backend.__name__,
         "derives from the backend": issubclass(backend, UnderlyingBackend),

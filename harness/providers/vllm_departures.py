@@ -184,7 +184,8 @@ def _chunks_without_check(attn_chunk_size: int, common_attn_metadata: CommonAtte
         for behind in reversed(range(len(parts))):
             page = (s - last - behind * attn_chunk_size) // block_size
             rows.append(table[[min(page + step, len(table) - 1) for step in range(pages)]])
-    lengths, queries = torch.tensor(keys, dtype=torch.int32), torch.tensor(new, dtype=torch.int32)
+    lengths = torch.tensor(keys, dtype=torch.int32)
+    queries = torch.tensor(new, dtype=torch.int32)
     starts = torch.tensor([0, *accumulate(new)], dtype=torch.int32)
     return CommonAttentionMetadata(
         query_start_loc=starts.to(batch.query_start_loc.device, copy=True),
@@ -294,7 +295,8 @@ def _returns_a_pair(function: Any) -> bool:
 
 def _wants_the_largest_count(function: Any) -> bool:
     """Return whether a batch with logits indices, but without ``max_logits_per_req``, is refused."""
-    starts, lens = torch.tensor([0, 3], dtype=torch.int32), torch.tensor([5], dtype=torch.int32)
+    starts = torch.tensor([0, 3], dtype=torch.int32)
+    lens = torch.tensor([5], dtype=torch.int32)
     batch = SimpleNamespace(
         max_query_len=3,
         logits_indices_padded=torch.tensor([2]),

@@ -322,7 +322,11 @@ class CheckItem(pytest.Item):
 
         ``group``: the group for pytest-xdist, which ignores names with a bracket.
         """
-        self.question, self.case, self.index, self.check, self.apply = question, case, index, check, apply
+        self.question = question
+        self.case = case
+        self.index = index
+        self.check = check
+        self.apply = apply
         question.collected.add((case.key, index, check))
         self.add_marker("attncheck")
         if self.config.pluginmanager.hasplugin("xdist"):

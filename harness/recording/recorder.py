@@ -79,7 +79,8 @@ def take_snapshot(metadata: Any, host_table: Lengths | None, block_size: int) ->
     totals = _on_host(given, "seq_lens", "seq_lens_cpu_upper_bound", "_seq_lens_cpu", "seq_lens_cpu")
     if starts is None or totals is None:
         return "the lengths are on the device alone"
-    table, columns = given.get("block_table_tensor"), -(-int(metadata.max_seq_len) // block_size)
+    table = given.get("block_table_tensor")
+    columns = -(-int(metadata.max_seq_len) // block_size)
     return Snapshot(
         starts=starts.copy(),
         totals=totals.copy(),

@@ -238,7 +238,8 @@ def shared_prefix(pages: Lengths, full_pages: Lengths) -> tuple[int, tuple[int, 
     ends = np.append(np.flatnonzero(ordered[1:] != ordered[:-1]) + 1, ordered.size)
     page = ordered[ends[np.argmax(np.diff(ends, prepend=0))] - 1]
     rows = np.flatnonzero(first == page)
-    shared, beyond = 1, int(full_pages[rows].min()) + 1
+    shared = 1
+    beyond = int(full_pages[rows].min()) + 1
     while beyond - shared > 1:
         middle = (shared + beyond) // 2
         column = pages[rows, middle - 1]

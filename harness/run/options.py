@@ -657,7 +657,8 @@ def read_given(name: str, given: Any, said: str = "") -> Any:
     Raises:
         QuestionError: it is not a value of this option.
     """
-    option, said = OPTIONS[name], said or (OPTIONS[name].names or (name,))[0]
+    option = OPTIONS[name]
+    said = said or (OPTIONS[name].names or (name,))[0]
     if option.least is not None and not given >= option.least:
         raise SelectionError(f"{said} {given}: give a number, {option.least} or above")
     if option.read is not None:

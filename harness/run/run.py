@@ -298,10 +298,12 @@ def _suite_notes(
     refs_of: dict[str, list[str]] = {}
     is_short = False
     for ref, suite in suites.items():
-        num_chosen, all_cases = len(chosen[ref]), sum(case.suite == suite for case in selection.cases)
+        num_chosen = len(chosen[ref])
+        all_cases = sum(case.suite == suite for case in selection.cases)
         what = f"suite {suite}" if all_cases else f"no case of suite {suite}"
         if num_chosen < all_cases:
-            is_short, what = True, f"{num_chosen} of {all_cases} cases of suite {suite}"
+            is_short = True
+            what = f"{num_chosen} of {all_cases} cases of suite {suite}"
         refs_of.setdefault(what, []).append(ref)
     if len(refs_of) < 2 and not is_short:
         return ()

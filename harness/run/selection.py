@@ -166,7 +166,8 @@ class Shard:
             layer = case.layer, case.cache.unplaced
             groups.setdefault(layer, []).append(case)
         parts = list(groups.values()) if len(groups) >= self.count else [[case] for case in cases]
-        costs, numbers = [0.0] * self.count, dict[str, int]()
+        costs = [0.0] * self.count
+        numbers = dict[str, int]()
         for part in sorted(parts, key=_cost, reverse=True):  # a stable sort: equal costs keep their order
             least = costs.index(min(costs))
             costs[least] += _cost(part)
@@ -593,7 +594,9 @@ def fit_pages(
     ``suites``: by reference, the only suite a backend is examined with; a backend without an entry gets every suite.
     """
     able = [each for each in backends if each.is_loaded and not each.unavailable_reasons]
-    refs, loaded, notes = list(selection.refs), list(selection.suites), list[str]()
+    refs = list(selection.refs)
+    loaded = list(selection.suites)
+    notes = list[str]()
     for index, suite in enumerate(selection.suites):
         examined = [each for each in able if suites.get(each.ref, suite.name) == suite.name]
         examined = [each for each in examined if not each.is_mla] or examined

@@ -105,7 +105,8 @@ def _window_toggles(params: AttentionParams, rows: UnpagedAttention, seen: Tenso
             pair = (to, params.window[1]) if side == 0 else (params.window[0], to)
             return replace(params, window=pair)
 
-        size, where = value + 1, "" if params.causal else f" on the {bound}"
+        size = value + 1
+        where = "" if params.causal else f" on the {bound}"
         name = "sliding_window" if params.causal else f"sliding_window ({bound} bound)"
         acts = keys_seen(rows, moved(-1)) > seen
         yield Toggle(name, altered(f"the window{where} is ignored", rows, moved(-1), "sliding_window"), acts, True)
@@ -165,7 +166,8 @@ def keys_seen(rows: UnpagedAttention, params: AttentionParams) -> Tensor:
 
 def scale_toggles(problem: Problem, params: AttentionParams, rows: UnpagedAttention) -> Iterator[Toggle]:
     """Yield the changes that a case with an FP8 cache must notice: each scale left out, and one scale for all heads."""
-    key, value = key_storage(problem.layer, problem.cache), value_storage(problem.layer, problem.cache)
+    key = key_storage(problem.layer, problem.cache)
+    value = value_storage(problem.layer, problem.cache)
     if not key.is_fp8:
         return
     seen = keys_seen(rows, params)
@@ -246,7 +248,8 @@ def naive_rows(problem: Problem, weights: UpProjections, cached: CacheRows) -> U
     """Return the problem as ordinary attention over exact float64 keys and values."""
     device = cached.latent.device
     weights = weights.to(device)
-    keys, values = weights.keys(cached.latent, cached.rotary), weights.values(cached.latent)
+    keys = weights.keys(cached.latent, cached.rotary)
+    values = weights.values(cached.latent)
     return UnpagedAttention(
         problem.query.double(), keys, values, problem.cu_seqlens_q, problem.cu_seqlens_k, problem.tree
     ).to(device)

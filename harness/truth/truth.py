@@ -445,7 +445,8 @@ def _from_bytes(problem: Problem, content: bytearray, device: torch.device) -> T
     """Return the truth that an entry holds, or None if its numbers cannot be those of a truth."""
     rows, heads, size = _shape(problem)
     numbers = torch.frombuffer(content, dtype=torch.float64)
-    computed_s, numbers = float(numbers[-1]), numbers[:-1].to(device)
+    computed_s = float(numbers[-1])
+    numbers = numbers[:-1].to(device)
     out = numbers[: rows * heads * size].view(rows, heads, size)
     lse, *allowed = numbers[rows * heads * size :].view(4, rows, heads)
     if not (_may_be_truth(out, lse, numbers[-3 * rows * heads :]) and 0 <= computed_s < math.inf):

@@ -60,8 +60,10 @@ class UnpagedAttention:
 
     def of_requests(self, first: int, end: int) -> "UnpagedAttention":
         """Return the arguments of requests ``first .. end - 1``; the tensors share memory."""
-        rows, keys = self.cu_seqlens_q[first : end + 1], self.cu_seqlens_k[first : end + 1]
-        own_rows, own_keys = slice(int(rows[0]), int(rows[-1])), slice(int(keys[0]), int(keys[-1]))
+        rows = self.cu_seqlens_q[first : end + 1]
+        keys = self.cu_seqlens_k[first : end + 1]
+        own_rows = slice(int(rows[0]), int(rows[-1]))
+        own_keys = slice(int(keys[0]), int(keys[-1]))
         return replace(
             self,
             query=self.query[own_rows],

@@ -267,7 +267,9 @@ class Schedule:
     def to_help(self, lane: int) -> str | None:
         """Return a backend with enough questions left to justify starting one more process, or None."""
         for ref, began in self._began.items():
-            took, over, lanes = self._clock() - began, self._over[ref], self._lanes[ref]
+            took = self._clock() - began
+            over = self._over[ref]
+            lanes = self._lanes[ref]
             if (ref, lane) in self._refused or not lanes:
                 continue
             left = self._open(ref, lane)
@@ -370,7 +372,10 @@ class Lanes:
         costs: Costs | None = None,
     ) -> None:
         """``examine`` also gets the questions to the same backend that no lane has taken."""
-        self._places, self._workers, self._examine, self._on_leaving = places, workers, examine, leave
+        self._places = places
+        self._workers = workers
+        self._examine = examine
+        self._on_leaving = leave
         self._schedule = Schedule([place.question for place in places], costs=costs)
         gpus = islice(cycle(workers.gpus), 1, count)
         pools = [workers, *map(workers.twin, gpus)] if len(workers.gpus) > 1 else [None] * count
@@ -560,7 +565,9 @@ class ProcessExaminer:
         Raises:
             QuestionError, OSError: a new process is needed and cannot be started.
         """
-        ref, case, due = place.question.backend.ref, place.question.case, place.due
+        ref = place.question.backend.ref
+        case = place.question.case
+        due = place.due
         process = workers.process(ref) or (yield from start(workers, ref))
         earlier = tuple(process.examined)
 
@@ -645,7 +652,8 @@ class ProcessExaminer:
         return self._limits.of_backend(self._spent[place.question.backend.ref] + at_work_s, len(self._spent))
 
     def _limit(self, place: Place, stage: str, reference_s: float) -> Limit:
-        limit, left = self._limits.of_stage(stage, place.question.case, reference_s), self._left(place)
+        limit = self._limits.of_stage(stage, place.question.case, reference_s)
+        left = self._left(place)
         if limit.seconds <= left.seconds:
             return limit
         words = f"what was left of {left.words}, less than the usual limit; the backend may only be slow"
@@ -790,7 +798,9 @@ class Supervisor:
                 self.blind.append(QuestionError(place.blind))
 
     def _miss(self, place: Place) -> None:
-        backend, case, circumstances = place.question.backend, place.question.case, self._examiner.circumstances
+        backend = place.question.backend
+        case = place.question.case
+        circumstances = self._examiner.circumstances
         for check in place.due:
             place.records.append(absent(circumstances, case, backend, check))
         place.is_over = True

@@ -110,7 +110,8 @@ class TimeLimits:
 
         Each has an equal part, and goes on if the rest suffices for those that wait. A tenth is left for starts.
         """
-        end_s, turns = 0.9 * max(within_s, 0.0), max(math.ceil(backends / jobs), 1)
+        end_s = 0.9 * max(within_s, 0.0)
+        turns = max(math.ceil(backends / jobs), 1)
         return replace(self, backend_s=end_s / turns, deadline=time.monotonic() + end_s, backends=backends, jobs=jobs)
 
     def of_backend(self, spent_s: float, begun: int) -> Limit:
@@ -118,7 +119,8 @@ class TimeLimits:
         own_s = self.backend_s - spent_s
         if self.deadline is None:
             return Limit(own_s, self._backend_words)
-        turns, rest_s = math.ceil((self.backends - begun) / self.jobs), self.deadline - time.monotonic()
+        turns = math.ceil((self.backends - begun) / self.jobs)
+        rest_s = self.deadline - time.monotonic()
         return Limit(min(max(own_s, rest_s - turns * self.backend_s), rest_s), self._backend_words)
 
     @property
@@ -255,7 +257,8 @@ class MemoryWatch:
 
     def __init__(self, limit: int | None = None) -> None:
         free = free_host_bytes()
-        self._limit, self._reserve = limit, 0 if free is None else reserve_of(free)
+        self._limit = limit
+        self._reserve = 0 if free is None else reserve_of(free)
         self._watched: list[Watched] = []
         self._dying: set[int] = set()
         self._lock = threading.Lock()

@@ -353,7 +353,8 @@ class WorkerPool:
             self._finishing.pop().close()
 
     def _described(self, refs: Sequence[str]) -> list[BackendDescription | QuestionError]:
-        assigned, self._prepared = self._prepared & set(refs), self._prepared - set(refs)
+        assigned = self._prepared & set(refs)
+        self._prepared = self._prepared - set(refs)
         found = []
         for index, ref in enumerate(refs):
             due = [each for each in refs[index:] if each not in self._processes]
@@ -575,7 +576,10 @@ class WarmingAhead:
 
     def __init__(self, plan: RunPlan, workers: WorkerPool, gpus: int = 1, *, is_on: bool) -> None:
         """``gpus``: how many are at work at once."""
-        self._plan, self._workers, self._gpus, self._is_on = plan, workers, gpus, is_on
+        self._plan = plan
+        self._workers = workers
+        self._gpus = gpus
+        self._is_on = is_on
         self._seen: dict[str, _Seen] = {}
 
     def before(self, ref: str, left: Sequence[Question], workers: WorkerPool) -> None:

@@ -309,7 +309,8 @@ def end_marked(mark: str) -> None:
 
     Works on Linux only.
     """
-    wanted, own = f"{MARK}={mark}".encode(), os.getpid()
+    wanted = f"{MARK}={mark}".encode()
+    own = os.getpid()
     for place in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):
             if int(place.name) != own and wanted in (place / "environ").read_bytes().split(b"\0"):
@@ -377,7 +378,8 @@ class PrintedOutput:
         self._read()
         with self._lock:
             key = self._case if case is None else case
-            end, printed = bytes(self._kept.get(key, b"")[-limit:]), self._printed.get(key, 0)
+            end = bytes(self._kept.get(key, b"")[-limit:])
+            printed = self._printed.get(key, 0)
         if printed > len(end):
             end = end.partition(b"\n")[2] or end
         dropped = printed - len(end)
@@ -438,7 +440,9 @@ class PrintedOutput:
     def _begin(self, case: str) -> None:
         del self._kept[self._case][:-KEPT_OF_EARLIER]
         self._case = case
-        self._kept[case], self._printed[case], self._left = bytearray(), 0, SHOWN
+        self._kept[case] = bytearray()
+        self._printed[case] = 0
+        self._left = SHOWN
 
     def _keep(self, text: bytes) -> None:
         kept = self._kept[self._case]
@@ -455,7 +459,8 @@ class PrintedOutput:
     def _show_lines(self, text: str) -> None:
         lines, _, self._line = (self._line + text).rpartition("\n")
         if len(self._line) > _LONGEST_LINE:
-            lines, self._line = f"{lines}\n{self._line}" if lines else self._line, ""
+            lines = f"{lines}\n{self._line}" if lines else self._line
+            self._line = ""
         if lines and self._show is not None:
             self._show(self.label, lines)
 
@@ -572,7 +577,9 @@ class WorkerProcess:
         self._mark = secrets.token_hex(16)
         self._token = secrets.token_hex(8).encode()
         started = start({**self.inherited, **self.environment, MARK: self._mark})
-        self._process, self._writing, self._reading = started.process, started.writing, started.reading
+        self._process = started.process
+        self._writing = started.writing
+        self._reading = started.reading
         self.printed = PrintedOutput(started.printed, "", show)
         self._poll = select.poll()
         self._poll.register(self._reading, select.POLLIN)

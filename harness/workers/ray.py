@@ -227,7 +227,8 @@ class RayCluster:
 
     def close(self, *, at_once: bool = False) -> None:
         """End all actors, with their backends' processes and the children of these. May be called repeatedly."""
-        closing, self._joined_nodes = [node.actor.close.remote() for node in self._joined_nodes], []
+        closing = [node.actor.close.remote() for node in self._joined_nodes]
+        self._joined_nodes = []
         if closing:
             with suppress(self._ray.exceptions.RayError, OSError):
                 self._ray.wait(closing, num_returns=len(closing), timeout=_BREAKING_S if at_once else _CLOSING_S)

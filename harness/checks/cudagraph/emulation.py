@@ -286,7 +286,9 @@ class Tape:
     def go_back_to(self, mark: TapeMark) -> None:
         """Discard everything added after ``mark``."""
         del self._steps[mark.num_steps :]
-        self._made, self._outside, self._references = dict(mark.made), dict(mark.outside), dict(mark.references)
+        self._made = dict(mark.made)
+        self._outside = dict(mark.outside)
+        self._references = dict(mark.references)
 
     def replay(self) -> None:
         """Repeat each step."""
@@ -432,7 +434,8 @@ class Watch:
         return func(*args, **kwargs)
 
     def _copy(self, func: TorchFunction, source: Tensor, args: Args, kwargs: Kwargs) -> object:
-        wanted, here = destination(func, args, kwargs, self._host_device), self.host.memory_of((source,))
+        wanted = destination(func, args, kwargs, self._host_device)
+        here = self.host.memory_of((source,))
         if isinstance(wanted, Tensor):
             wanted = self.host.memory_of((wanted,))
         if wanted in {None, here} or find_call_site().interpreted:

@@ -222,7 +222,8 @@ def _uniform(edge: int, reach: int) -> Iterator[Probe]:
             (ProbeStep(((q, edge + q // 2), (q, q), (q, reach + 2 * edge + 1 + q))),),
             drafts=q - 1,
         )
-    four, two = Bucket(4, 16, 4), Bucket(2, 8, 4)
+    four = Bucket(4, 16, 4)
+    two = Bucket(2, 8, 4)
     yield Probe(
         "verify buckets",
         UNIFORM,
@@ -273,7 +274,8 @@ def _uniform(edge: int, reach: int) -> Iterator[Probe]:
 
 def _mixed(edge: int, reach: int) -> Iterator[Probe]:
     """Yield mixed batches: decodes, extends and prompts in one graph."""
-    big, small = Bucket(4, 24, None), Bucket(4, 8, None)
+    big = Bucket(4, 24, None)
+    small = Bucket(4, 8, None)
     yield Probe(
         "mixed",
         ALWAYS,

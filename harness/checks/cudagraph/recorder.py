@@ -283,7 +283,8 @@ def _calls_watched(host_copies: set[SourceLine]) -> Iterator[None]:
 
 def _copies_from_host(called: object) -> bool:
     """Return whether a C function that had to wait copies host memory to the device."""
-    name, owner = getattr(called, "__name__", ""), getattr(called, "__self__", None)
+    name = getattr(called, "__name__", "")
+    owner = getattr(called, "__self__", None)
     if name in _FROM_PYTHON:
         return True
     return isinstance(owner, Tensor) and (name in _MOVES if owner.is_cpu else name == "copy_")

@@ -97,7 +97,8 @@ class ProbeProblems:
         requests = tuple(RequestSpec(query_len=query_len, seq_len=seq_len) for query_len, seq_len in step.requests)
         padding = PaddingSpec()
         if step.bucket is not None and is_padded:
-            bucket, tokens = probe.buckets[step.bucket], sum(request.query_len for request in requests)
+            bucket = probe.buckets[step.bucket]
+            tokens = sum(request.query_len for request in requests)
             padding = PaddingSpec(requests=bucket.num_reqs - len(requests), tokens=bucket.num_tokens - tokens)
         path = implied_path(self._case.layer)
         if probe.drafts and step.bucket is not None:
@@ -135,7 +136,8 @@ def _part(batch: Problem, case: Case, first: int) -> Problem:
     """Return the problem of ``case``: rows and keys of ``batch`` from request ``first`` on, in separate pages."""
     requests = tuple(place_requests(case))
     lengths = [request.num_keys for request in requests]
-    row, key = batch.requests[first].first_row, batch.requests[first].base
+    row = batch.requests[first].first_row
+    key = batch.requests[first].base
     rows = slice(row, row + sum(request.rows for request in requests))
     keys = slice(key, key + sum(lengths))
     layout = lay_out(case, lengths, key_places(lengths), RandomStream(batch.seed, case.hash))()
@@ -606,7 +608,8 @@ def _fault_without_graph(session: GraphSession, step: ProbeStep, *, is_padded: b
 
 def _first_fault(session: GraphSession, problem: Problem, results: Sequence[StepResult]) -> str | None:
     """Return what is wrong with the first wrong result of a step, or None if all are right."""
-    truth, conventions = session.probed.problems.truth(problem.case), session.probed.backend.conventions
+    truth = session.probed.problems.truth(problem.case)
+    conventions = session.probed.backend.conventions
     faults = (step_fault(problem, truth, conventions, result.seen, result.pool) for result in results)
     return next((fault for fault in faults if fault is not None), None)
 

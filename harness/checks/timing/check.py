@@ -345,7 +345,9 @@ class TimedStep:
         return contents, step, fresh, self.memory.inputs.load_metadata(fresh)
 
     def _capture(self, recorder: Recorder, call: ForwardCall, fresh: ForwardCall) -> None:
-        inputs, buffers, layer = self.memory.inputs, self.memory.buffers, self._session.layer
+        inputs = self.memory.inputs
+        buffers = self.memory.buffers
+        layer = self._session.layer
         recorder.mark_host(*inputs.host_twins)
         inputs.load_rows(fresh)
         group = [(self._session.builder, call)]
@@ -368,7 +370,10 @@ class TimedStep:
         return made[0]
 
     def _forward(self, call: ForwardCall, fresh: ForwardCall, metadata: object) -> tuple[TimedAnswer, int]:
-        inputs, buffers, num_rows, kv_cache = self.memory.inputs, self.memory.buffers, call.num_rows, self._kv_cache
+        inputs = self.memory.inputs
+        buffers = self.memory.buffers
+        num_rows = call.num_rows
+        kv_cache = self._kv_cache
         spans = inputs.spans()
         if kv_cache is not None:
             spans["the cache"] = span(kv_cache)

@@ -274,7 +274,8 @@ class EventClock:
         last = api.record(stream)
         api.synchronize()
 
-        taken_ns, went_on_ns = self._between(start, end), self._between(settled, last)
+        taken_ns = self._between(start, end)
+        went_on_ns = self._between(settled, last)
         is_late = went_on_ns > 2 * idle_ns + MARGIN_NS + taken_ns * _SLOW_SHARE
         if is_guard:
             self._guards.append(is_late)

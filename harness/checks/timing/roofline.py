@@ -101,7 +101,9 @@ def visible_keys_of(case: Case, request: Request) -> VisibleKeys:
 
 def _hidden_pairs(parents: tuple[int, ...], position: Tensor, low: Tensor, high: Tensor) -> int:
     """Return how many pairs within the spans are hidden because the key is on another branch of the tree."""
-    root, hidden, above = int(position[0]), 0, list[set[int]]()
+    root = int(position[0])
+    hidden = 0
+    above = list[set[int]]()
     for node, parent in enumerate(parents):
         above.append({node} | (above[parent] if parent >= 0 else set()))
         within = range(max(0, int(low[node]) - root), int(high[node]) - root)
