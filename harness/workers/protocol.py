@@ -82,7 +82,7 @@ def write_call(token: bytes, method: Callable[..., Any], arguments: Sequence[Any
 
 def write_answer(token: bytes, method: Callable[..., Any], kind: bytes, value: Any) -> bytes:
     """Return the line of an answer."""
-    if isinstance(value, BaseModel):  # which knows how it writes infinities
+    if isinstance(value, BaseModel):  # whose own writer has a form for infinities
         written = value.model_dump_json().encode()
     else:
         written = signature_of(method).answers[kind].dump_json(value)

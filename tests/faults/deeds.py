@@ -28,7 +28,7 @@ def start_daemon(**options: Any) -> None:
 
 
 def fork_undumpable() -> None:
-    """Start a process of another session, whose environment nobody but root can read."""
+    """Start a process of another session, whose environment only root can read."""
     process = os.fork()
     if process != 0:
         note(process)
