@@ -85,7 +85,7 @@ def describe_backend(backend: Backend, device: str) -> BackendDescription:
         conventions=asdict(declared.conventions),
         features=tuple(sorted(declared.features)),
         required_environment=required_environment(backend, device),
-        files=loaded_files(),
+        files={} if backend.ref in registry.BUILTIN else loaded_files(),  # a built-in one has attncheck's own
     )
     return BackendDescription(
         info=info,
