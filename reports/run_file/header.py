@@ -103,9 +103,9 @@ class CaseInfo(RunFileValue):
     ``shape``: heads, sizes, dtype, cache, batch and modifiers in one line. ``keys``: what distinguishes cases, by case
     key (``cache.block_size``); a field at its default may be left out. ``weight``: how often the case came in recorded
     traffic; None: it was not recorded.
-    ``checks``: those that the run makes for it; empty in older files, from which no record can be missed. ``backends``:
-    the names of those that get it; empty: all of the header. ``shard``: the number of the shard that has it; 0: the
-    run is not divided.
+    ``checks``: the checks that the run makes on the case. It is empty in older files, where no record can be missed.
+    ``backends``: names of the backends that get the case; empty for all of the header. ``shard``: number of the shard
+    that has the case; 0 if the run is not divided.
     """
 
     suite: str

@@ -141,7 +141,9 @@ def open_to_append(path: Path, earlier: "Run") -> TextIOWrapper:
 
 
 def _lock(file: TextIOWrapper, path: Path, size: int | None = None) -> None:
-    """Lock a run file until it is closed. ``size``: in bytes, as it was when it was read; None: it is new.
+    """Lock a run file until it is closed.
+
+    ``size``: bytes that the file had when it was read; None for a new file.
 
     Raises:
         RunFileError: another process has locked it, or has written it since. The file is closed.

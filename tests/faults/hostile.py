@@ -95,7 +95,7 @@ LINES = {
     "fault": lambda: PIPE.say(b'{"kind":"fault","error":"oh","traceback":"oh"}\n'),
     "no_record": drop_record,
     "other_backend": changing("backend", '"torch_sdpa"'),
-    "no_backend": changing("backend", '"nobody"'),
+    "no_backend": changing("backend", '"unlisted"'),
     "other_seed": changing("seed", "7"),
     "other_case": changing("case_id", '"after"'),
     "other_hash": changing("case_hash", '"000000000000"'),

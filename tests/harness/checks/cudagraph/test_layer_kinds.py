@@ -52,7 +52,7 @@ FAILING = {
     "SharedCacheOfTheCapture": ("plain", "shared cache"),
     "LatentSplits": ("latent",),
 }
-"""Mutant: layers, of which the last alone fails. Mutants with a case of a suite are caught there (``test_caught.py``)."""
+"""Layers by mutant; only the last one fails. ``test_caught.py`` has the mutants with a case of a suite."""
 
 
 def examined(name, *layers):
