@@ -19,7 +19,7 @@ CANDIDATES = "cpu-2026-11-26/candidates.jsonl.xz"
 EXPLAINED = ("cpu-2026-11-26/xformers-vllm", "vllm-0.32.0/cpu-attn", "vllm-0.32.0/mla", "vllm-0.32.0/triton-attn")
 
 
-def test_the_audit_examined_each_kind_of_class() -> None:
+def test_the_audit_examined_each_kind_of_class():
     run = read_run(EVIDENCE / "vllm-0.32.0" / "audit.jsonl.xz")
     assert run.complete
     examined = {record.backend for record in run.records if record.outcome == "passed"}
@@ -27,7 +27,7 @@ def test_the_audit_examined_each_kind_of_class() -> None:
 
 
 @pytest.mark.parametrize("name", EXPLAINED)
-def test_nothing_is_found_that_is_not_explained(name: str) -> None:
+def test_nothing_is_found_that_is_not_explained(name):
     found = read_run(EVIDENCE / f"{name}.jsonl.xz")
     assert found.complete
     assert found.errors == ()
@@ -39,7 +39,7 @@ def test_nothing_is_found_that_is_not_explained(name: str) -> None:
         assert all(re.match(r"vLLM's[:,]|ours:|a documented difference:", reason) for reason in reasons), reasons
 
 
-def test_everything_that_is_expected_was_found() -> None:
+def test_everything_that_is_expected_was_found():
     kept = [read_run(path) for path in EVIDENCE.rglob("*.jsonl.xz")]
     reasons = {record.reason for run in kept for record in run.records if isinstance(record, XFailed)}
     for file in sorted((DOCS / "expected").glob("*.yaml")):
@@ -60,7 +60,7 @@ Somebody has compared the two of each pair.
 """
 
 
-def test_automatic_causes_agree_with_the_reasons_of_people() -> None:
+def test_automatic_causes_agree_with_the_reasons_of_people():
     entries = [each.expectation for file in (DOCS / "expected").glob("*.yaml") for each in load_expectations(file)]
     kept = [record for path in EVIDENCE.rglob("*.jsonl.xz") for record in read_run(path).records]
     pairs = {
@@ -79,7 +79,7 @@ def test_automatic_causes_agree_with_the_reasons_of_people() -> None:
     assert len(pairs) == len(AGREEING)
 
 
-def test_the_support_table_is_of_all_candidates_and_all_cases_and_nothing_fell_short() -> None:
+def test_the_support_table_is_of_all_candidates_and_all_cases_and_nothing_fell_short():
     found = read_run(EVIDENCE / CANDIDATES)
     assert found.complete
     assert found.errors == ()
@@ -109,7 +109,7 @@ def levels(run: Run) -> set[tuple[str, str]]:
     return {(backend, str(graph.measured)) for backend, graph in graphs if graph is not None}
 
 
-def test_the_results_of_the_page_are_those_of_the_kept_runs() -> None:
+def test_the_results_of_the_page_are_those_of_the_kept_runs():
     table = {}
     for names, cases, passed, found in re.findall(r"^\| (`.*`) \| (.*) \| (\d+).* \| (.*) \|$", MEASURED, re.MULTILINE):
         each = re.findall(r"`(\w+)`", names)
@@ -136,7 +136,7 @@ def test_the_results_of_the_page_are_those_of_the_kept_runs() -> None:
     assert round(max(shares), 2) == float(most)
 
 
-def test_the_times_of_the_page_are_those_of_the_kept_runs() -> None:
+def test_the_times_of_the_page_are_those_of_the_kept_runs():
     found: dict[tuple[str, str], list[float]] = {}
     for run in runs("timing").values():
         for record in run.records:

@@ -1,9 +1,7 @@
 """An audit: what a library's classes declare is beside what the records of a run show, cell by cell."""
 
 import json
-from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,9 +9,8 @@ import pytest
 from attncheck.harness.cli.app import main
 from attncheck.reports.audit import page
 from attncheck.reports.audit.page import audited_levels
-from attncheck.reports.run_file.header import BackendInfo, RunHeader, SurveyedBackend
-from attncheck.reports.run_file.records import Record
-from attncheck.reports.run_file.store import Run, read_run
+from attncheck.reports.run_file.header import BackendInfo, SurveyedBackend
+from attncheck.reports.run_file.store import read_run
 
 SINGLE = "UNIFORM_SINGLE_TOKEN_DECODE"
 DECLARED = {
@@ -38,7 +35,7 @@ def levels(measured: str | None, *outcomes: str) -> dict[str, Any]:
 
 
 @pytest.fixture
-def run(tmp_path: Path, graph_header: RunHeader, make: Callable[..., Record], write_run: Callable[..., Path]) -> Run:
+def run(tmp_path, graph_header, make, write_run):
     """A run of ``vllm:*`` of which ONE was examined, TWO has no level, and THREE cannot run."""
     surveyed = (
         SurveyedBackend(name="vllm:ONE", declared=DECLARED, level="UNIFORM_BATCH"),
@@ -54,7 +51,7 @@ def run(tmp_path: Path, graph_header: RunHeader, make: Callable[..., Record], wr
         update={"backends": backends, "surveyed": surveyed, "command": ("attncheck", "run", "--backend", "vllm:*")}
     )
 
-    def one(outcome: str, case: str, needs: tuple[str, ...], **fields: Any) -> Record:
+    def one(outcome, case, needs, **fields):
         return make(outcome, backend="vllm:ONE", backend_ref="vllm:ONE", case_id=case, needs=needs, **fields)
 
     half = ("dtype=float16", *NEEDS)
@@ -82,7 +79,7 @@ def run(tmp_path: Path, graph_header: RunHeader, make: Callable[..., Record], wr
     return read_run(write_run(tmp_path / "run.jsonl", header, *records))
 
 
-def test_levels_are_listed_per_kind_of_layer_and_of_batch(run: Run) -> None:
+def test_levels_are_listed_per_kind_of_layer_and_of_batch(run):
     one, two, three, four = audited_levels(run)
     assert (one.backend, one.declared, one.measured, one.falls_short) == ("vllm:ONE", "UNIFORM_BATCH", SINGLE, True)
     assert dict(one.batches) == {
@@ -100,9 +97,7 @@ def test_levels_are_listed_per_kind_of_layer_and_of_batch(run: Run) -> None:
 @pytest.mark.parametrize(
     ("state", "cell"), [("NaN or Inf", "**NaN or Inf**"), ("finite", "finite"), ("not examined", "not examined")]
 )
-def test_padding_rows_are_beside_the_level_of_the_real_rows(
-    run: Run, make: Callable[..., Record], write_run: Callable[..., Path], tmp_path: Path, state: str, cell: str
-) -> None:
+def test_padding_rows_are_beside_the_level_of_the_real_rows(run, make, write_run, tmp_path, state, cell):
     graph = levels("UNIFORM_BATCH", "passed", "passed", "failed") | {"padding_rows": state}
     record = make("passed", backend="vllm:ONE", check="cudagraph", graph=graph)
     audited = read_run(write_run(tmp_path / "more.jsonl", run.header, record))
@@ -114,15 +109,13 @@ def test_padding_rows_are_beside_the_level_of_the_real_rows(
     assert json.loads(page.document(audited))["levels"][0]["padding_rows"] == state
 
 
-def test_head_room_is_what_could_be_declared_instead(
-    run: Run, make: Callable[..., Record], write_run: Callable[..., Path], tmp_path: Path
-) -> None:
+def test_head_room_is_what_could_be_declared_instead(run, make, write_run, tmp_path):
     record = make("passed", backend="vllm:ONE", check="cudagraph", graph=levels("ALWAYS", "passed", "passed", "passed"))
     (one, *_) = audited_levels(read_run(write_run(tmp_path / "more.jsonl", run.header, record)))
     assert (one.head_room, one.falls_short, one.breaks) == ("ALWAYS", False, "")
 
 
-def test_each_cell_has_what_is_declared_and_what_is_measured(run: Run) -> None:
+def test_each_cell_has_what_is_declared_and_what_is_measured(run):
     (row,) = [line for line in page.render(run).splitlines() if line.startswith("| `ONE` | keys")]
     cells = [cell.strip() for cell in row.strip("|").split(" | ")]
     heads = next(line for line in page.render(run).splitlines() if line.startswith("| backend | layers | dtype"))
@@ -135,9 +128,7 @@ def test_each_cell_has_what_is_declared_and_what_is_measured(run: Run) -> None:
     assert by_column["dcp"] == "yes: not tried"
 
 
-def test_a_builder_that_passes_has_no_sizes_in_the_report(
-    run: Run, make: Callable[..., Record], write_run: Callable[..., Path], tmp_path: Path
-) -> None:
+def test_a_builder_that_passes_has_no_sizes_in_the_report(run, make, write_run, tmp_path):
     state = SurveyedBackend(name="vllm:ONE", declared={"layers": ("state",)}, level="UNIFORM_BATCH")
     header = run.header.model_copy(update={"surveyed": (state,)})
     record = make("passed", backend="vllm:ONE", check="numerics", needs=("dtype=float16", *NEEDS))
@@ -146,7 +137,7 @@ def test_a_builder_that_passes_has_no_sizes_in_the_report(
     assert set(row.strip("| ").split(" | ")[2:]) == {"-"}
 
 
-def test_what_cannot_run_is_listed_with_its_declarations_and_its_reason(run: Run) -> None:
+def test_what_cannot_run_is_listed_with_its_declarations_and_its_reason(run):
     text = page.render(run)
     assert text.startswith("## Attention backends of vllm 9.9: declared and measured\n")
     assert "| `THREE` (ALWAYS) | it needs a GPU |" in text
@@ -154,9 +145,7 @@ def test_what_cannot_run_is_listed_with_its_declarations_and_its_reason(run: Run
     assert "| `FOUR` |" not in text
 
 
-def test_what_a_backend_had_no_time_for_is_left_and_neither_right_nor_wrong(
-    run: Run, make: Callable[..., Record], write_run: Callable[..., Path], tmp_path: Path
-) -> None:
+def test_what_a_backend_had_no_time_for_is_left_and_neither_right_nor_wrong(run, make, write_run, tmp_path):
     """ONE stops within a case that needs sinks, and does not begin the next one."""
     who = {"backend": "vllm:ONE", "backend_ref": "vllm:ONE"}
     late = {"cause": "the case did not run, because earlier cases used up the time of the backend by --within"}
@@ -176,7 +165,7 @@ def test_what_a_backend_had_no_time_for_is_left_and_neither_right_nor_wrong(
     assert json.loads(page.document(cut))["left"] == {"vllm:ONE": {"left": 2, "cases": 3}}
 
 
-def test_a_run_that_was_cut_off_lists_the_backends_that_it_did_not_reach(run: Run) -> None:
+def test_a_run_that_was_cut_off_lists_the_backends_that_it_did_not_reach(run):
     records = tuple(record for record in run.records if record.backend == "vllm:ONE" and record.check == "numerics")
     cut = replace(run, records=records, footer=None)
     text = page.render(cut)
@@ -184,7 +173,7 @@ def test_a_run_that_was_cut_off_lists_the_backends_that_it_did_not_reach(run: Ru
     assert "| `ONE` (UNIFORM_BATCH), `TWO` (NEVER) | the run ended before |" in text
 
 
-def test_several_runs_have_their_levels_side_by_side(run: Run, make: Callable[..., Record]) -> None:
+def test_several_runs_have_their_levels_side_by_side(run, make):
     """The other machine is a GPU, where THREE can run, and ONE has other cases."""
     environment = run.header.environment.model_copy(update={"device": "cuda", "device_name": "NVIDIA H200"})
     surveyed = [
@@ -216,7 +205,7 @@ def test_several_runs_have_their_levels_side_by_side(run: Run, make: Callable[..
     assert "several runs" not in page.render(gpu)
 
 
-def test_the_json_has_the_same(run: Run) -> None:
+def test_the_json_has_the_same(run):
     found = json.loads(page.document(run))
     assert [row["backend"] for row in found["levels"]] == ["vllm:ONE", "vllm:TWO", "vllm:THREE", "vllm:FOUR"]
     one = {feature["column"]: feature for feature in found["backends"][0]["features"]}
@@ -228,7 +217,7 @@ def test_the_json_has_the_same(run: Run) -> None:
     assert one["dcp"]["is_testable"] is False
 
 
-def test_the_command_reads_one_run_or_several(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_reads_one_run_or_several(run, capsys):
     assert main(["report", run.path, "--format", "audit"]) == 0
     assert capsys.readouterr().out == page.render(run)
     assert main(["report", run.path, "--format", "audit-json"]) == 0

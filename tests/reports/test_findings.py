@@ -1,16 +1,11 @@
 """Findings: records of one fault are one, whatever the check; what nothing explains is split by keys of its cases."""
 
-from collections.abc import Callable
-from typing import Any
-
 import pytest
 
 from attncheck.reports.analysis.findings import CONTRASTED, Finding, findings, stated_cause
 from attncheck.reports.run_file.causes import UNEXPLAINED
-from attncheck.reports.run_file.header import CaseInfo, RunHeader
-from attncheck.reports.run_file.records import OURSELVES, Record
-
-Make = Callable[..., Record]
+from attncheck.reports.run_file.header import CaseInfo
+from attncheck.reports.run_file.records import OURSELVES
 
 ROWS = "7 of 40 rows are wrong, the first is row 3 (request 0, position 35), head 1: found 0.5"
 WINDOW = "the window is ignored"
@@ -24,10 +19,10 @@ def traceback(line: int, path: str = MINE) -> str:
 
 
 @pytest.fixture
-def with_cases(header: RunHeader) -> Callable[..., RunHeader]:
+def with_cases(header):
     """``with_cases(a={"size": 1})``: a header that describes cases of the suite ``smoke``."""
 
-    def build(**keys: dict[str, Any]) -> RunHeader:
+    def build(**keys):
         infos = tuple(CaseInfo(suite="smoke", id=name, shape=f"shape {name}", keys=own) for name, own in keys.items())
         return header.model_copy(update={"cases": infos})
 
@@ -38,7 +33,7 @@ def listed(found: tuple[Finding, ...]) -> list[tuple[str, list[str], list[str]]]
     return [(each.title, [case.removeprefix("smoke/") for case in each.cases], list(each.checks)) for each in found]
 
 
-def test_records_of_one_cause_are_one_finding_whatever_the_check(make: Make, header: RunHeader) -> None:
+def test_records_of_one_cause_are_one_finding_whatever_the_check(make, header):
     records = [
         make(
             "failed",
@@ -63,7 +58,7 @@ def test_records_of_one_cause_are_one_finding_whatever_the_check(make: Make, hea
     ]
 
 
-def test_a_process_that_ends_in_several_checks_of_a_case_is_one_finding(make: Make, header: RunHeader) -> None:
+def test_a_process_that_ends_in_several_checks_of_a_case_is_one_finding(make, header):
     """After the loss of a device, each check of the case has a process of its own, which dies at another place."""
     stack = f'Current thread 0x0 (most recent call first):\n  File "{MINE}", line 2 in forward'
     lost = {"cause": "the device was lost (CUDA error: misaligned address; ...)"}
@@ -82,9 +77,7 @@ def test_a_process_that_ends_in_several_checks_of_a_case_is_one_finding(make: Ma
     ]
 
 
-def test_what_a_backend_had_no_time_for_is_one_finding_without_a_common_property(
-    make: Make, with_cases: Callable[..., RunHeader]
-) -> None:
+def test_what_a_backend_had_no_time_for_is_one_finding_without_a_common_property(make, with_cases):
     late = (
         "not finished within the time limit; the limit was 2 s (what was left of the time of the backend by --within)"
     )
@@ -100,7 +93,7 @@ def test_what_a_backend_had_no_time_for_is_one_finding_without_a_common_property
     assert found.contrast is None
 
 
-def test_of_several_causes_that_of_most_records_counts(make: Make, header: RunHeader) -> None:
+def test_of_several_causes_that_of_most_records_counts(make, header):
     fits = f"{FITS}; also possible: "
     records = [
         make("failed", case_id="a", summary=ROWS, meaning=f"the scale is that of head size 16{fits}the scale is 2"),
@@ -111,7 +104,7 @@ def test_of_several_causes_that_of_most_records_counts(make: Make, header: RunHe
 
 
 @pytest.mark.parametrize("check", ["lse", "features", "invariance", "containment", "cudagraph"])
-def test_what_no_cause_explains_joins_its_output(make: Make, header: RunHeader, check: str) -> None:
+def test_what_no_cause_explains_joins_its_output(make, header, check):
     records = [
         make("failed", case_id="a", check=check, summary=ROWS, meaning=None),
         make("failed", case_id="a", summary=ROWS, meaning=f"{WINDOW}{FITS}"),
@@ -125,7 +118,7 @@ def test_what_no_cause_explains_joins_its_output(make: Make, header: RunHeader, 
     assert joined.example.check == "numerics"
 
 
-def test_what_fails_only_where_the_cache_is_written_wrongly_joins_that_finding(make: Make, header: RunHeader) -> None:
+def test_what_fails_only_where_the_cache_is_written_wrongly_joins_that_finding(make, header):
     """A cache that lacks rows looks like a page that is not read; a window that is ignored elsewhere is a fault."""
     lost = {"summary": ROWS, "meaning": f"the last page is missing{FITS}"}
     written = {"check": "cache_write", "meaning": "rows at the end of the step are not written, {} of them"}
@@ -161,9 +154,7 @@ def test_what_fails_only_where_the_cache_is_written_wrongly_joins_that_finding(m
         ("cudagraph", "the same step is right without a graph: numbers are frozen at capture"),
     ],
 )
-def test_what_a_wrong_output_cannot_cause_is_another_finding(
-    make: Make, header: RunHeader, check: str, meaning: str | None
-) -> None:
+def test_what_a_wrong_output_cannot_cause_is_another_finding(make, header, check, meaning):
     records = [
         make("failed", case_id="a", summary=ROWS, meaning=f"{WINDOW}{FITS}"),
         make("failed", case_id="a", check=check, summary="x", meaning=meaning),
@@ -171,9 +162,7 @@ def test_what_a_wrong_output_cannot_cause_is_another_finding(
     assert [found.checks for found in findings(records, header)] == [("numerics",), (check,)]
 
 
-def test_failures_of_cases_that_overlap_are_one_finding_if_no_fault_explains_them(
-    make: Make, header: RunHeader
-) -> None:
+def test_failures_of_cases_that_overlap_are_one_finding_if_no_fault_explains_them(make, header):
     """As of a kernel that reads one page too many: several checks fail in several ways, and each in some cases."""
     leak = {"check": "containment", "summary": "NaN reaches 1 of 6 rows", "meaning": "more is read"}
     layer = {"check": "features", "summary": "a layer with a scale of 2, in the same process: 1 of 6 rows are wrong"}
@@ -199,9 +188,7 @@ def test_failures_of_cases_that_overlap_are_one_finding_if_no_fault_explains_the
     assert (found.title, found.checks) == ("more is read", ("numerics", "containment", "features"))
 
 
-def test_a_cause_is_confirmed_by_a_case_of_another_batch_or_layer(
-    make: Make, with_cases: Callable[..., RunHeader]
-) -> None:
+def test_a_cause_is_confirmed_by_a_case_of_another_batch_or_layer(make, with_cases):
     keys = {"a": {"layer.dtype": "float16"}, "b": {"layer.dtype": "float32"}, "c": {"batch.max_seq_len": 9}}
     records = [make("failed", case_id=name, summary=ROWS, meaning=f"{WINDOW}{FITS}") for name in "abc"]
     (alike,) = findings(records[:2], with_cases(**keys))
@@ -211,7 +198,7 @@ def test_a_cause_is_confirmed_by_a_case_of_another_batch_or_layer(
     assert stated_cause(records[0], confirmed) == f"likely cause: {WINDOW}{FITS}"
 
 
-def test_cases_with_other_figures_confirm_no_cause(make: Make, header: RunHeader) -> None:
+def test_cases_with_other_figures_confirm_no_cause(make, header):
     """A fault of the kernel has one number of splits; several of them that fit show another fault."""
     splits = [make("failed", case_id=f"a{n}", summary=ROWS, meaning=f"the last of {n} splits{FITS}") for n in (2, 4)]
     decodes = [make("failed", case_id=name, summary=ROWS, meaning=f"{WINDOW}{SOME}") for name in "bc"]
@@ -222,7 +209,7 @@ def test_cases_with_other_figures_confirm_no_cause(make: Make, header: RunHeader
     )
 
 
-def test_a_case_that_excludes_a_cause_removes_it(make: Make, header: RunHeader) -> None:
+def test_a_case_that_excludes_a_cause_removes_it(make, header):
     also = "; also possible: "
     one = make("failed", case_id="a", summary=ROWS, meaning=f"the scale is 3{FITS}{also}the mask{also}the cap")
     other = make("failed", case_id="b", summary=ROWS, meaning=f"the mask{FITS}{also}the cap")
@@ -236,7 +223,7 @@ def test_a_case_that_excludes_a_cause_removes_it(make: Make, header: RunHeader) 
     assert stated_cause(some, found) == "likely cause: the mask"  # the rows are those that the scale fits
 
 
-def test_what_is_written_wrongly_comes_before_what_follows_from_it(make: Make, header: RunHeader) -> None:
+def test_what_is_written_wrongly_comes_before_what_follows_from_it(make, header):
     records = [
         *(make("failed", case_id=case, summary=ROWS, meaning=f"{WINDOW}{FITS}") for case in "ab"),
         make("failed", case_id="a", check="cache_write", summary="3 slots are wrong", meaning="keys are rounded"),
@@ -244,12 +231,12 @@ def test_what_is_written_wrongly_comes_before_what_follows_from_it(make: Make, h
     assert [title for title, _, _ in listed(findings(records, header))] == ["keys are rounded", WINDOW]
 
 
-def test_a_pattern_of_wrong_rows_is_in_the_title_and_no_cause(make: Make, header: RunHeader) -> None:
+def test_a_pattern_of_wrong_rows_is_in_the_title_and_no_cause(make, header):
     (found,) = findings([make("failed", summary=ROWS, meaning="not known; wrong are rows with context")], header)
     assert (found.title, found.is_explained) == (f"{UNEXPLAINED}: wrong are rows with context", False)
 
 
-def test_one_exception_at_one_line_is_one_finding(make: Make, header: RunHeader) -> None:
+def test_one_exception_at_one_line_is_one_finding(make, header):
     same = {"error_type": "IndexError", "traceback": traceback(12)}
     records = [
         *(make("errored", check=check, message=f"index {n}", **same) for n, check in enumerate(header.checks, 6)),
@@ -268,12 +255,12 @@ def test_one_exception_at_one_line_is_one_finding(make: Make, header: RunHeader)
     ]
 
 
-def test_backends_share_no_finding_and_keep_the_order_of_the_header(make: Make, header: RunHeader) -> None:
+def test_backends_share_no_finding_and_keep_the_order_of_the_header(make, header):
     records = [make("failed", backend=name, meaning=WINDOW) for name in ("Wrong", "reference")]
     assert [finding.backend for finding in findings(records, header)] == ["reference", "Wrong"]
 
 
-def test_explained_findings_come_first_and_of_these_the_larger(make: Make, header: RunHeader) -> None:
+def test_explained_findings_come_first_and_of_these_the_larger(make, header):
     records = [
         make("xfailed", case_id="a", reason="issue 5"),
         make("xpassed", case_id="b", reason="issue 6"),
@@ -291,12 +278,12 @@ def test_explained_findings_come_first_and_of_these_the_larger(make: Make, heade
     assert [each.exit_status for each in found] == [1] * 6 + [0]
 
 
-def test_an_error_of_attncheck_itself_has_an_exit_status_of_its_own(make: Make, header: RunHeader) -> None:
+def test_an_error_of_attncheck_itself_has_an_exit_status_of_its_own(make, header):
     records = [make("errored", stage=OURSELVES, message="why"), make("errored", case_id="b", message="why")]
     assert sorted(finding.exit_status for finding in findings(records, header)) == [1, 3]
 
 
-def test_a_finding_states_what_its_cases_share(make: Make, with_cases: Callable[..., RunHeader]) -> None:
+def test_a_finding_states_what_its_cases_share(make, with_cases):
     sizes = {"a": 1, "b": 64, "c": 8, "d": 16, "e": 32}
     stated = with_cases(**{name: {"cache.block_size": size} for name, size in sizes.items()})
     records = [make("failed", case_id=name, meaning=WINDOW) for name in "ab"]
@@ -307,9 +294,7 @@ def test_a_finding_states_what_its_cases_share(make: Make, with_cases: Callable[
     assert (finding.contrast.wrong, finding.contrast.right) == (2, 3)
 
 
-def test_only_cases_that_the_same_checks_examined_and_passed_count_as_right(
-    make: Make, with_cases: Callable[..., RunHeader]
-) -> None:
+def test_only_cases_that_the_same_checks_examined_and_passed_count_as_right(make, with_cases):
     stated = with_cases(**{name: {"size": place} for place, name in enumerate("abcdef")})
     records = [
         make("failed", case_id="a", check="lse", summary="x"),
@@ -326,9 +311,7 @@ def test_only_cases_that_the_same_checks_examined_and_passed_count_as_right(
     assert found["x"].right == 1
 
 
-def test_a_case_whose_output_was_not_compared_does_not_count_as_right(
-    make: Make, with_cases: Callable[..., RunHeader]
-) -> None:
+def test_a_case_whose_output_was_not_compared_does_not_count_as_right(make, with_cases):
     stated = with_cases(**{name: {"size": place} for place, name in enumerate("abc")})
     records = [make("failed", case_id="a", check=check, summary=ROWS) for check in ("numerics", "lse")]
     records += [make("passed", case_id="b"), make("passed", case_id="c", check="lse")]
@@ -337,9 +320,7 @@ def test_a_case_whose_output_was_not_compared_does_not_count_as_right(
     assert finding.contrast.right == 1
 
 
-def test_failures_without_an_explanation_are_split_where_keys_separate_them(
-    make: Make, with_cases: Callable[..., RunHeader]
-) -> None:
+def test_failures_without_an_explanation_are_split_where_keys_separate_them(make, with_cases):
     keys = {f"w{n}": {"layer.sliding_window": 9, "batch": n} for n in range(3)}
     keys |= {f"h{n}": {"layer.num_heads": 10, "batch": n} for n in range(2)}
     good = {f"g{n}": {"layer.num_heads": 8, "batch": n} for n in range(3)}
@@ -359,7 +340,7 @@ def test_failures_without_an_explanation_are_split_where_keys_separate_them(
     assert len(findings([*explained, *records[6:]], with_cases(**keys, **good))) == 1
 
 
-def test_the_example_is_the_smallest_case(make: Make, with_cases: Callable[..., RunHeader]) -> None:
+def test_the_example_is_the_smallest_case(make, with_cases):
     keys = {
         "long": {"batch.num_requests": 2, "batch.max_seq_len": 900, "layer.num_heads": 8},
         "small": {"batch.num_requests": 3, "batch.max_seq_len": 40, "layer.num_heads": 8},
@@ -372,7 +353,7 @@ def test_the_example_is_the_smallest_case(make: Make, with_cases: Callable[..., 
     assert finding.cases == ("smoke/long", "smoke/small", "smoke/wide")
 
 
-def test_an_expected_failure_is_found_by_its_reason(make: Make, header: RunHeader) -> None:
+def test_an_expected_failure_is_found_by_its_reason(make, header):
     records = [
         make("xfailed", case_id="a", reason="issue 5", summary=ROWS),
         make("xfailed", case_id="b", reason="issue 5", underlying="crashed", summary="killed"),
@@ -385,18 +366,18 @@ def test_an_expected_failure_is_found_by_its_reason(make: Make, header: RunHeade
     assert "issue 5" in stale.title
 
 
-def test_rounds_of_a_check_count_once_by_the_worst(make: Make, header: RunHeader) -> None:
+def test_rounds_of_a_check_count_once_by_the_worst(make, header):
     header = header.model_copy(update={"rounds": 3, "checks": ("timing",)})
     records = [make(outcome, check="timing", round=n) for n, outcome in enumerate(("passed", "failed", "crashed"))]
     (finding,) = findings(records, header)
     assert [record.outcome for record in finding.records] == ["crashed"]
 
 
-def test_functions_of_providers_are_no_findings(make: Make, header: RunHeader) -> None:
+def test_functions_of_providers_are_no_findings(make, header):
     assert findings([make("failed", suite="utilities", check="utilities")], header) == ()
 
 
-def test_failures_of_a_run_file_without_cases_are_separated_by_needs(make: Make, header: RunHeader) -> None:
+def test_failures_of_a_run_file_without_cases_are_separated_by_needs(make, header):
     assert header.cases == ()
     records = [
         make("failed", case_id="a", meaning=WINDOW, needs=("sliding_window", "head_size=64")),
@@ -409,7 +390,7 @@ def test_failures_of_a_run_file_without_cases_are_separated_by_needs(make: Make,
     assert str(finding.contrast.conditions[0]) == "sliding_window is given"
 
 
-def test_a_case_of_the_same_name_in_another_suite_is_another(make: Make, with_cases: Callable[..., RunHeader]) -> None:
+def test_a_case_of_the_same_name_in_another_suite_is_another(make, with_cases):
     records = [make("failed", case_id="a", meaning=WINDOW), make("passed", case_id="a", suite="mine")]
     (finding,) = findings(records, with_cases(a={"size": 1}))
     assert finding.cases == ("smoke/a",)
@@ -417,7 +398,7 @@ def test_a_case_of_the_same_name_in_another_suite_is_another(make: Make, with_ca
     assert finding.contrast.right == 1
 
 
-def test_of_very_many_findings_none_is_held_against_the_cases_that_pass(make: Make, header: RunHeader) -> None:
+def test_of_very_many_findings_none_is_held_against_the_cases_that_pass(make, header):
     passed = [make("passed", case_id=f"right-{n}", needs=("head_size=64",)) for n in range(20)]
     for count, has_contrast in ((CONTRASTED, True), (CONTRASTED + 1, False)):
         failed = [make("failed", case_id=f"c{n}", finding=f"f{n}", needs=("sinks",)) for n in range(count)]

@@ -8,7 +8,7 @@ import pytest
 from attncheck.reports.formats import FORMATS
 
 
-def test_the_table_itself_loads_no_format() -> None:
+def test_the_table_itself_loads_no_format():
     program = (
         "import sys\n"
         "import attncheck.reports.formats\n"
@@ -21,7 +21,7 @@ def test_the_table_itself_loads_no_format() -> None:
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_every_renderer_has_words_in_the_help(name: str) -> None:
+def test_every_renderer_has_words_in_the_help(name):
     form = FORMATS[name]
     assert form.about_runs
     assert bool(form.about_comparison) == (form.render_comparison is not None)

@@ -1,7 +1,6 @@
 """CUDA-graph levels in reports: one row for what is alike, every probe listed, nothing listed twice."""
 
 import re
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -9,12 +8,8 @@ import pytest
 from attncheck.reports.analysis import phrases
 from attncheck.reports.analysis.graph_levels import level_rows, unmeasured_cases
 from attncheck.reports.run_file.graph_levels import GraphProbe
-from attncheck.reports.run_file.header import RunHeader
-from attncheck.reports.run_file.records import BUDGET_SHARE, Record
+from attncheck.reports.run_file.records import BUDGET_SHARE
 from attncheck.reports.terminal import run as terminal
-
-Make = Callable[..., Record]
-AsMarkdown = Callable[..., str]
 
 SINGLE = "UNIFORM_SINGLE_TOKEN_DECODE"
 PROBES = {"decode, one bucket": SINGLE, "decode, fewer requests": SINGLE, "1+K tokens": "UNIFORM_BATCH"}
@@ -37,7 +32,7 @@ UNSEEN = levels(SINGLE, None, "passed", "not examined", "not run", reason="a Tri
 SUMMARY = "declared UNIFORM_BATCH, measured UNIFORM_SINGLE_TOKEN_DECODE"
 
 
-def test_what_is_alike_is_one_row_and_most_cases_come_first(make: Make, graph: Make) -> None:
+def test_what_is_alike_is_one_row_and_most_cases_come_first(make, graph):
     records = [
         make("passed", backend="Wrong"),
         graph("passed", ROOMY, case_id="a"),
@@ -68,11 +63,11 @@ def test_what_is_alike_is_one_row_and_most_cases_come_first(make: Make, graph: M
         (levels(SINGLE, SINGLE, "passed", "failed", "failed"), 2),
     ],
 )
-def test_rows_differ_in_levels_and_in_outcomes_of_probes(graph: Make, other: dict[str, Any], rows: int) -> None:
+def test_rows_differ_in_levels_and_in_outcomes_of_probes(graph, other, rows):
     assert len(level_rows([graph("passed", GOOD), graph("passed", other, case_id="b")])) == rows
 
 
-def test_reasons_that_differ_are_one_row_and_the_commonest_comes_first(graph: Make) -> None:
+def test_reasons_that_differ_are_one_row_and_the_commonest_comes_first(graph):
     found = [levels("NEVER", "NEVER", "failed", reason=f"worst {figure} budgets") for figure in (7, 9, 9)]
     (row,) = level_rows([graph("passed", one, case_id=name) for name, one in zip("abc", found, strict=True)])
     assert row.broke_at is not None
@@ -91,14 +86,12 @@ def test_reasons_that_differ_are_one_row_and_the_commonest_comes_first(graph: Ma
         ("ALWAYS", None, (), "NEVER", None),
     ],
 )
-def test_what_passed_is_proven_though_the_level_is_undecided(
-    graph: Make, declared: str, measured: str | None, outcomes: tuple[str, ...], proven: str, head_room: str | None
-) -> None:
+def test_what_passed_is_proven_though_the_level_is_undecided(graph, declared, measured, outcomes, proven, head_room):
     (row,) = level_rows([graph("passed", levels(declared, measured, *outcomes))])
     assert (row.proven, row.head_room) == (proven, head_room)
 
 
-def test_probes_are_counted_passed_of_examined(graph: Make) -> None:
+def test_probes_are_counted_passed_of_examined(graph):
     assert level_rows([graph("passed", GOOD)])[0].probes == "2/3"
     assert level_rows([graph("unsupported", UNSEEN)])[0].probes == "1/1"
 
@@ -106,7 +99,7 @@ def test_probes_are_counted_passed_of_examined(graph: Make) -> None:
 SHARED = levels(SINGLE, SINGLE, "passed", "passed", "failed", played_in_full="smoke/a")
 
 
-def test_cases_that_played_other_probes_are_one_row_with_all_of_them(graph: Make) -> None:
+def test_cases_that_played_other_probes_are_one_row_with_all_of_them(graph):
     first, second, third = SHARED["probes"]
     records = [
         graph("passed", SHARED | {"probes": [second, third]}, case_id="b"),
@@ -120,7 +113,7 @@ def test_cases_that_played_other_probes_are_one_row_with_all_of_them(graph: Make
     assert row.notes == ("probes are shared out over layers and caches; that of smoke/a played all of them",)
 
 
-def test_figures_of_a_share_are_not_shown_beside_those_of_all_probes(graph: Make) -> None:
+def test_figures_of_a_share_are_not_shown_beside_those_of_all_probes(graph):
     every = levels(SINGLE, SINGLE, "passed", "passed", "failed", reason="8 requests: a host read")
     shares = [
         levels(SINGLE, SINGLE, "passed", "passed", "failed", reason=reason, played_in_full="smoke/a")
@@ -133,9 +126,7 @@ def test_figures_of_a_share_are_not_shown_beside_those_of_all_probes(graph: Make
     assert row.broke_at.reason == "8 requests: a host read"
 
 
-def test_of_shared_probes_each_report_names_the_case_that_played_all(
-    graph: Make, graph_header: RunHeader, as_markdown: AsMarkdown
-) -> None:
+def test_of_shared_probes_each_report_names_the_case_that_played_all(graph, graph_header, as_markdown):
     records = [graph("passed", GOOD, case_id="a"), graph("passed", SHARED | {"probes": SHARED["probes"][1:]})]
     note = "probes are shared out over layers and caches; that of smoke/a played all of them"
     assert note in " ".join(terminal.render(graph_header, records, verbose=True).split())
@@ -146,11 +137,11 @@ def test_of_shared_probes_each_report_names_the_case_that_played_all(
 
 
 @pytest.mark.parametrize("outcome", ["passed", "failed", "unsupported", "xfailed", "xpassed"])
-def test_every_outcome_that_has_levels_shows_them(graph: Make, graph_header: RunHeader, outcome: str) -> None:
+def test_every_outcome_that_has_levels_shows_them(graph, graph_header, outcome):
     assert "CUDA-graph levels" in terminal.render(graph_header, [graph(outcome, GOOD)])
 
 
-def test_the_terminal_lists_the_backends_of_each_level(graph: Make, graph_header: RunHeader) -> None:
+def test_the_terminal_lists_the_backends_of_each_level(graph, graph_header):
     records = [
         *(graph("passed", ROOMY, case_id=f"a{i}") for i in range(3)),
         graph("unsupported", UNSEEN, case_id="b"),
@@ -171,14 +162,14 @@ def test_the_terminal_lists_the_backends_of_each_level(graph: Make, graph_header
     assert "--section graph-levels" in terminal.render(graph_header, records, reader="attncheck report run.jsonl")
 
 
-def test_real_graphs_need_no_word_about_the_emulation(graph: Make, graph_header: RunHeader) -> None:
+def test_real_graphs_need_no_word_about_the_emulation(graph, graph_header):
     text = terminal.render(graph_header, [graph("passed", GOOD | {"recorder": "cuda"})])
     assert "CUDA-graph levels (recorder: cuda)" in text
     assert "emulated" not in text
 
 
 @pytest.mark.parametrize("width", [60, 120])
-def test_levels_keep_to_the_width_without_a_loss(graph: Make, graph_header: RunHeader, width: int) -> None:
+def test_levels_keep_to_the_width_without_a_loss(graph, graph_header, width):
     records = [
         graph("passed", ROOMY),
         graph("failed", BROKEN, backend="Wrong"),
@@ -198,26 +189,26 @@ def test_levels_keep_to_the_width_without_a_loss(graph: Make, graph_header: RunH
         assert re.sub(r"\033\[\d+m", "", coloured) == plain
 
 
-def test_measured_is_red_below_declared_and_green_otherwise(graph: Make, graph_header: RunHeader) -> None:
+def test_measured_is_red_below_declared_and_green_otherwise(graph, graph_header):
     records = [graph("passed", ROOMY), graph("failed", BROKEN, backend="Wrong"), graph("passed", UNSEEN, case_id="b")]
     text = terminal.render(graph_header, records, color=True)
     assert "\033[32mUNIFORM_BATCH\033[0m" in text
     assert f"\033[31m{SINGLE}\033[0m" in text
 
 
-def test_the_terminal_states_what_is_proven_at_least(graph: Make, graph_header: RunHeader) -> None:
+def test_the_terminal_states_what_is_proven_at_least(graph, graph_header):
     found = levels("NEVER", None, "passed", "passed", "not examined", reason="hidden work")
     text = " ".join(terminal.render(graph_header, [graph("passed", found)], verbose=True).split())
     assert f"at least {SINGLE}; stopped at 1+K tokens (UNIFORM_BATCH): hidden work" in text
     assert f"could declare {SINGLE}" in text
 
 
-def test_markdown_states_what_cannot_be_examined_here(graph: Make, as_markdown: AsMarkdown) -> None:
+def test_markdown_states_what_cannot_be_examined_here(graph, as_markdown):
     text = as_markdown(graph("unsupported", UNSEEN))
     assert f"| decode, fewer requests | {SINGLE} | not examined here | a Triton launch outside a custom op |" in text
 
 
-def test_markdown_gives_every_reason_with_its_cases(graph: Make, as_markdown: AsMarkdown) -> None:
+def test_markdown_gives_every_reason_with_its_cases(graph, as_markdown):
     found = [levels("NEVER", "NEVER", "failed", "not run", reason=why) for why in ("one", "two", "one")]
     text = as_markdown(*(graph("passed", one, case_id=f"c{i}") for i, one in enumerate(found)))
     assert f"broke at decode, one bucket ({SINGLE}): one (other figures or reasons in 1 of 3 cases) |" in text
@@ -225,7 +216,7 @@ def test_markdown_gives_every_reason_with_its_cases(graph: Make, as_markdown: As
     assert "| one | smoke/c0, smoke/c2 |\n| two | smoke/c1 |\n" in text
 
 
-def test_a_text_of_just_the_width_is_not_cut() -> None:
+def test_a_text_of_just_the_width_is_not_cut():
     assert (phrases.cut("abcdef", 6), phrases.cut("abcdefg", 6)) == ("abcdef", "abc...")
 
 
@@ -244,18 +235,14 @@ def broken(declared: str, reason: str = "figures 7", *, behind: int = 3) -> dict
     return {"declared": declared, "measured": SINGLE, "recorder": "emulated", "probes": probes}
 
 
-def test_places_of_one_violation_are_joined_wherever_a_reason_is_shown(
-    graph: Make, graph_header: RunHeader, as_markdown: AsMarkdown
-) -> None:
+def test_places_of_one_violation_are_joined_wherever_a_reason_is_shown(graph, graph_header, as_markdown):
     record = graph("failed", broken("ALWAYS", PLACES), summary=f"declared ALWAYS: {PLACES}")
     for text in (terminal.render(graph_header, [record]), as_markdown(record)):
         assert "wrong.py:9, 12 in forward" in text
         assert "wrong.py:12 in" not in text
 
 
-def test_how_a_backend_was_measured_is_stated_once(
-    graph: Make, graph_header: RunHeader, as_markdown: AsMarkdown
-) -> None:
+def test_how_a_backend_was_measured_is_stated_once(graph, graph_header, as_markdown):
     note = "over huge numbers, since NaN | leaks"
     records = [
         graph("passed", broken(declared) | {"notes": [note]}, backend="Wrong", case_id=declared)
@@ -268,7 +255,7 @@ def test_how_a_backend_was_measured_is_stated_once(
     assert "\n\n- Wrong: over huge numbers, since NaN \\| leaks.\n\n" in text
 
 
-def test_padding_rows_are_a_note_beside_the_level_and_split_no_row(graph: Make, as_markdown: AsMarkdown) -> None:
+def test_padding_rows_are_a_note_beside_the_level_and_split_no_row(graph, as_markdown):
     states = ("NaN or Inf", "finite", "not examined", "NaN or Inf")
     records = [
         graph("passed", broken(SINGLE) | {"padding_rows": state}, case_id=str(index))
@@ -281,7 +268,7 @@ def test_padding_rows_are_a_note_beside_the_level_and_split_no_row(graph: Make, 
     assert "padding rows" not in as_markdown(*records[1:3])
 
 
-def test_a_reason_that_rows_of_a_backend_share_is_shown_once(graph: Make, as_markdown: AsMarkdown) -> None:
+def test_a_reason_that_rows_of_a_backend_share_is_shown_once(graph, as_markdown):
     records = [
         graph("passed", broken("NEVER"), case_id="a"),
         graph("passed", broken("NEVER"), case_id="b"),
@@ -302,9 +289,7 @@ def test_a_reason_that_rows_of_a_backend_share_is_shown_once(graph: Make, as_mar
     assert reasons == ["figures 7", "as above", "figures 9", "figures 7"]
 
 
-def test_cases_without_a_level_are_counted_below_the_rows_of_their_backend(
-    make: Make, graph: Make, as_markdown: AsMarkdown
-) -> None:
+def test_cases_without_a_level_are_counted_below_the_rows_of_their_backend(make, graph, as_markdown):
     records = [
         graph("passed", broken(SINGLE), case_id="a"),
         graph("errored", None, case_id="b"),
@@ -320,7 +305,7 @@ def test_cases_without_a_level_are_counted_below_the_rows_of_their_backend(
     assert f"| reference | - | **crashed** | 1 | - | - | - | - |\n| Wrong | {SINGLE} |" in text
 
 
-def test_markdown_lists_probes_that_were_not_run_in_one_line(graph: Make, as_markdown: AsMarkdown) -> None:
+def test_markdown_lists_probes_that_were_not_run_in_one_line(graph, as_markdown):
     text = as_markdown(
         graph("passed", broken("NEVER", behind=4)), graph("passed", broken(SINGLE, behind=1), case_id="b")
     )
@@ -329,7 +314,7 @@ def test_markdown_lists_probes_that_were_not_run_in_one_line(graph: Make, as_mar
     assert "| probe 1 |" not in text
 
 
-def test_markdown_has_one_section_for_probes_that_came_out_alike(graph: Make, as_markdown: AsMarkdown) -> None:
+def test_markdown_has_one_section_for_probes_that_came_out_alike(graph, as_markdown):
     text = as_markdown(
         graph("passed", broken("NEVER"), case_id="a"),
         graph("passed", broken(SINGLE), case_id="b"),
@@ -340,7 +325,7 @@ def test_markdown_has_one_section_for_probes_that_came_out_alike(graph: Make, as
     assert text.count("| probe | level | outcome | reason |") == 1
 
 
-def test_markdown_lists_every_reason_that_differs_in_more_than_figures(graph: Make, as_markdown: AsMarkdown) -> None:
+def test_markdown_lists_every_reason_that_differs_in_more_than_figures(graph, as_markdown):
     reasons = [*(f"worst {n}.5e+03 budgets" for n in range(6)), "no row written"]
     text = as_markdown(*(graph("passed", broken("NEVER", why), case_id=f"c{n}") for n, why in enumerate(reasons)))
     assert "| no row written | smoke/c6 |\n" in text
@@ -350,9 +335,7 @@ def test_markdown_lists_every_reason_that_differs_in_more_than_figures(graph: Ma
     )
 
 
-def test_the_column_of_errors_is_there_when_any_was_measured(
-    make: Make, graph: Make, graph_header: RunHeader, as_markdown: AsMarkdown
-) -> None:
+def test_the_column_of_errors_is_there_when_any_was_measured(make, graph, graph_header, as_markdown):
     for records, count in (
         ([graph("passed", broken("NEVER"))], 0),
         ([graph("passed", broken("NEVER")), make("passed", backend="Wrong", figures={BUDGET_SHARE: 0.5})], 1),

@@ -24,7 +24,7 @@ SHAPE = "data-dependent shape: x[...] (aten.index)"
         ),
     ],
 )
-def test_what_differs_in_its_line_alone_is_joined(reason: str, short: str) -> None:
+def test_what_differs_in_its_line_alone_is_joined(reason, short):
     assert joined(reason) == short
 
 
@@ -41,11 +41,11 @@ def test_what_differs_in_its_line_alone_is_joined(reason: str, short: str) -> No
         "without a graph: .item() at g.py:1 in f; with a graph: .item() at g.py:2 in f",
     ],
 )
-def test_whatever_differs_in_more_stays(reason: str) -> None:
+def test_whatever_differs_in_more_stays(reason):
     assert joined(reason) == reason
 
 
-def test_reasons_that_differ_in_their_first_figure_list_it() -> None:
+def test_reasons_that_differ_in_their_first_figure_list_it():
     sizes = [f"block_size {size}: supported are multiples of 32" for size in (16, 8, 128, 8)]
     assert listed(sizes) == "block_size 8, 16, 128: supported are multiples of 32"
     assert len(set(map(without_first_figure, sizes))) == 1

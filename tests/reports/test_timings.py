@@ -37,7 +37,7 @@ def test_work_is_a_number_that_a_float_can_hold(field):
             Latency.model_validate(LATENCY | {field: value})
 
 
-def test_the_least_and_the_largest_times_and_work_can_be_put_together() -> None:
+def test_the_least_and_the_largest_times_and_work_can_be_put_together():
     for time_ns, rate, work in itertools.product((1e-30, 1e30), (1e-30, 1e30), (0, 1, 2**63 - 1)):
         latency = Latency.model_validate(
             LATENCY | {"median_ns": time_ns, "low_ns": time_ns, "high_ns": time_ns, "moved_bytes": work, "flops": work}

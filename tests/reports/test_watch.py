@@ -1,21 +1,15 @@
 """What a watch shows of a round: the verdict, what changed, and the first finding alone."""
 
-from collections.abc import Callable
-
-from attncheck.reports.run_file.header import RunHeader
-from attncheck.reports.run_file.records import Record
 from attncheck.reports.terminal.watch import render_record, render_round
 
-Make = Callable[..., Record]
 
-
-def test_the_first_round_has_nothing_to_compare_with(make: Make, header: RunHeader) -> None:
+def test_the_first_round_has_nothing_to_compare_with(make, header):
     text = render_round(header, [make("passed"), make("failed", case_id="b")], ())
     assert "FAILED" in text
     assert "broken" not in text
 
 
-def test_what_changed_since_the_round_before(make: Make, header: RunHeader) -> None:
+def test_what_changed_since_the_round_before(make, header):
     before = [make("failed", case_id=name) for name in ("a", "b")] + [make("passed", case_id="c")]
     now = [
         make("passed", case_id="a"),
@@ -29,7 +23,7 @@ def test_what_changed_since_the_round_before(make: Make, header: RunHeader) -> N
     assert "broken: smoke/c numerics, smoke/new numerics" in lines
 
 
-def test_many_changes_are_counted_and_one_finding_is_shown(make: Make, header: RunHeader) -> None:
+def test_many_changes_are_counted_and_one_finding_is_shown(make, header):
     names = [f"case{number}" for number in range(8)]
     before = [make("passed", case_id=name) for name in names]
     now = [make("errored", case_id=name, error_type=f"Error{name}") for name in names]
@@ -40,7 +34,7 @@ def test_many_changes_are_counted_and_one_finding_is_shown(make: Make, header: R
     assert text.endswith("error: an entry is stale")
 
 
-def test_a_record_is_one_line(make: Make) -> None:
+def test_a_record_is_one_line(make):
     assert render_record(make("passed", case_id="a")) == "smoke/a numerics: passed"
     assert render_record(make("failed", case_id="a", summary="7 of\n40")).startswith("smoke/a numerics: failed: 7 of")
     assert "\n" not in render_record(make("failed", case_id="a", summary="7 of\n40"))

@@ -1,26 +1,14 @@
 """Which questions of two runs are compared, and how the others are reported."""
 
-from collections.abc import Callable
-from typing import Any
-
 import pytest
 
 from attncheck.errors import QuestionError, UnknownNameError
-from attncheck.reports.comparison.compare import ComparedCounts, ComparisonTerms, RunComparison, compare_runs
+from attncheck.reports.comparison.compare import ComparedCounts, ComparisonTerms, compare_runs
 from attncheck.reports.comparison.thresholds import parse_thresholds
-from attncheck.reports.run_file.records import Record
 from attncheck.reports.run_file.store import Run
 
-Compare = Callable[..., RunComparison]
-Make = Callable[..., Record]
-Timed = Callable[..., list[Record]]
-Around = Callable[..., list[float]]
-RunOf = Callable[..., Run]
 
-
-def test_a_slowdown_and_a_lost_feature_are_both_named(
-    compare: Compare, make: Make, rounds_of: Timed, around: Around
-) -> None:
+def test_a_slowdown_and_a_lost_feature_are_both_named(compare, make, rounds_of, around):
     steady = rounds_of(around(1e6), case_id="steady")
     found = compare(
         [make("passed", case_id="sinks"), *steady, *rounds_of(around(1e6), build=around(1e4))],
@@ -36,9 +24,7 @@ def test_a_slowdown_and_a_lost_feature_are_both_named(
     assert found.warnings == ()
 
 
-def test_a_slowdown_alone_is_a_regression_unless_the_threshold_lets_it_pass(
-    compare: Compare, rounds_of: Timed, around: Around
-) -> None:
+def test_a_slowdown_alone_is_a_regression_unless_the_threshold_lets_it_pass(compare, rounds_of, around):
     sides = rounds_of(around(1e6)), rounds_of(around(1.1e6, seed=1))
     assert compare(*sides).is_regression
     assert not compare(*sides, terms=ComparisonTerms(thresholds=parse_thresholds(["20%"], least=0.01))).is_regression
@@ -46,16 +32,14 @@ def test_a_slowdown_alone_is_a_regression_unless_the_threshold_lets_it_pass(
         compare(*sides, terms=ComparisonTerms(thresholds=parse_thresholds(["decode: 5%"], least=0.01)))
 
 
-def test_a_time_of_a_wrong_answer_is_compared_with_nothing(
-    compare: Compare, make: Make, rounds_of: Timed, around: Around
-) -> None:
+def test_a_time_of_a_wrong_answer_is_compared_with_nothing(compare, make, rounds_of, around):
     wrong_once = [*rounds_of(around(1e6))[:-1], make("failed", check="timing", round=9)]
     found = compare(rounds_of(around(1e6)), wrong_once)
     assert found.speeds == ()
     assert [(each.before, each.after, each.kind) for each in found.outcomes] == [("passed", "failed", "worse")]
 
 
-def test_a_rewritten_case_is_another_question(compare: Compare, make: Make) -> None:
+def test_a_rewritten_case_is_another_question(compare, make):
     found = compare(
         [make("passed"), make("passed", case_id="other")],
         [make("failed", case_hash="ffffffffffff"), make("passed", case_id="other")],
@@ -66,7 +50,7 @@ def test_a_rewritten_case_is_another_question(compare: Compare, make: Make) -> N
         compare([make("passed")], [make("failed", case_hash="ffffffffffff")])
 
 
-def test_what_new_lacks_is_listed_and_fails_the_comparison(compare: Compare, make: Make) -> None:
+def test_what_new_lacks_is_listed_and_fails_the_comparison(compare, make):
     found = compare(
         [make("passed"), make("passed", case_id="gone"), make("passed", backend="fast")],
         [make("passed"), make("failed", case_id="come"), make("failed", backend="Wrong")],
@@ -84,7 +68,7 @@ def test_what_new_lacks_is_listed_and_fails_the_comparison(compare: Compare, mak
     assert found.compared == ComparedCounts(cases=1, of_cases=2, backends=1, of_backends=2)
 
 
-def test_what_new_lacks_can_be_accepted(compare: Compare, make: Make) -> None:
+def test_what_new_lacks_can_be_accepted(compare, make):
     terms = ComparisonTerms(allow_missing=True)
     found = compare([make("passed"), make("passed", case_id="gone")], [make("passed")], terms=terms)
     assert (found.verdict, found.fails) == ("no regression", False)
@@ -92,33 +76,33 @@ def test_what_new_lacks_can_be_accepted(compare: Compare, make: Make) -> None:
     assert worse.verdict == "regression"
 
 
-def test_additional_questions_of_new_are_no_loss(compare: Compare, make: Make) -> None:
+def test_additional_questions_of_new_are_no_loss(compare, make):
     base, new = [make("passed")], [make("passed", check="cudagraph"), make("failed", case_id="come")]
     found = compare(base, [*base, *new])
     assert (found.only_base, found.verdict) == ((), "no regression")
 
 
-def test_what_base_did_not_examine_cannot_be_lost(compare: Compare, make: Make) -> None:
+def test_what_base_did_not_examine_cannot_be_lost(compare, make):
     idle = [make("unavailable", backend="fast"), make("unsupported", case_id="gone")]
     found = compare([make("passed"), *idle], [make("passed")])
     assert [each.backend for each in found.only_base] == ["reference", "fast"]
     assert (found.lost, found.verdict) == ((), "no regression")
 
 
-def test_a_case_counts_as_compared_where_all_matched_backends_have_it(compare: Compare, make: Make) -> None:
+def test_a_case_counts_as_compared_where_all_matched_backends_have_it(compare, make):
     both = [make("passed", case_id=case, backend=name) for case in "ab" for name in ("reference", "fast")]
     found = compare(both, both[:-1])
     assert found.compared == ComparedCounts(cases=1, of_cases=2, backends=2, of_backends=2)
     assert [(each.backend, each.cases) for each in found.lost] == [("fast", ("smoke/b",))]
 
 
-def test_a_part_that_one_run_alone_timed_is_warned_of(compare: Compare, rounds_of: Timed, around: Around) -> None:
+def test_a_part_that_one_run_alone_timed_is_warned_of(compare, rounds_of, around):
     found = compare(rounds_of(around(1e6), build=around(1e4)), rounds_of(around(1e6)))
     assert [each.part for each in found.speeds] == ["forward"]
     assert "1 time" in found.warnings[0]
 
 
-def test_backends_of_two_names_are_compared_as_mapped(compare: Compare, rounds_of: Timed, around: Around) -> None:
+def test_backends_of_two_names_are_compared_as_mapped(compare, rounds_of, around):
     base = [*rounds_of(around(1e6), backend="reference"), *rounds_of(around(1e6), backend="fast")]
     new = [*rounds_of(around(2e6), backend="Wrong"), *rounds_of(around(1e6), backend="fast")]
     found = compare(base, new, backends={"reference": "Wrong"})
@@ -135,7 +119,7 @@ def test_backends_of_two_names_are_compared_as_mapped(compare: Compare, rounds_o
         compare(base, new, backends={"reference": "nobody"})
 
 
-def test_two_backends_of_one_run_are_compared_round_by_round(run_of: RunOf, rounds_of: Timed) -> None:
+def test_two_backends_of_one_run_are_compared_round_by_round(run_of, rounds_of):
     machine = [1e6, 1.4e6, 0.8e6, 1.1e6, 1.5e6, 0.9e6, 1.2e6, 1e6, 1.3e6, 0.85e6]
     slower = [1.1 * time * (1 + 0.001 * (index % 3)) for index, time in enumerate(machine)]
     both = run_of([*rounds_of(machine, backend="reference"), *rounds_of(slower, backend="fast")])
@@ -148,9 +132,7 @@ def test_two_backends_of_one_run_are_compared_round_by_round(run_of: RunOf, roun
         compare_runs(both, both)
 
 
-def test_a_backend_that_misses_rounds_is_not_compared_round_by_round(
-    run_of: RunOf, rounds_of: Timed, around: Around
-) -> None:
+def test_a_backend_that_misses_rounds_is_not_compared_round_by_round(run_of, rounds_of, around):
     both = run_of([*rounds_of(around(1e6)), *rounds_of(around(1.2e6, rounds=8, seed=1), backend="fast")])
     (found,) = compare_runs(both, both, backends={"reference": "fast"}).speeds
     assert found.verdict == "slower"
@@ -158,7 +140,7 @@ def test_a_backend_that_misses_rounds_is_not_compared_round_by_round(
     assert found.noise.in_turns is None
 
 
-def test_errors_of_a_run_are_warnings(run_of: RunOf, make: Make) -> None:
+def test_errors_of_a_run_are_warnings(run_of, make):
     run = run_of([make("passed")])
     footer = run.footer
     assert footer is not None
@@ -166,7 +148,7 @@ def test_errors_of_a_run_are_warnings(run_of: RunOf, make: Make) -> None:
     assert compare_runs(run, stale).warnings == ("NEW ended with 1 error of its own: an entry is stale",)
 
 
-def test_a_run_that_was_cut_off_is_warned_of(run_of: RunOf, make: Make) -> None:
+def test_a_run_that_was_cut_off_is_warned_of(run_of, make):
     whole, cut = run_of([make("passed")]), run_of([make("passed")], is_complete=False)
     for base, new, side in ((whole, cut, "NEW"), (cut, whole, "BASE")):
         found = compare_runs(base, new)
@@ -179,9 +161,7 @@ def test_a_run_that_was_cut_off_is_warned_of(run_of: RunOf, make: Make) -> None:
     ("changed", "is_other"),
     [({"cpu": "another"}, True), ({"device": "cuda", "device_name": "a GPU"}, True), ({"torch": "2.14.0"}, False)],
 )
-def test_times_of_another_device_are_not_compared_and_outcomes_are(
-    run_of: RunOf, make: Make, rounds_of: Timed, around: Around, changed: dict[str, Any], is_other: bool
-) -> None:
+def test_times_of_another_device_are_not_compared_and_outcomes_are(run_of, make, rounds_of, around, changed, is_other):
     base = run_of([make("passed"), *rounds_of(around(1e6))])
     environment = base.header.environment.model_copy(update=changed)
     new = run_of([make("failed"), *rounds_of(around(2e6))], environment=environment)

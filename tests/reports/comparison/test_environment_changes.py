@@ -1,6 +1,5 @@
 """Differences between the environments of two runs, and warnings about changes all their times share."""
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -8,15 +7,10 @@ import pytest
 from attncheck.reports.comparison.changes import another_device
 from attncheck.reports.comparison.compare import compare_runs
 from attncheck.reports.run_file.header import BackendInfo, Environment
-from attncheck.reports.run_file.records import Record
 from attncheck.reports.run_file.store import Run
 
-RunOf = Callable[..., Run]
-Timed = Callable[..., list[Record]]
-Around = Callable[..., list[float]]
 
-
-def test_every_field_that_differs_is_listed(run_of: RunOf, rounds_of: Timed, around: Around) -> None:
+def test_every_field_that_differs_is_listed(run_of, rounds_of, around):
     conventions = {"lse_base": "e", "batch_invariant": True}
     before = _info(features=("sinks", "lse"), conventions=conventions)
     after = _info(
@@ -44,7 +38,7 @@ def _info(**fields: Any) -> BackendInfo:
     return BackendInfo(**({"name": "reference", "ref": "reference", "version": "0.1.0"} | fields))
 
 
-def test_a_gpu_is_its_name_whatever_the_machine_around_it(run_of: RunOf, rounds_of: Timed, around: Around) -> None:
+def test_a_gpu_is_its_name_whatever_the_machine_around_it(run_of, rounds_of, around):
     one = run_of(rounds_of(around(1e6))).header.environment.model_copy(update={"device": "cuda", "device_name": "H200"})
     assert another_device(one, one.model_copy(update={"cpu": "another", "cores": 64, "driver": "2"})) == ""
     assert another_device(one, one.model_copy(update={"device_name": "A100"})) == "another device: H200 and A100"
@@ -71,19 +65,15 @@ def ceilings(rate: float) -> dict[str, Any]:
         (ceilings(1e12), {}, ""),
     ],
 )
-def test_a_machine_that_became_slower_is_warned_of(
-    run_of: RunOf, rounds_of: Timed, around: Around, base: dict[str, Any], new: dict[str, Any], message: str
-) -> None:
+def test_a_machine_that_became_slower_is_warned_of(run_of, rounds_of, around, base, new, message):
     runs = [run_of(rounds_of(around(1e6), build=around(1e4), timing=timing)) for timing in (base, new)]
     warnings = compare_runs(*runs).warnings
     assert len(warnings) == bool(message)
     assert all(message in warning for warning in warnings)
 
 
-def test_times_that_all_moved_one_way_are_laid_at_the_machines_door(
-    run_of: RunOf, rounds_of: Timed, around: Around
-) -> None:
-    def of(factors: dict[str, float], seed: int) -> Run:
+def test_times_that_all_moved_one_way_are_laid_at_the_machines_door(run_of, rounds_of, around):
+    def of(factors, seed):
         return run_of(
             [
                 record
@@ -102,7 +92,7 @@ def test_times_that_all_moved_one_way_are_laid_at_the_machines_door(
     assert compare_runs(of({"fast": 1}, 0), of({"fast": 1.06}, 10)).warnings == ()
 
 
-def test_backends_of_one_run_may_all_be_slower_than_others(run_of: RunOf, rounds_of: Timed, around: Around) -> None:
+def test_backends_of_one_run_may_all_be_slower_than_others(run_of, rounds_of, around):
     run = run_of(
         [
             record
@@ -127,14 +117,9 @@ def test_backends_of_one_run_may_all_be_slower_than_others(run_of: RunOf, rounds
     ],
 )
 def test_other_kernels_of_a_library_are_listed_where_both_runs_have_them(
-    base: tuple[str, ...],
-    new: tuple[str, ...],
-    expected: dict[str, tuple[str, str]],
-    run_of: RunOf,
-    rounds_of: Timed,
-    around: Around,
-) -> None:
-    def run(kernels: tuple[str, ...]) -> Run:
+    base, new, expected, run_of, rounds_of, around
+):
+    def run(kernels):
         return run_of([record.model_copy(update={"chosen_kernels": kernels}) for record in rounds_of(around(1e6))])
 
     changes = compare_runs(run(base), run(new)).environments

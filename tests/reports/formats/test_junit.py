@@ -2,7 +2,6 @@
 
 import re
 import xml.etree.ElementTree as ET
-from collections.abc import Callable
 
 import pytest
 
@@ -10,8 +9,6 @@ from attncheck.reports import junit
 from attncheck.reports.run_file.header import CaseInfo, RunHeader
 from attncheck.reports.run_file.records import OUTCOMES, Record, RunFooter
 from attncheck.reports.run_file.store import Run
-
-Make = Callable[..., Record]
 
 # The schema that Jenkins publishes: elements, what they may hold in which order, their required and optional attributes.
 CHILDREN = {
@@ -68,7 +65,7 @@ def the_case(root: ET.Element) -> ET.Element:
         ("xpassed", "failure", "passed, though expected to fail: known; remove or narrow this expectation"),
     ],
 )
-def test_every_outcome_has_its_tag(make: Make, header: RunHeader, outcome: str, tag: str | None, message: str) -> None:
+def test_every_outcome_has_its_tag(make, header, outcome, tag, message):
     case = the_case(document(header, make(outcome)))
     assert case.attrib["classname"] == "attncheck.smoke.edge.reference"
     assert case.attrib["name"] == "numerics"
@@ -83,12 +80,12 @@ def test_every_outcome_has_its_tag(make: Make, header: RunHeader, outcome: str, 
         assert "repeat: attncheck run --backend reference --suite smoke --case edge" in (case[0].text or "")
 
 
-def test_outcomes_are_all_tried() -> None:
+def test_outcomes_are_all_tried():
     (tried,) = test_every_outcome_has_its_tag.pytestmark  # type: ignore[attr-defined]
     assert tuple(row[0] for row in tried.args[1]) == OUTCOMES
 
 
-def test_suites_are_by_suite_and_backend_and_times_add_up(make: Make, header: RunHeader) -> None:
+def test_suites_are_by_suite_and_backend_and_times_add_up(make, header):
     records = (
         make("passed", duration_s=0.25),
         make("failed", check="lse", duration_s=0.5),
@@ -105,7 +102,7 @@ def test_suites_are_by_suite_and_backend_and_times_add_up(make: Make, header: Ru
     assert properties["conventions"] == "lse_base: 2, batch_invariant: yes"
 
 
-def test_rounds_are_one_test_with_the_worst_of_them(make: Make, header: RunHeader) -> None:
+def test_rounds_are_one_test_with_the_worst_of_them(make, header):
     outcomes = ("passed", "failed", "passed")
     records = [make(outcome, check="timing", round=i, duration_s=1.0) for i, outcome in enumerate(outcomes)]
     case = the_case(document(header, *records))
@@ -113,13 +110,13 @@ def test_rounds_are_one_test_with_the_worst_of_them(make: Make, header: RunHeade
     assert case[0].attrib["message"] == "in 1 of 3 rounds: 7 of 40 rows"
 
 
-def test_times_are_printed_by_the_test_that_took_them(timed: Make, header: RunHeader) -> None:
+def test_times_are_printed_by_the_test_that_took_them(timed, header):
     case = the_case(document(header, timed({"forward": 2_500_000.0, "build": 40_000.0})))
     assert case[0].tag == "system-out"
     assert case[0].text == "forward: median 2.50 ms, 1 round\nbuild: median 40.0 us, 1 round"
 
 
-def test_what_failed_the_run_besides_is_an_error(make: Make, header: RunHeader) -> None:
+def test_what_failed_the_run_besides_is_an_error(make, header):
     root = document(header, make("passed"), errors=("expectation 3 matched nothing",))
     assert root.get("errors") == "1"
     assert root[-1][0][0].attrib["message"] == "expectation 3 matched nothing"
@@ -128,7 +125,7 @@ def test_what_failed_the_run_besides_is_an_error(make: Make, header: RunHeader) 
     assert document(header, make("passed")).get("errors") == "0"
 
 
-def test_a_traceback_and_the_end_of_what_was_printed_are_there(make: Make, header: RunHeader) -> None:
+def test_a_traceback_and_the_end_of_what_was_printed_are_there(make, header):
     trace = 'Traceback:\n  File "wrong.py", line 9, in forward\n    x'
     case = the_case(document(header, make("errored", traceback=trace)))
     assert trace in (case[0].text or "")
@@ -139,7 +136,7 @@ def test_a_traceback_and_the_end_of_what_was_printed_are_there(make: Make, heade
 @pytest.mark.parametrize(
     "hostile", ["\x00\x1b[2J\x08", "]]></error><x/>", "\ufffe\uffff", "&amp;<>\"'", "\x0b\x0c\x85"]
 )
-def test_what_xml_cannot_hold_is_replaced_and_the_rest_escaped(make: Make, header: RunHeader, hostile: str) -> None:
+def test_what_xml_cannot_hold_is_replaced_and_the_rest_escaped(make, header, hostile):
     record = make("errored", message=hostile, case_id="a", traceback=hostile)
     case = the_case(document(header, record))  # it parses
     assert [child.tag for child in case] == ["error"]
@@ -148,13 +145,13 @@ def test_what_xml_cannot_hold_is_replaced_and_the_rest_escaped(make: Make, heade
     assert kept in case[0].attrib["message"]
 
 
-def test_a_lone_surrogate_does_not_keep_the_file_from_being_written(make: Make, header: RunHeader) -> None:
+def test_a_lone_surrogate_does_not_keep_the_file_from_being_written(make, header):
     record = make("failed").model_copy(update={"summary": "a\udcffb"})
     text = junit.render_runs([Run("run.jsonl", header, (record,))])
     assert "a?b" in ET.fromstring(text.encode("utf-8"))[0].find("testcase/failure").attrib["message"]
 
 
-def test_a_test_names_the_file_of_its_backend_from_the_root_of_the_checkout(make: Make, header: RunHeader) -> None:
+def test_a_test_names_the_file_of_its_backend_from_the_root_of_the_checkout(make, header):
     records = (
         make("passed", backend="Mine", backend_ref="/work/kernels/mine.py:Mine"),
         make("failed", backend="Other", backend_ref="./other.py:Other"),
@@ -167,7 +164,7 @@ def test_a_test_names_the_file_of_its_backend_from_the_root_of_the_checkout(make
     assert files == {"Mine": "kernels/mine.py", "Other": "other.py", "Elsewhere": None, "reference": None}
 
 
-def test_failures_of_one_finding_have_one_type_and_state_what_is_common(make: Make, header: RunHeader) -> None:
+def test_failures_of_one_finding_have_one_type_and_state_what_is_common(make, header):
     keys = {"a": {"cache.block_size": 1}, "b": {"cache.block_size": 1}, "c": {"cache.block_size": 16}}
     infos = tuple(CaseInfo(suite="smoke", id=name, shape=f"{name} heads", keys=own) for name, own in keys.items())
     window = "the window is ignored"
@@ -190,7 +187,7 @@ def test_failures_of_one_finding_have_one_type_and_state_what_is_common(make: Ma
     assert "a heads" in (a.text or "")
 
 
-def test_several_runs_are_one_document(make: Make, header: RunHeader) -> None:
+def test_several_runs_are_one_document(make, header):
     run = Run("run.jsonl", header, (make("passed"),), RunFooter(finished="", counts={}))
     root = ET.fromstring(junit.render_runs([run, run]))
     assert [suite.get("id") for suite in root] == ["0", "1"]

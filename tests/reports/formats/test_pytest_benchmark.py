@@ -5,8 +5,6 @@ import re
 import statistics
 import subprocess
 import sys
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,8 +15,6 @@ from attncheck.reports.run_file.header import RunHeader
 from attncheck.reports.run_file.records import Record, RunFooter
 from attncheck.reports.run_file.store import Run
 
-Make = Callable[..., Record]
-
 CEILINGS = {"copy_bytes_per_s": 1e12, "matmul_flops_per_s": 1e14, "dtype": "bfloat16"}
 
 
@@ -27,7 +23,7 @@ def converted(header: RunHeader, *records: Record) -> dict[str, Any]:
     return json.loads(render_run(Run("run.jsonl", header, records, footer)))
 
 
-def test_each_part_of_each_case_of_each_backend_is_a_benchmark(timed: Make, timing_header: RunHeader) -> None:
+def test_each_part_of_each_case_of_each_backend_is_a_benchmark(timed, timing_header):
     records = [timed({"forward": 2e6, "build": 5e4}), timed({"forward": 3e6}, backend="Wrong")]
     found = converted(timing_header, *records)["benchmarks"]
     assert [(each["name"], each["group"]) for each in found] == [
@@ -39,7 +35,7 @@ def test_each_part_of_each_case_of_each_backend_is_a_benchmark(timed: Make, timi
     assert found[2]["params"] == {"suite": "smoke", "case": "edge", "backend": "Wrong", "part": "forward"}
 
 
-def test_statistics_are_of_all_samples_in_seconds(timed: Make, timing_header: RunHeader) -> None:
+def test_statistics_are_of_all_samples_in_seconds(timed, timing_header):
     records = [timed({"forward": 2e6}, round=0), timed({"forward": 4e6}, round=1)]
     (found,) = converted(timing_header, *records)["benchmarks"]
     # Each round holds 0.98, 1, 1.02, 1 and 5 times its median.
@@ -58,7 +54,7 @@ def test_statistics_are_of_all_samples_in_seconds(timed: Make, timing_header: Ru
     assert found["extra_info"]["median_s"] == pytest.approx((2e-3 * 4e-3) ** 0.5)
 
 
-def test_a_benchmark_names_backend_case_and_settings(timed: Make, timing_header: RunHeader) -> None:
+def test_a_benchmark_names_backend_case_and_settings(timed, timing_header):
     work = {"moved_bytes": 200_000_000, "flops": 10_000_000_000}
     record = timed({"forward": 1e6}, work=work, timing={"ceilings": CEILINGS, "cache": "cold"})
     (found,) = converted(timing_header, record)["benchmarks"]
@@ -71,7 +67,7 @@ def test_a_benchmark_names_backend_case_and_settings(timed: Make, timing_header:
     assert info["roofline_share"] == pytest.approx(0.2)
 
 
-def test_the_machine_is_described(timed: Make, timing_header: RunHeader) -> None:
+def test_the_machine_is_described(timed, timing_header):
     gpu = timing_header.environment.model_copy(
         update={"device": "cuda:1", "device_name": "NVIDIA H200", "driver": "570.1", "git_commit": "0123-dirty"}
     )
@@ -89,16 +85,14 @@ def test_the_machine_is_described(timed: Make, timing_header: RunHeader) -> None
     assert found["datetime"] == "2026-01-01T00:01:00+00:00"
 
 
-def test_a_wrong_answer_has_no_benchmark_and_none_at_all_is_an_error(
-    timed: Make, make: Make, timing_header: RunHeader
-) -> None:
+def test_a_wrong_answer_has_no_benchmark_and_none_at_all_is_an_error(timed, make, timing_header):
     with pytest.raises(QuestionError, match=r"run\.jsonl: .*: its times are of wrong outputs"):
         converted(timing_header, make("failed", check="timing"), make("passed"))
     with pytest.raises(QuestionError, match=r"run\.jsonl: .*: it has no times; run with --check timing"):
         converted(timing_header, make("passed"))
 
 
-def test_pytest_benchmark_itself_compares_two_of_them(timed: Make, timing_header: RunHeader, tmp_path: Path) -> None:
+def test_pytest_benchmark_itself_compares_two_of_them(timed, timing_header, tmp_path):
     for name, factor in (("base", 1.0), ("new", 1.5)):
         records = [timed({"forward": 2e6 * factor, "build": 5e4}), timed({"forward": 3e6 * factor}, backend="Wrong")]
         run = Run("run.jsonl", timing_header, tuple(records))
@@ -119,7 +113,7 @@ def test_pytest_benchmark_itself_compares_two_of_them(timed: Make, timing_header
     assert rows["edge[Wrong-forward] (new)"].startswith("4.5000")
 
 
-def test_names_are_one_line_whatever_a_backend_is_called() -> None:
+def test_names_are_one_line_whatever_a_backend_is_called():
     names = benchmark_names("smoke", "edge", "evil\x1b[2J\nname", "forward")
     for text in (names.name, names.fullname, names.group, names.param):
         assert text.isprintable()

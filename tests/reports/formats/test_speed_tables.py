@@ -1,21 +1,16 @@
 """Speeds in tables: figures with their units, no winner inside the noise, notes on doubtful figures."""
 
 import statistics
-from collections.abc import Callable
 
 import pytest
 
 from attncheck.reports.markdown import run as markdown
-from attncheck.reports.run_file.header import RunHeader
 from attncheck.reports.run_file.records import Record
 from attncheck.reports.run_file.store import Run
 from attncheck.reports.speeds.notes import legend, speed_notes
-from attncheck.reports.speeds.speed import Speed, speeds
+from attncheck.reports.speeds.speed import speeds
 from attncheck.reports.speeds.tables import fastest, rate_unit, share_text, speed_tables, summary_tables, time_unit
 from attncheck.reports.terminal import run as terminal
-
-Build = Callable[..., Record]
-Rounds = Callable[..., list[Record]]
 
 CEILINGS = {"ceilings": {"copy_bytes_per_s": 1e12, "matmul_flops_per_s": 1e14, "dtype": "bfloat16"}}
 
@@ -37,13 +32,13 @@ def cells(records: list[Record]) -> list[dict[str, str]]:
         ([0.4], "ns", "0.40"),
     ],
 )
-def test_times_of_a_table_have_one_unit_and_three_digits_of_the_smallest(times: list, name: str, shown: str) -> None:
+def test_times_of_a_table_have_one_unit_and_three_digits_of_the_smallest(times, name, shown):
     unit = time_unit(times)
     assert unit.name == name
     assert unit.text(times[-1]) == shown
 
 
-def test_rates_have_the_unit_of_the_largest_and_three_digits_each() -> None:
+def test_rates_have_the_unit_of_the_largest_and_three_digits_each():
     unit = rate_unit([2.345e12, 1.2e9, None], "FLOP")
     assert unit.name == "TFLOP/s"
     assert [unit.text(rate) for rate in (2.345e12, 1.2e9, None)] == ["2.35", "0.0012", "-"]
@@ -54,11 +49,11 @@ def test_rates_have_the_unit_of_the_largest_and_three_digits_each() -> None:
 @pytest.mark.parametrize(
     ("share", "text"), [(0.734, "73%"), (0.0834, "8.3%"), (0.00123, "0.12%"), (1.2, "120%"), (None, "-")]
 )
-def test_shares_have_two_digits(share: float | None, text: str) -> None:
+def test_shares_have_two_digits(share, text):
     assert share_text(share) == text
 
 
-def test_a_row_has_its_build_beside_it_and_what_was_achieved(timed: Build) -> None:
+def test_a_row_has_its_build_beside_it_and_what_was_achieved(timed):
     work = {"moved_bytes": 200_000_000, "flops": 10_000_000_000}
     records = [timed({"forward": 1e6, "build": 50_000, "decode": 4e5}, work=work, timing=CEILINGS)]
     forward, decode = cells(records)
@@ -83,13 +78,13 @@ def test_a_row_has_its_build_beside_it_and_what_was_achieved(timed: Build) -> No
     )
 
 
-def test_rounds_give_the_mean_of_their_medians_and_their_spread(rounds_of: Rounds) -> None:
+def test_rounds_give_the_mean_of_their_medians_and_their_spread(rounds_of):
     (row,) = cells(rounds_of([1e6, 4e6]))
     # The geometric mean of 1 and 4 is 2; ln 4 = 1.386 apart is a deviation of 1.386 / sqrt 2 = 98.0 %.
     assert (row["median (ms)"], row["spread"], row["rounds"]) == ("2.00", "98.0%", "2")
 
 
-def test_the_fastest_is_marked_where_all_its_rounds_lie_below_all_others(rounds_of: Rounds) -> None:
+def test_the_fastest_is_marked_where_all_its_rounds_lie_below_all_others(rounds_of):
     slow = [1.10e6, 1.20e6, 1.15e6, 1.12e6, 1.18e6]
     apart = cells([*rounds_of(slow), *rounds_of([1.0e6, 1.05e6, 1.02e6, 1.08e6, 1.01e6], backend="Wrong")])
     assert [row["median (ms)"].endswith("*") for row in apart] == [False, True]
@@ -98,7 +93,7 @@ def test_the_fastest_is_marked_where_all_its_rounds_lie_below_all_others(rounds_
     assert not any(row["median (ms)"].endswith("*") for row in touching)
 
 
-def test_few_rounds_and_a_single_backend_have_no_fastest() -> None:
+def test_few_rounds_and_a_single_backend_have_no_fastest():
     assert fastest({"a": [1.0] * 5, "b": [2.0] * 5}) == "a"
     assert fastest({"a": [1.0] * 4, "b": [2.0] * 4}) is None
     assert fastest({"a": [1.0] * 5, "b": [2.0] * 4}) is None
@@ -106,7 +101,7 @@ def test_few_rounds_and_a_single_backend_have_no_fastest() -> None:
     assert fastest({"a": [1.0] * 5, "b": [1.0] * 5}) is None
 
 
-def test_means_are_over_the_cases_that_all_were_timed_in(timed: Build) -> None:
+def test_means_are_over_the_cases_that_all_were_timed_in(timed):
     records = [
         timed({"forward": 1e6, "build": 1e4}, case_id="short"),
         timed({"forward": 4e6, "build": 1e4}, case_id="long"),
@@ -124,7 +119,7 @@ def test_means_are_over_the_cases_that_all_were_timed_in(timed: Build) -> None:
     assert rows[0]["slowest case"] == "longest (9,000,000.0)"
 
 
-def test_means_of_different_cases_are_marked_as_no_comparison(timed: Build, timing_header: RunHeader) -> None:
+def test_means_of_different_cases_are_marked_as_no_comparison(timed, timing_header):
     fast, slow = [1e6] * 5, [2e6] * 5
     records = [timed({"forward": ns}, case_id="a", round=i) for i, ns in enumerate(fast)]
     records += [timed({"forward": ns}, case_id="b", round=i, backend="Wrong") for i, ns in enumerate(slow)]
@@ -133,7 +128,7 @@ def test_means_of_different_cases_are_marked_as_no_comparison(timed: Build, timi
     assert "do not compare them" in " ".join(terminal.render(timing_header, records).split())
 
 
-def test_the_fastest_of_a_suite_is_determined_by_the_means_of_each_round(rounds_of: Rounds) -> None:
+def test_the_fastest_of_a_suite_is_determined_by_the_means_of_each_round(rounds_of):
     # In each round one case is slow for Wrong and the other fast: the means of its rounds lie close together.
     records = [*rounds_of([2e6] * 5, case_id="a"), *rounds_of([2e6] * 5, case_id="b")]
     records += [*rounds_of([1e6, 4e6] * 2 + [2e6], backend="Wrong", case_id="a")]
@@ -144,7 +139,7 @@ def test_the_fastest_of_a_suite_is_determined_by_the_means_of_each_round(rounds_
     assert [row[2].endswith("*") for row in table.rows] == [False, True]
 
 
-def test_notes_state_what_makes_a_figure_doubtful(timed: Build, speeds_of: Callable[..., tuple[Speed, ...]]) -> None:
+def test_notes_state_what_makes_a_figure_doubtful(timed, speeds_of):
     device = {"sm_clock_mhz": 1200, "max_sm_clock_mhz": 1980, "throttle_reasons": ["SW power cap"]}
     calm = {"sm_clock_mhz": 1900, "max_sm_clock_mhz": 1980}
     found = speeds_of(
@@ -168,7 +163,7 @@ def test_notes_state_what_makes_a_figure_doubtful(timed: Build, speeds_of: Calla
     assert unsettled.endswith(": reference, smoke/edge (forward)")
 
 
-def test_notes_of_timings_that_differ_in_figures_are_listed_once(timed: Build) -> None:
+def test_notes_of_timings_that_differ_in_figures_are_listed_once(timed):
     records = [timed({"forward": 1e6}, timing={"notes": ["alone"]}, case_id="x")]
     for case in ("a", "b"):
         for number in range(2):
@@ -181,7 +176,7 @@ def test_notes_of_timings_that_differ_in_figures_are_listed_once(timed: Build) -
     ]
 
 
-def test_notes_state_the_number_of_rounds_and_how_far_they_lie_apart(rounds_of: Rounds) -> None:
+def test_notes_state_the_number_of_rounds_and_how_far_they_lie_apart(rounds_of):
     # ln 1.21 - ln 1 = 0.1906 over two rounds is a deviation of 0.1906 / sqrt 2; of the other case it is half that.
     found = speeds([*rounds_of([1e6, 1.21e6]), *rounds_of([1e6, 1.1e6], backend="Wrong")])
     assert speed_notes(found)[0] == (
@@ -193,7 +188,7 @@ def test_notes_state_the_number_of_rounds_and_how_far_they_lie_apart(rounds_of: 
     assert speed_notes(speeds(rounds_of([1e6])))[0].startswith("one round: ")
 
 
-def test_many_cases_are_named_by_a_few(timed: Build) -> None:
+def test_many_cases_are_named_by_a_few(timed):
     found = speeds([timed({"forward": 1e6}, case_id=f"c{i}", work={"is_settled": False}) for i in range(5)])
     (unsettled,) = (note for note in speed_notes(found) if note.startswith("too noisy"))
     assert unsettled.endswith(
@@ -201,9 +196,7 @@ def test_many_cases_are_named_by_a_few(timed: Build) -> None:
     )
 
 
-def test_reports_with_times_have_them_and_others_no_word_of_them(
-    timed: Build, make: Build, timing_header: RunHeader
-) -> None:
+def test_reports_with_times_have_them_and_others_no_word_of_them(timed, make, timing_header):
     kernels = [{"name": "a|b<c>", "count": 2, "duration_ns": 3000}]
     records = [timed({"forward": 1e6, "build": 2e4}, timing={"kernels": kernels}, case_id="x" * 90)]
     assert all(len(line) <= 100 for line in terminal.render(timing_header, records).splitlines())
@@ -222,9 +215,7 @@ CASE = "a_case_of_a_long_name.bfloat16-16-NHD"
 
 
 @pytest.mark.parametrize("width", [60, 80, 120, 200])
-def test_speeds_keep_to_the_width_and_lose_nothing_where_there_is_little(
-    timed: Build, timing_header: RunHeader, width: int
-) -> None:
+def test_speeds_keep_to_the_width_and_lose_nothing_where_there_is_little(timed, timing_header, width):
     records = [timed({"forward": 1e6, "build": 5e4}, backend=name, case_id=CASE) for name in ("reference", "Wrong")]
     text = terminal.render(timing_header, records, width=width)
     assert max(map(len, text.splitlines())) <= width
@@ -235,7 +226,7 @@ def test_speeds_keep_to_the_width_and_lose_nothing_where_there_is_little(
     )
 
 
-def test_a_wrong_answer_has_no_time(rounds_of: Rounds, make: Build, timing_header: RunHeader) -> None:
+def test_a_wrong_answer_has_no_time(rounds_of, make, timing_header):
     records = rounds_of([1e6, 1e6], backend="Wrong")
     records[1] = make("failed", check="timing", round=1, backend="Wrong")
     text = terminal.render(timing_header, records)

@@ -14,7 +14,7 @@ def shown(run: Run, name: str) -> str:
     return text + log
 
 
-def test_terminal_of_a_run_that_passes(passing_run: Run) -> None:
+def test_terminal_of_a_run_that_passes(passing_run):
     assert shown(passing_run, "terminal") == snapshot("""\
 attncheck 0.1.0, torch 2.13.0+cpu, 2 cores, suite smoke: 2 cases, seed 0
 
@@ -37,14 +37,14 @@ passed: 1 backend, 2 cases: 1 right, 1 not applicable
 """)
 
 
-def test_markdown_leaves_out_sections_without_content(passing_run: Run) -> None:
+def test_markdown_leaves_out_sections_without_content(passing_run):
     headings = re.findall(r"^## (.*)", shown(passing_run, "markdown"), re.MULTILINE)
     assert ", ".join(headings) == snapshot(
         "Backends and suites, Backends and checks, Features, Sizes and forms, CUDA-graph levels, Not examined, Circumstances"
     )
 
 
-def test_github_of_a_run_that_passes(passing_run: Run) -> None:
+def test_github_of_a_run_that_passes(passing_run):
     assert shown(passing_run, "github") == snapshot("""\
 ## attncheck: passed: 1 backend, 2 cases: 1 right, 1 not applicable
 
@@ -59,7 +59,7 @@ attncheck 0.1.0, torch 2.13.0+cpu, 2 cores, suite smoke: 2 cases, seed 0
 """)
 
 
-def test_terminal_of_a_run_that_fails(failing_run: Run) -> None:
+def test_terminal_of_a_run_that_fails(failing_run):
     assert shown(failing_run, "terminal") == snapshot("""\
 attncheck 0.1.0, torch 2.13.0+cpu, 2 cores, suites smoke: 2 cases, mine: 1 case, seed 0
 note: a note | of the run
@@ -126,7 +126,7 @@ failed: 3 backends (1 failed, 1 passed, 1 not examined), 8 cases; 1 error
 """)
 
 
-def test_markdown_of_a_run_that_fails(failing_run: Run) -> None:
+def test_markdown_of_a_run_that_fails(failing_run):
     assert shown(failing_run, "markdown") == snapshot("""\
 # attncheck report
 
@@ -310,7 +310,7 @@ The run has no verdict on these.
 """)
 
 
-def test_github_folds_the_findings_of_markdown(failing_run: Run) -> None:
+def test_github_folds_the_findings_of_markdown(failing_run):
     findings = shown(failing_run, "markdown").partition("## Findings\n\n")[2].partition("\n\n## ")[0]
     text = shown(failing_run, "github")
     assert findings.count("### ") == 3

@@ -2,15 +2,13 @@
 
 import math
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
 import pytest
 
 from attncheck.reports.run_file.header import Environment
-from attncheck.reports.run_file.records import Record
-from attncheck.reports.run_file.store import Run
 
 ENVIRONMENT = Environment(
     attncheck="0.1.0",
@@ -47,10 +45,10 @@ def latency(part: str, samples_ns: Sequence[int], **work: int) -> dict[str, Any]
 
 
 @pytest.fixture
-def record_of(make: Callable[..., Record]) -> Callable[..., Record]:
+def record_of(make):
     """``record_of("failed", case_id="a", ...)``: a record with defaults for all other fields."""
 
-    def record(outcome: str = "passed", **fields: Any) -> Record:
+    def record(outcome="passed", **fields):
         defaults = {"suite": "decode", "backend_ref": fields.get("backend", "reference"), "needs": NEEDS}
         defaults |= {"environment": ENVIRONMENT.digest} | ({"figures": {}} if outcome == "passed" else {})
         return make(outcome, **(defaults | fields))
@@ -59,12 +57,12 @@ def record_of(make: Callable[..., Record]) -> Callable[..., Record]:
 
 
 @pytest.fixture
-def run_with(run_of: Callable[..., Run]) -> Callable[..., Run]:
+def run_with(run_of):
     return partial(run_of, environment=ENVIRONMENT, device="cuda")
 
 
 @pytest.fixture
-def timed(record_of: Callable[..., Record]) -> Callable[..., list[Record]]:
+def timed(record_of):
     """``timed(["one", "two"], (512, 1024), rounds=5, slower=1.3)``: records of times and outputs.
 
     Decodes of 8 requests of each length, and prefills of a quarter of it; each backend takes longer than the last.
@@ -73,9 +71,7 @@ def timed(record_of: Callable[..., Record]) -> Callable[..., list[Record]]:
     differ by 2 %. ``slower``: a factor for the first backend.
     """
 
-    def records(
-        backends: Sequence[str], lengths: Sequence[int], *, rounds: int = 1, slower: float = 1.0, seed: int = 0
-    ) -> list[Record]:
+    def records(backends, lengths, *, rounds=1, slower=1.0, seed=0):
         luck = random.Random(seed)
         found = []
         for index, backend in enumerate(backends):

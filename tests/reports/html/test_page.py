@@ -4,7 +4,7 @@ import base64
 import hashlib
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from importlib import resources
 from typing import Any
 
@@ -22,18 +22,18 @@ LENGTHS = (512, 1024, 2048, 4096)
 
 
 @pytest.fixture
-def parse(parsed: Callable[[str], Any]) -> Callable[..., Any]:
+def parse(parsed):
     """``parse(run, ...)``: the page of these runs, taken apart."""
     return lambda *runs: parsed(render_runs(runs))
 
 
 @pytest.fixture
-def two(timed: Any, run_with: Any) -> list[Any]:
+def two(timed, run_with):
     base, new = timed(["one", "two"], LENGTHS, rounds=6), timed(["one", "two"], LENGTHS, rounds=6, slower=1.3, seed=1)
     return [run_with(base, path="base.jsonl"), run_with(new, path="new.jsonl")]
 
 
-def test_sections_come_in_the_order_of_a_reader(parse: Any, timed: Any, run_with: Any, record_of: Any) -> None:
+def test_sections_come_in_the_order_of_a_reader(parse, timed, run_with, record_of):
     failed = record_of("failed", case_id="bad", backend="one", summary="3 of 8 rows", needs=("lse",))
     page = parse(run_with([*timed(["one", "two"], LENGTHS, rounds=2), failed]))
     assert page.texts["h2"] == [
@@ -51,7 +51,7 @@ def test_sections_come_in_the_order_of_a_reader(parse: Any, timed: Any, run_with
 
 
 @pytest.mark.parametrize("count", [1, 12])
-def test_the_page_is_well_formed_and_fetches_nothing(parse: Any, timed: Any, run_with: Any, count: int) -> None:
+def test_the_page_is_well_formed_and_fetches_nothing(parse, timed, run_with, count):
     page = parse(run_with(timed([f"backend_{index}" for index in range(count)], LENGTHS, rounds=5)))
     assert page.faults == []
     for tag, attributes in page.elements:
@@ -67,8 +67,8 @@ def test_the_page_is_well_formed_and_fetches_nothing(parse: Any, timed: Any, run
     assert policy.split("; ")[:2] == ["default-src 'none'", f"script-src 'sha256-{digest}'"]
 
 
-def test_the_same_runs_are_the_same_page_and_leave_matplotlib_as_it_was(two: Any) -> None:
-    def settings() -> dict[str, object]:
+def test_the_same_runs_are_the_same_page_and_leave_matplotlib_as_it_was(two):
+    def settings():
         return {name: mpl.rcParams[name] for name in mpl.rcParams if name != "backend"}  # which is chosen when read
 
     before = settings()
@@ -77,7 +77,7 @@ def test_the_same_runs_are_the_same_page_and_leave_matplotlib_as_it_was(two: Any
     assert "matplotlib.pyplot" not in sys.modules
 
 
-def test_runs_are_compared_with_the_first(parse: Any, two: Any) -> None:
+def test_runs_are_compared_with_the_first(parse, two):
     page = parse(*two)
     assert page.faults == []
     assert page.texts["h2"][:2] == ["Comparison: new.jsonl with base.jsonl", "Verdict"]
@@ -87,26 +87,26 @@ def test_runs_are_compared_with_the_first(parse: Any, two: Any) -> None:
     assert page.data["texts"].count("new.jsonl") == 1
 
 
-def test_runs_that_cannot_be_compared_are_shown_with_the_reason(parse: Any, run_with: Any, record_of: Any) -> None:
+def test_runs_that_cannot_be_compared_are_shown_with_the_reason(parse, run_with, record_of):
     runs = [run_with([record_of(backend=name, case_id=name)], path=f"{name}.jsonl") for name in ("one", "other")]
     page = parse(*runs)
     assert "These runs cannot be compared" in page.shown
     assert page.texts["h2"].count("Verdicts") == 2
 
 
-def test_runs_of_one_file_name_have_distinct_names(parse: Any, run_with: Any, record_of: Any) -> None:
+def test_runs_of_one_file_name_have_distinct_names(parse, run_with, record_of):
     runs = [run_with([record_of()], path=f"{folder}/run.jsonl") for folder in ("a", "b", "b")]
     assert {"1: a/run.jsonl", "2: b/run.jsonl", "3: b/run.jsonl"} <= set(parse(*runs).texts["h2"])
     assert {"a/run.jsonl", "b/run.jsonl"} <= set(parse(*runs[:2]).texts["h2"])
 
 
-def test_a_page_of_an_unfinished_run_states_so_first(parse: Any, run_with: Any, record_of: Any) -> None:
+def test_a_page_of_an_unfinished_run_states_so_first(parse, run_with, record_of):
     page = parse(run_with([record_of()], is_complete=False))
     assert "unfinished" in page.texts["p"]
     assert page.texts["p"].index("unfinished") < next(i for i, p in enumerate(page.texts["p"]) if "was cut off" in p)
 
 
-def test_a_run_without_any_answer_is_a_page_too(parse: Any, run_with: Any, record_of: Any) -> None:
+def test_a_run_without_any_answer_is_a_page_too(parse, run_with, record_of):
     nothing = record_of("unavailable", reasons=("needs a GPU",))
     left_out = record_of("unsupported", check="lse", reasons=("no",), by="attncheck")
     page = parse(run_with([nothing, left_out]))
@@ -116,7 +116,7 @@ def test_a_run_without_any_answer_is_a_page_too(parse: Any, run_with: Any, recor
     assert parse(run_with([])).faults == []
 
 
-def test_matplotlib_is_named_if_it_is_missing(monkeypatch: pytest.MonkeyPatch, run_with: Any, record_of: Any) -> None:
+def test_matplotlib_is_named_if_it_is_missing(monkeypatch, run_with, record_of):
     monkeypatch.setattr(page_module, "find_spec", lambda _: None)
     with pytest.raises(
         MissingExtraError, match=r"matplotlib, which is not installed; pip install 'attncheck\[report\]'"
@@ -124,7 +124,7 @@ def test_matplotlib_is_named_if_it_is_missing(monkeypatch: pytest.MonkeyPatch, r
         render_runs([run_with([record_of()])])
 
 
-def test_a_known_fault_is_neither_green_nor_red(parse: Any, run_with: Any, record_of: Any) -> None:
+def test_a_known_fault_is_neither_green_nor_red(parse, run_with, record_of):
     known = record_of("xfailed", case_id="b", underlying="failed", summary="7 rows", reason="known")
     page = parse(run_with([record_of(case_id="a"), known]))
     cells = {attributes.get("class") for attributes in page.all("td")}
@@ -135,7 +135,7 @@ def test_a_known_fault_is_neither_green_nor_red(parse: Any, run_with: Any, recor
 
 
 @pytest.mark.parametrize("others", [0, 5], ids=["words", "counts"])
-def test_measured_support_has_signs_and_words(run_with: Any, record_of: Any, parsed: Any, others: int) -> None:
+def test_measured_support_has_signs_and_words(run_with, record_of, parsed, others):
     names = ["one", *(f"other_{index}" for index in range(others))]
     header = run_with([record_of(backend=name) for name in names]).header
     rows = [
@@ -182,7 +182,7 @@ def contrast(one: str, other: str) -> float:
 
 
 @pytest.mark.parametrize("theme", [0, 1], ids=["light", "dark"])
-def test_colours_can_be_read(theme: int) -> None:
+def test_colours_can_be_read(theme):
     """4.5 to 1 for text and 3 to 1 for marks, as WCAG 2 requires (AA)."""
     shown = {name: pair[theme] for name, pair in colours()}
     for ink in ("ink", "muted", "link", "good", "bad", "warn", "calm"):
@@ -213,7 +213,7 @@ def rebuilt(data: Any) -> list[tuple[Any, ...]]:
     ]
 
 
-def test_every_record_is_there_with_its_command(parse: Any, run_with: Any, record_of: Any) -> None:
+def test_every_record_is_there_with_its_command(parse, run_with, record_of):
     run = run_with(
         [
             record_of(case_id="a", duration_s=0.25),
@@ -257,14 +257,12 @@ def test_every_record_is_there_with_its_command(parse: Any, run_with: Any, recor
         ),
     ],
 )
-def test_the_content_of_a_record_has_its_fields(
-    parse: Any, run_with: Any, record_of: Any, kind: Any, fields: Any, expected: Any
-) -> None:
+def test_the_content_of_a_record_has_its_fields(parse, run_with, record_of, kind, fields, expected):
     ((*_, content, _),) = rebuilt(parse(run_with([record_of(kind, **fields)])).data)
     assert content.items() >= expected.items()
 
 
-def test_times_of_a_record_are_in_units(parse: Any, run_with: Any, timed: Any) -> None:
+def test_times_of_a_record_are_in_units(parse, run_with, timed):
     first, *_ = timed(["one"], (4096,))
     ((*_, content, _),) = rebuilt(parse(run_with([first])).data)
     heads, forward, build = content["times"]
@@ -278,7 +276,7 @@ def test_times_of_a_record_are_in_units(parse: Any, run_with: Any, timed: Any) -
 # ---- Charts ----
 
 
-def test_a_chart_has_a_row_for_each_case_and_a_marker_for_each_backend(parse: Any, run_with: Any, timed: Any) -> None:
+def test_a_chart_has_a_row_for_each_case_and_a_marker_for_each_backend(parse, run_with, timed):
     page = parse(run_with(timed(["one", r"$\a_1$ <b>"], LENGTHS, rounds=5)))
     (svg,) = page.all("svg")
     assert svg["aria-label"].count("decode.512: ") == 2
@@ -291,7 +289,7 @@ def test_a_chart_has_a_row_for_each_case_and_a_marker_for_each_backend(parse: An
     assert "the least time that the device allows" in page.texts["figcaption"][0]
 
 
-def test_marks_are_to_the_right_of_faster_ones(parse: Any, run_with: Any, timed: Any) -> None:
+def test_marks_are_to_the_right_of_faster_ones(parse, run_with, timed):
     page = parse(run_with(timed(["fast", "slow"], (4096,), rounds=5)))
     marks = [attributes for attributes in page.all("use") if "--series-" in str(attributes.get("style"))]
     by_backend = [[float(each["x"]) for each in marks if f"series-{place})" in each["style"]] for place in range(2)]
@@ -300,7 +298,7 @@ def test_marks_are_to_the_right_of_faster_ones(parse: Any, run_with: Any, timed:
     assert all(fast < slow for fast, slow in drawn)
 
 
-def test_a_chart_has_at_most_its_rows_and_states_what_it_leaves_out(parse: Any, run_with: Any, timed: Any) -> None:
+def test_a_chart_has_at_most_its_rows_and_states_what_it_leaves_out(parse, run_with, timed):
     page = parse(run_with(timed(["\u6ce8\u610f \U0001f680"], range(512, 512 + 41 * 64, 64))))
     assert "; 42 more rows are in the table" in page.texts["figcaption"][0]
     assert "\u6ce8\u610f \U0001f680" in page.texts["text"]  # a name that the measuring font does not have
@@ -309,9 +307,7 @@ def test_a_chart_has_at_most_its_rows_and_states_what_it_leaves_out(parse: Any, 
 @pytest.mark.parametrize(
     "damaged", [{"median_ns": 1e-300, "low_ns": 1e-300}, {"median_ns": 1e300, "high_ns": 1e300}], ids=["least", "most"]
 )
-def test_a_damaged_time_leaves_the_axis_to_the_others(
-    parse: Any, run_with: Any, timed: Any, damaged: dict[str, float]
-) -> None:
+def test_a_damaged_time_leaves_the_axis_to_the_others(parse, run_with, timed, damaged):
     whole, other = (record for record in timed(["one"], (4096,)) if record.check == "timing")
     forward, build = other.timing.latencies
     timing = other.timing.model_copy(update={"latencies": (forward.model_copy(update=damaged), build)})
