@@ -105,31 +105,22 @@ def test_a_form_is_a_false_claim_where_it_alone_separates_the_cases(make, plain,
         *(make("failed", case_id=f"h{n}", needs=("head_size=80", "layout=NHD"), summary=ROWS) for n in range(4)),
         *(make("passed", case_id=f"p{n}", needs=("head_size=64", "layout=NHD")) for n in range(2)),
     ]
-    cases = tuple(
-        CaseInfo(
-            suite="smoke",
-            id=record.case_id,
-            shape="",
-            keys={"layer.head_size": 80 if record.case_id.startswith("h") else 64, "cache.layout": "NHD"},
-        )
-        for record in records
-    )
-    assert claims(verdict_of(records, cases)) == [("head_size=80", 4, 4)]
+    cases = []
+    for record in records:
+        keys = {"layer.head_size": 80 if record.case_id.startswith("h") else 64, "cache.layout": "NHD"}
+        cases.append(CaseInfo(suite="smoke", id=record.case_id, shape="", keys=keys))
+    assert claims(verdict_of(records, tuple(cases))) == [("head_size=80", 4, 4)]
 
 
 def test_no_form_is_a_false_claim_where_most_cases_fall_short(make, verdict_of):
     """The last page is missing: cases with pages of one token are right, which proves nothing for the other sizes."""
     sizes = {f"c{n}": 16 if n < 8 else 1 for n in range(10)}
     records = [
-        make("failed", case_id=case, needs=(f"block_size={size}",), meaning="the last page is missing")
-        if size > 1
-        else make("passed", case_id=case, needs=(f"block_size={size}",))
+        make("failed" if size > 1 else "passed", case_id=case, needs=(f"block_size={size}",))
         for case, size in sizes.items()
     ]
-    cases = tuple(
-        CaseInfo(suite="smoke", id=case, shape="", keys={"cache.block_size": size}) for case, size in sizes.items()
-    )
-    assert claims(verdict_of(records, cases)) == []
+    cases = [CaseInfo(suite="smoke", id=case, shape="", keys={"cache.block_size": n}) for case, n in sizes.items()]
+    assert claims(verdict_of(records, tuple(cases))) == []
 
 
 def test_no_claim_is_false_where_the_fault_is_everywhere(make, verdict_of):
@@ -142,16 +133,12 @@ def test_no_claim_is_false_where_the_fault_is_everywhere(make, verdict_of):
 
 def test_no_claim_is_false_where_chance_explains_what_failing_cases_need(make, verdict_of):
     """Half of all cases have sinks: that both failing ones have them happens once in four such runs."""
-    records = [
-        make("failed" if n in (0, 2) else "passed", case_id=f"c{n}", needs=("sinks",) if n % 2 == 0 else ())
-        for n in range(20)
-    ]
-    assert claims(verdict_of(records)) == []
-    eight = [
-        make("failed" if n < 16 and n % 2 == 0 else "passed", case_id=f"c{n}", needs=("sinks",) if n % 2 == 0 else ())
-        for n in range(20)
-    ]
-    assert claims(verdict_of(eight)) == [("sinks", 8, 10)]
+    for wrong, expected in (((0, 2), []), (range(0, 16, 2), [("sinks", 8, 10)])):
+        records = [
+            make("failed" if n in wrong else "passed", case_id=f"c{n}", needs=("sinks",) if n % 2 == 0 else ())
+            for n in range(20)
+        ]
+        assert claims(verdict_of(records)) == expected
 
 
 def test_a_log_sum_exp_that_is_wrong_where_the_output_is_right_is_a_false_claim(make, plain, verdict_of):
@@ -188,12 +175,13 @@ def test_a_graph_level_that_is_not_reached_is_a_false_claim(graph, verdict_of):
 def test_a_graph_level_above_the_declared_one_could_be_declared(graph, verdict_of):
     roomy = [graph("passed", levels(SINGLE, "ALWAYS"), case_id=name) for name in "ab"]
     assert verdict_of(roomy).could_declare == ("CUDA-graph level ALWAYS",)
-    lower = graph("passed", levels(SINGLE, "UNIFORM_BATCH"), case_id="c")
-    assert verdict_of([*roomy, lower]).could_declare == ("CUDA-graph level UNIFORM_BATCH",)
-    exact = graph("passed", levels(SINGLE, SINGLE), case_id="d")
-    assert verdict_of([*roomy, exact]).could_declare == ()
-    higher = graph("passed", levels("ALWAYS", "ALWAYS"), case_id="e")
-    assert verdict_of([*roomy, higher]).could_declare == ()
+    for declared, measured, expected in (
+        (SINGLE, "UNIFORM_BATCH", ("CUDA-graph level UNIFORM_BATCH",)),
+        (SINGLE, SINGLE, ()),
+        ("ALWAYS", "ALWAYS", ()),
+    ):
+        other = graph("passed", levels(declared, measured), case_id="c")
+        assert verdict_of([*roomy, other]).could_declare == expected
 
 
 def test_what_is_right_without_being_declared_could_be_declared(make, plain, verdict_of):
