@@ -74,7 +74,7 @@ def test_a_gz_that_was_cut_anywhere_is_read_up_to_there(tmp_path, make, header):
             writer.add(make("passed", case_id=name))
     content = path.read_bytes()
     counts = []
-    for size in range(headed, len(content)):
+    for size in range(headed, len(content), 3):
         path.write_bytes(content[:size])
         counts.append(len(read_run(path).records))
     assert counts == sorted(counts)
@@ -93,7 +93,7 @@ def test_a_form_that_no_cut_file_could_be_read_in_is_refused(tmp_path, header, e
 def test_of_a_file_that_decompresses_to_very_much_little_is_kept(tmp_path, ending, pack, monkeypatch):
     monkeypatch.setattr(store, "LONGEST_LINE", 2**21)
     path = tmp_path / f"run.jsonl.{ending}"
-    path.write_bytes(pack(bytes(2**26)))
+    path.write_bytes(pack(bytes(2**25)))
     assert path.stat().st_size < 2**17
     tracemalloc.start()
     try:
@@ -102,7 +102,9 @@ def test_of_a_file_that_decompresses_to_very_much_little_is_kept(tmp_path, endin
         _, most = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
-    assert most < 2**24
+    assert most < 2**23
+    with pytest.raises(RunFileError, match="a line of more than"):
+        read_run("/dev/zero")  # it is not read to its end
 
 
 def test_a_file_of_too_many_lines_is_refused(write, make, tmp_path, monkeypatch):
@@ -118,9 +120,3 @@ def test_a_line_that_is_read_in_pieces_is_whole(write, make, monkeypatch, tmp_pa
     for size in (1, 7, 300):
         monkeypatch.setattr(store, "_CHUNK", size)
         assert read_run(path) == expected
-
-
-def test_an_endless_file_is_not_read_to_its_end(monkeypatch):
-    monkeypatch.setattr(store, "LONGEST_LINE", 2**21)
-    with pytest.raises(RunFileError, match="a line of more than"):
-        read_run("/dev/zero")

@@ -1,5 +1,6 @@
 """Run files: written safely, read strictly."""
 
+import contextlib
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -27,47 +28,39 @@ def test_what_was_written_is_read(write, make, header):
 
 def test_an_interrupted_run_has_no_footer(tmp_path, make, header):
     path = tmp_path / "run.jsonl"
-
-    def interrupted():
-        with RunWriter(path, header) as writer:
-            writer.add(make("passed"))
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        interrupted()
+    with contextlib.suppress(KeyboardInterrupt), RunWriter(path, header) as writer:
+        writer.add(make("passed"))
+        raise KeyboardInterrupt
     run = read_run(path)
     assert not run.complete
     assert not run.cut_line
     assert len(run.records) == 1
 
 
-def test_a_place_in_no_folder_is_a_wrong_question(tmp_path, header):
-    (tmp_path / "file").touch()
-    with pytest.raises(QuestionError, match="cannot be written"), RunWriter(tmp_path / "file" / "run.jsonl", header):
-        pass
-
-
-def test_the_writer_refuses_the_same_record_twice(tmp_path, make, header):
-    with RunWriter(tmp_path / "run.jsonl", header) as writer:
-        writer.add(make("passed"))
-        with pytest.raises(ValueError, match="came twice: smoke/edge"):
-            writer.add(make("failed"))
-
-
 def test_a_line_cut_off_in_the_middle_is_tolerated_and_reported(write, make):
     path = write(make("passed"), make("passed", check="lse"))
-    header, first, second, _ = path.read_text().splitlines()
+    header, first, second, footer = lines_of(path)
     path.write_text(f"{header}\n{first}\n{second[:50]}")
     run = read_run(path)
     assert run.cut_line
     assert not run.complete
     assert [record.check for record in run.records] == ["numerics"]
-
-
-def test_a_last_line_that_only_lacks_its_newline_counts(write, make):
-    path = write(make("passed"))
-    path.write_text(path.read_text().rstrip("\n"))
+    path.write_text(f"{header}\n{first}\n{second}\n{footer}")  # which only lacks its newline
     assert read_run(path).complete
+
+
+def test_what_cannot_be_read_or_written_is_refused(tmp_path, make, header):
+    (tmp_path / "file").write_bytes(b"\xff\xfe\x00\n")
+    with pytest.raises(RunFileError, match="cannot be read: No such file"):
+        read_run(tmp_path / "nothing.jsonl")
+    with pytest.raises(RunFileError, match="is not a run file"):
+        read_run(tmp_path / "file")
+    with pytest.raises(QuestionError, match="cannot be written"), RunWriter(tmp_path / "file" / "run.jsonl", header):
+        pass
+    with RunWriter(tmp_path / "run.jsonl", header) as writer:
+        writer.add(make("passed"))
+        with pytest.raises(ValueError, match="came twice: smoke/edge"):
+            writer.add(make("failed"))
 
 
 def due(make: Make) -> list[Record]:
@@ -193,14 +186,3 @@ def test_a_check_by_its_former_name_is_read_as_the_one_of_today(tmp_path, write,
 
 def edit(line: str, **changes: object) -> str:
     return json.dumps(json.loads(line) | changes)
-
-
-def test_a_file_that_is_not_there(tmp_path):
-    with pytest.raises(RunFileError, match="cannot be read: No such file"):
-        read_run(tmp_path / "nothing.jsonl")
-
-
-def test_a_file_that_is_no_text(tmp_path):
-    (tmp_path / "run.jsonl").write_bytes(b"\xff\xfe\x00\n")
-    with pytest.raises(RunFileError, match="is not a run file"):
-        read_run(tmp_path / "run.jsonl")

@@ -4,7 +4,7 @@ import pytest
 
 from attncheck.reports.analysis.repro import repro_command
 from attncheck.reports.analysis.summary import summarise
-from attncheck.reports.analysis.utilities import function_rows, notes_by_heading, provider_title
+from attncheck.reports.analysis.utilities import function_rows, notes_by_heading
 from attncheck.reports.document.run_values import RunValues
 from attncheck.reports.markdown import run as markdown
 from attncheck.reports.run_file.header import BackendInfo, SuiteInfo
@@ -32,13 +32,6 @@ def mine(header):
     )
 
 
-def test_rows_show_counts_and_a_dash_for_none(function):
-    figures = {"questions": 9, "equal": 7, "drifted": 2, "judged": 0, "differs": 0, "drifts": 1, "judgements": 0}
-    (row,) = function_rows([function("f", figures=figures)], "mine")
-    assert (row.name, row.word, *row.counts) == ("f", "drifted", "9", "7", "2", "-", "-")
-    assert function_rows([function("f")], "another") == ()
-
-
 def test_functions_of_which_the_same_is_known_share_a_sentence(function):
     gone = {"reasons": ["went away"]}
     records = [
@@ -47,6 +40,10 @@ def test_functions_of_which_the_same_is_known_share_a_sentence(function):
         function("h", "unsupported", **gone),
         function("i", notes=("upper bound: 3 maxima",)),
     ]
+    figures = {"questions": 9, "equal": 7, "drifted": 2, "judged": 0, "differs": 0, "drifts": 1, "judgements": 0}
+    (row,) = function_rows([function("f", figures=figures)], "mine")
+    assert (row.name, row.word, *row.counts) == ("f", "drifted", "9", "7", "2", "-", "-")
+    assert function_rows(records, "another") == ()
     assert notes_by_heading(function_rows(records, "mine")) == (
         ("known departures", (("g", "drift: x"),)),
         ("missing", (("f, h", "went away"),)),
@@ -76,11 +73,7 @@ def test_providers_are_counted_apart_from_backends(function, make, mine):
     assert not summary.gaps
     counts = "passed: 1 backend, 1 case: 1 right; 1 provider, 2 functions: 1 passed, 1 unsupported"
     assert RunValues(mine, records).closing() == counts
-
-
-def test_the_terminal_shows_both(function, make, mine):
-    text = terminal.render(mine, [make("passed"), function("f")])
-    assert provider_title(mine, "mine") == "utilities of mine 7"
+    text = terminal.render(mine, records)
     assert text.index("backend ") < text.index("utilities of mine 7") < text.index("passed: 1 backend")
 
 
