@@ -58,7 +58,7 @@ def visit(browser):
     assert complaints == []
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def make(make_record):
     """``make("failed", case_id="b", ...)``: short for ``make_record``."""
     return make_record
@@ -74,7 +74,7 @@ def write(tmp_path, header, write_run):
     return write
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def run_of(header):
     """``run_of(records, path="new.jsonl", is_complete=False, seed=1)``: a run; other fields are of its header."""
 
@@ -114,7 +114,7 @@ def latency(part: str, median_ns: float, **fields: Any) -> dict[str, Any]:
     return found | fields
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def timed(make):
     """``timed({"forward": 1e6, "build": 5e4}, round=1)``: a passed timing with these medians, in nanoseconds.
 
@@ -128,7 +128,7 @@ def timed(make):
     return build
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def rounds_of(timed):
     """``rounds_of(medians, build=medians, backend="Wrong")``: one record a round."""
 
@@ -142,7 +142,7 @@ def rounds_of(timed):
     return build
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def graph(make):
     """``graph("failed", levels, case_id=...)``: a record of the check ``cudagraph`` with these levels."""
 
@@ -153,7 +153,7 @@ def graph(make):
     return record
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def graph_header(header):
     return header.model_copy(update={"checks": ("numerics", "cudagraph")})
 
@@ -212,7 +212,7 @@ class Parsed(HTMLParser):
         return json.loads(self.texts["script"][0])
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def parsed():
     """``parsed(page)``: an HTML page taken apart."""
     return Parsed

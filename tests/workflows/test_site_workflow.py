@@ -66,7 +66,7 @@ def job(tmp_path):
     return run
 
 
-def test_runs_are_kept_and_the_site_has_all_of_them(job, tmp_path):
+def test_runs_are_kept_once_and_the_site_has_all_of_them(job, tmp_path):
     job("7")
     checkout = job("8")
     names = "attncheck-h100/xformers-vllm-auto.jsonl.gz"
@@ -74,10 +74,7 @@ def test_runs_are_kept_and_the_site_has_all_of_them(job, tmp_path):
     assert git(tmp_path / "origin", "ls-tree", "-r", "--name-only", "main").split() == ["README"]
     shown = (checkout / "site/runs.html").read_text(encoding="utf-8")
     assert all(f"{run}/{names}" in shown for run in ("7", "8"))
-
-
-def test_a_job_that_runs_again_or_by_hand_keeps_nothing_new(job, tmp_path):
-    job("7")
+    # A job that runs again, or by hand, keeps nothing new.
     kept = git(tmp_path / "origin", "rev-parse", KEPT)
     job("7")
     assert (job("") / "site/index.html").is_file()

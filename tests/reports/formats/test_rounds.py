@@ -2,8 +2,6 @@
 
 from collections.abc import Callable
 
-import pytest
-
 from attncheck.reports import github
 from attncheck.reports.analysis.summary import summarise, worst_rounds
 from attncheck.reports.markdown import run as markdown
@@ -18,9 +16,8 @@ def round_records(make: Make, *outcomes: str, **fields: object) -> list[Record]:
     return [make(outcome, check="timing", round=index, **fields) for index, outcome in enumerate(outcomes)]
 
 
-@pytest.mark.parametrize(
-    ("outcomes", "worst"),
-    [
+def test_the_worst_outcome_of_its_rounds_counts_once(make):
+    for outcomes, worst in (
         (("passed", "passed"), "passed"),
         (("passed", "failed", "passed"), "failed"),
         (("failed", "errored", "crashed"), "crashed"),
@@ -29,12 +26,14 @@ def round_records(make: Make, *outcomes: str, **fields: object) -> list[Record]:
         (("xpassed", "xfailed"), "xpassed"),
         # What could not be examined once was not examined in as many rounds as requested.
         (("passed", "unavailable"), "unavailable"),
-    ],
-)
-def test_the_worst_outcome_of_its_rounds_counts_once(make, outcomes, worst):
-    summary = summarise(round_records(make, *outcomes))
-    assert summary.total.counts == ((worst, 1),)
-    assert summary.most_rounds == len(outcomes)
+    ):
+        summary = summarise(round_records(make, *outcomes))
+        assert summary.total.counts == ((worst, 1),)
+        assert summary.most_rounds == len(outcomes)
+    for shares, worst in (((0.2, 0.9, 0.4), 0.9), ((0.2, "NaN", 3.0), float("inf"))):
+        records = [make("passed", check="timing", round=n, figures={BUDGET_SHARE: x}) for n, x in enumerate(shares)]
+        assert summarise(records).total.worst_share == worst
+    assert summarise([make("passed"), make("failed", check="lse")]).rounds == {}
 
 
 def test_questions_stay_apart_and_in_order(make):
@@ -46,18 +45,6 @@ def test_questions_stay_apart_and_in_order(make):
     ]
     found = [(each.record.case_id, each.record.outcome, each.rounds, each.short) for each in worst_rounds(records)]
     assert found == [("b", "failed", 2, 1), ("a", "passed", 2, 0), ("b", "passed", 1, 0), ("b", "errored", 2, 2)]
-
-
-def test_without_rounds_records_are_what_they_are(make):
-    records = [make("passed"), make("failed", check="lse")]
-    assert [each.record for each in worst_rounds(records)] == records
-    assert summarise(records).rounds == {}
-
-
-@pytest.mark.parametrize(("shares", "worst"), [((0.2, 0.9, 0.4), 0.9), ((0.2, "NaN", 3.0), float("inf"))])
-def test_the_worst_share_of_the_budget_is_over_all_rounds(make, shares, worst):
-    records = [make("passed", check="timing", round=i, figures={BUDGET_SHARE: x}) for i, x in enumerate(shares)]
-    assert summarise(records).total.worst_share == worst
 
 
 def test_reports_list_a_failure_of_several_rounds_once(make, header):

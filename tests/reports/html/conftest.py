@@ -44,7 +44,7 @@ def latency(part: str, samples_ns: Sequence[int], **work: int) -> dict[str, Any]
     }
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def record_of(make):
     """``record_of("failed", case_id="a", ...)``: a record with defaults for all other fields."""
 
@@ -56,12 +56,12 @@ def record_of(make):
     return record
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def run_with(run_of):
     return partial(run_of, environment=ENVIRONMENT, device="cuda")
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def timed(record_of):
     """``timed(["one", "two"], (512, 1024), rounds=5, slower=1.3)``: records of times and outputs.
 
