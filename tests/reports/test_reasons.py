@@ -2,6 +2,7 @@
 
 import pytest
 
+from attncheck.reports.analysis.phrases import cut
 from attncheck.reports.analysis.reasons import joined, listed, without_first_figure
 
 SHAPE = "data-dependent shape: x[...] (aten.index)"
@@ -54,3 +55,7 @@ def test_reasons_that_differ_in_their_first_figure_list_it():
     dtypes = [f"dtype {name}: supported are bfloat16" for name in ("float16", "float32")]
     assert list(map(without_first_figure, dtypes)) == dtypes
     assert without_first_figure("head_size 72: 64, 128") != without_first_figure("head_size 72: 64")
+
+
+def test_a_text_of_just_the_width_is_not_cut():
+    assert (cut("abcdef", 6), cut("abcdefg", 6)) == ("abcdef", "abc...")

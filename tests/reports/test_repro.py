@@ -7,19 +7,16 @@ import pytest
 from attncheck.reports.analysis.repro import repro_command
 
 
-def test_variables_that_the_run_passed_are_passed_again(make, header):
+def test_variables_that_a_run_needs_or_passed_are_in_the_line(make, header):
     words = ("attncheck", "run", "--pass-env", "A,B", "--suite=x", "--pass-env=C*")
-    line = repro_command(make("failed"), header.model_copy(update={"command": words}))
-    assert line.endswith("--device cpu '--pass-env=C*' --pass-env A,B --in-process")
-
-
-def test_the_required_environment_comes_first(make, header):
     required = {"TRITON_INTERPRET": "1", "FLAGS": "a b;c"}
     backends = (header.backends[0], header.backends[1].model_copy(update={"required_environment": required}))
-    run_header = header.model_copy(update={"backends": backends})
-    line = repro_command(make("failed", backend="Wrong"), run_header)
+    stated = header.model_copy(update={"command": words, "backends": backends})
+    line = repro_command(make("failed", backend="Wrong"), stated)
     assert line.startswith("TRITON_INTERPRET=1 FLAGS='a b;c' attncheck run --backend ./wrong.py:Wrong ")
-    assert repro_command(make("failed"), run_header).startswith("attncheck run --backend reference ")
+    line = repro_command(make("failed"), stated)
+    assert line.startswith("attncheck run --backend reference ")
+    assert line.endswith("--device cpu '--pass-env=C*' --pass-env A,B --in-process")
 
 
 def test_what_a_stranger_named_reaches_no_shell(make):

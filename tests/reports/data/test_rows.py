@@ -48,14 +48,10 @@ def test_figures_levels_times_and_causes_have_columns(write, make, timed):
     assert (row["forward_median_ns"], row["build_median_ns"]) == ("2000000.0", "")
 
 
-def test_a_text_of_foreign_code_stays_in_its_cell(write, make):
-    (row,) = rows_of(write(make("errored", message='a "b", c;\x1b[2J\nd')))
-    assert row["what"] == 'RuntimeError in forward: a "b", c;?[2J'
-    assert row["check"] == "numerics"
-
-
 def test_a_text_that_a_spreadsheet_would_calculate_has_an_apostrophe(write, make):
     texts = ("=1+1", "+1", "-1", "@SUM(A1)", "1-1", "\t=1")
     rows = rows_of(write(*(make("unsupported", case_id=text, reasons=(text,)) for text in texts)))
     assert [row["case_id"] for row in rows] == ["'=1+1", "'+1", "'-1", "'@SUM(A1)", "1-1", "\t=1"]
+    (row,) = rows_of(write(make("errored", message='a "b", c;\x1b[2J\nd'), name="foreign.jsonl"))
+    assert (row["check"], row["what"]) == ("numerics", 'RuntimeError in forward: a "b", c;?[2J')
     assert [row["what"] for row in rows] == ["'=1+1", "'+1", "'-1", "'@SUM(A1)", "1-1", "'=1"]

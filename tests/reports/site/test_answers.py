@@ -10,15 +10,12 @@ from attncheck.reports.analysis.support import REFUSED
 from attncheck.reports.site.pages import badge, history, verdict
 
 
-def test_a_known_fault_is_wrong_whatever_the_run_expected(run_file, subjects_of):
+def test_a_known_fault_and_a_fault_beside_right_outputs_make_no_green_verdict(run_file, subjects_of):
     (known,) = subjects_of(run_file(1, {"a": "xfailed", "b": "passed"}))
     assert verdict(known) == ("wrong (known)", "bad", "1 finding, 1 case right, 1 wrong")
     assert "wrong (known): 1 finding" in badge(known)
     (both,) = subjects_of(run_file(1, {"a": "xfailed"}), run_file(2, {"c": "failed"}, finding="the sinks are ignored"))
     assert verdict(both)[:2] == ("wrong", "bad")
-
-
-def test_a_fault_beside_right_outputs_makes_no_green_verdict(run_file, subjects_of):
     right, wrong = subjects_of(run_file(1, {"a": "passed"}), run_file(1, {"a": "failed"}, backend="Other"))
     ((run, backend),) = right.runs
     mine = replace(right, runs=((run, replace(backend, findings=wrong.runs[0][1].findings)),))
@@ -107,30 +104,21 @@ def test_the_newest_result_of_each_case_of_the_newest_version_counts(run_file, s
     assert {name: case.counted.count for name, case in mine.cases.items()} == {"smoke/a": "right", "smoke/b": "right"}
     assert (mine.version, mine.findings, verdict(mine).word) == ("2", (), "right")
     assert [(len(period.runs), period.backend.version) for period in history(mine)] == [(1, "2"), (1, "2"), (1, "1")]
-
-
-def test_a_run_that_compares_no_outputs_hides_no_wrong_one(run_file, subjects_of):
-    wrong = run_file(1, {"a": "failed"})
-    (mine,) = subjects_of(wrong, run_file(2, {"a": "passed"}, check="poison"))
-    assert verdict(mine)[:2] == ("wrong", "bad")
-    assert [finding.title for finding, _ in mine.findings] == ["the window is ignored"]
-    (later,) = subjects_of(wrong, run_file(2, {"a": "passed"}))
-    assert verdict(later)[:2] == ("right", "good")
+    # Equal runs of a version are one line, and GPUs come before CPUs.
+    days = [run_file(day, {"a": "passed"}, device="z gpu") for day in (1, 2, 3)]
+    cpu = run_file(1, {"a": "passed"}, device="a cpu", machine={"capability": None})
+    gpu, other = subjects_of(cpu, *days, run_file(4, {"a": "passed"}, device="z gpu", version="2"))
+    assert (gpu.device, other.device) == ("z gpu", "a cpu")
+    assert [len(period.runs) for period in history(gpu)] == [1, 3]
 
 
 def test_a_finding_counts_until_all_of_its_cases_are_examined_again(run_file, subjects_of):
-    runs = [run_file(1, {"a": "failed", "b": "failed"}), run_file(2, {"a": "passed"})]
-    assert len(subjects_of(*runs)[0].findings) == 1
-    assert subjects_of(*runs, run_file(3, {"b": "passed"}))[0].findings == ()
-
-
-def test_equal_runs_of_a_version_are_one_line_of_the_history(run_file, subjects_of):
-    days = [run_file(day, {"a": "passed"}) for day in (1, 2, 3)]
-    (mine,) = subjects_of(*days, run_file(4, {"a": "passed"}, version="2"), run_file(5, {"a": "failed"}, version="2"))
-    assert [len(period.runs) for period in history(mine)] == [1, 1, 3]
-
-
-def test_gpus_come_before_cpus(run_file, subjects_of):
-    gpu = run_file(1, {"a": "passed"}, device="z gpu")
-    cpu = run_file(1, {"a": "passed"}, device="a cpu", machine={"capability": None})
-    assert [subject.device for subject in subjects_of(cpu, gpu)] == ["z gpu", "a cpu"]
+    wrong = run_file(1, {"a": "failed", "b": "failed"})
+    later = run_file(3, {"a": "passed"})
+    unjudged = run_file(2, {"a": "passed", "b": "passed"}, check="poison")  # it compares no outputs
+    for runs in ([unjudged], [later]):
+        (mine,) = subjects_of(wrong, *runs)
+        assert verdict(mine)[:2] == ("wrong", "bad")
+        assert [finding.title for finding, _ in mine.findings] == ["the window is ignored"]
+    (mine,) = subjects_of(wrong, later, run_file(4, {"b": "passed"}))
+    assert (verdict(mine)[:2], mine.findings) == (("right", "good"), ())
