@@ -164,10 +164,16 @@ _OWN_FIELDS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.fixture(scope="session")
-def header() -> RunHeader:
+@pytest.fixture
+def header(make_header: Callable[[], RunHeader]) -> RunHeader:
     """The header of a run of two suites, three checks and two backends; vary it with ``model_copy``."""
-    return RunHeader(
+    return make_header()
+
+
+@pytest.fixture(scope="session")
+def make_header() -> Callable[[], RunHeader]:
+    """``make_header()`` returns ``header`` anew: a header keeps what it has worked out, and its copies have that too."""
+    return lambda: RunHeader(
         started="2026-01-01T00:00:00+00:00",
         environment=ENVIRONMENT,
         suites=(SuiteInfo(name="smoke", ref="smoke", cases=2), SuiteInfo(name="mine", ref="./my suite.yaml", cases=1)),

@@ -75,7 +75,7 @@ def write(tmp_path, header, write_run):
 
 
 @pytest.fixture(scope="session")
-def run_of(header):
+def run_of(make_header):
     """``run_of(records, path="new.jsonl", is_complete=False, seed=1)``: a run; other fields are of its header."""
 
     numbers = itertools.count()
@@ -93,7 +93,7 @@ def run_of(header):
         footer = RunFooter(finished="2026-01-01T00:10:00+00:00", counts=count_outcomes(records))
         return Run(
             path or f"run-{next(numbers)}.jsonl",
-            header.model_copy(update=described | fields),
+            make_header().model_copy(update=described | fields),
             records,
             footer if is_complete else None,
         )
@@ -153,7 +153,7 @@ def graph(make):
     return record
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture
 def graph_header(header):
     return header.model_copy(update={"checks": ("numerics", "cudagraph")})
 

@@ -26,24 +26,6 @@ def test_verdicts(make):
         assert summarise(records).verdict == verdict
 
 
-def test_tables_are_by_backend_and_check_and_by_backend_and_suite(make):
-    records = [
-        make("passed", check="cache_write", backend="Wrong", suite="mine"),
-        make("failed", check="numerics", backend="Wrong", suite="mine"),
-        make("passed", check="numerics", backend="Wrong"),
-        make("passed", check="numerics"),
-    ]
-    summary = summarise(records, checks=("numerics", "lse", "cache_write"))
-    assert summary.backends == ("Wrong", "reference")
-    assert summary.suites == ("mine", "smoke")
-    assert summary.checks == ("numerics", "cache_write")
-    assert summary.cases == 2
-    assert (summary.by_check["Wrong", "numerics"]["passed"], summary.by_check["Wrong", "numerics"].examined) == (1, 2)
-    assert (summary.by_suite["Wrong", "mine"]["passed"], summary.by_suite["Wrong", "mine"].examined) == (1, 2)
-    assert ("reference", "mine") not in summary.by_suite
-    assert summary.short == (records[1],)
-
-
 def test_equal_reasons_are_one_gap(make):
     small, large = ["head_size 80"], ["head_size 256", "no window"]
     records = [

@@ -130,10 +130,7 @@ def test_all_candidates_suites_and_graph_miniatures_run_on_the_gpu(script, runs)
     folders = ROOT / "backends" / "mutants", ROOT / "tests" / "miniatures"
     files = {path.stem for folder in folders for path in folder.glob("graphs*.py")}
     assert {f"miniatures/{file}" for file in files} <= runs.keys()
-
-
-def test_classes_of_vllm_and_the_audit_end_within_the_limit_of_a_command(script, runs):
-    """The classes run at once, and what their limit leaves is for their start and their reports."""
+    # Classes of vLLM and the audit run at once, and what their limit leaves is for their start and their reports.
     classes = {name: params for name, params in runs.items() if name.startswith("vllm/")}
     assert len(classes) == 8
     assert {params["backend_timeout"] for params in classes.values()} == {24.0}

@@ -107,18 +107,23 @@ def test_the_exit_code_of_the_run_is_that_of_the_step_and_an_output(runner):
         assert Path(runner.outputs["run-file"]).exists() == (code != 2)
 
 
-@pytest.mark.parametrize(("end", "code", "message"), [("hang", 124, "after 0.005 minutes"), ("crash", 139, "")])
-def test_a_run_that_hangs_or_dies_ends_the_step_and_leaves_its_file(runner, end, code, message):
-    found, printed = runner.examine(end=end, MINUTES="0.005")
+@pytest.mark.parametrize(
+    ("end", "minutes", "code", "message"), [("hang", "0.03", 124, "after 0.03 minutes"), ("crash", "1", 139, "")]
+)
+def test_a_run_that_hangs_or_dies_ends_the_step_and_leaves_its_file(runner, end, minutes, code, message):
+    found, printed = runner.examine(end=end, MINUTES=minutes)
     assert found == code
     assert message in printed
     assert runner.outputs["exit-code"] == str(code)
-    path = Path(runner.outputs["run-file"])
-    assert runner.step("report", RUN_FILE=str(path))[0] == 0
+    assert runner.step("report", RUN_FILE=runner.outputs["run-file"])[0] == 0
     assert [call[0] for call in runner.calls] == ["run", "report", "report", "report"]
-    path.unlink()  # as before the first record
-    _, printed = runner.step("report", RUN_FILE=str(path))
-    assert ("stopped after 0.005 minutes (input minutes); nothing was examined by then" in printed) == (end == "hang")
+
+
+def test_a_time_out_before_the_first_record_is_reported(runner):
+    (runner.folder / "bin" / "attncheck").write_text("#!/usr/bin/env bash\nexec sleep 60\n", encoding="utf-8")
+    assert runner.examine(MINUTES="0.005")[0] == 124
+    _, printed = runner.step("report", RUN_FILE=runner.outputs["run-file"])
+    assert "stopped after 0.005 minutes (input minutes); nothing was examined by then" in printed
 
 
 def test_quotes_group_words_and_patterns_are_not_expanded(runner):

@@ -99,6 +99,9 @@ def test_suites_are_by_suite_and_backend_and_times_add_up(make, header):
     both = ET.fromstring(junit.render_runs([run, run]))
     assert [suite.get("id") for suite in both] == ["0", "1", "2", "3", "4", "5"]
     assert both.get("tests") == "8"
+    mine = make("passed", backend="Wrong", backend_ref="/work/kernels/mine.py:Mine")
+    rooted = ET.fromstring(junit.render_runs([Run("run.jsonl", header, (mine, records[0]))], "/work"))
+    assert [case.get("file") for case in rooted.iter("testcase")][:2] == ["kernels/mine.py", None]
 
 
 def test_what_failed_the_run_besides_is_an_error(make, header):
@@ -136,19 +139,6 @@ def test_what_xml_cannot_hold_is_replaced_and_the_rest_escaped(make, header):
     lone = make("failed").model_copy(update={"summary": "a\udcffb"})
     text = junit.render_runs([Run("run.jsonl", header, (lone,))]).encode("utf-8")
     assert "a?b" in ET.fromstring(text)[0].find("testcase/failure").attrib["message"]
-
-
-def test_a_test_names_the_file_of_its_backend_from_the_root_of_the_checkout(make, header):
-    records = (
-        make("passed", backend="Mine", backend_ref="/work/kernels/mine.py:Mine"),
-        make("failed", backend="Other", backend_ref="./other.py:Other"),
-        make("passed", backend="Elsewhere", backend_ref="/home/mine.py:Elsewhere"),
-        make("passed"),
-    )
-    root = ET.fromstring(junit.render_runs([Run("run.jsonl", header, records)], "/work"))
-    files = {case.attrib["classname"].rpartition(".")[2]: case.get("file") for case in root.iter("testcase")}
-    del files["run"]  # the run is incomplete
-    assert files == {"Mine": "kernels/mine.py", "Other": "other.py", "Elsewhere": None, "reference": None}
 
 
 def test_failures_of_one_finding_have_one_type_and_state_what_is_common(make, header):

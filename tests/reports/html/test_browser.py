@@ -70,14 +70,6 @@ def test_filters_narrow_the_records_and_are_in_the_address(show, run):
     assert cells(again, 6) == ["7 of 40 rows"]
 
 
-def test_a_filter_selects_one_of_several_runs(show, run, run_with, record_of):
-    page = show(run, run_with([record_of(backend="first")], path="other.jsonl"))
-    wait_for(page, "26 cases")
-    page.get_by_label("Run").select_option("other.jsonl")
-    wait_for(page, "1 case")
-    assert cells(page, 2) == ["other.jsonl"]
-
-
 def test_columns_sort_both_ways(show, run):
     page = show(run)
     head = page.locator(".rows").get_by_role("button", name="error / allowed")
@@ -132,24 +124,7 @@ def test_a_case_opens_by_keyboard_and_shows_all_records(show, run):
     assert cells(page, 2) == ["first", "second", "third"]
 
 
-def test_a_failure_has_what_describes_it(show, run):
-    page = show(run, address="#outcome=failed")
-    page.get_by_role("button", name="Details of decode/window").click()
-    opened = page.locator("tr.opened")
-    for text in ("8 heads, 2 KV heads. one new token each", "the window is one key too long"):
-        assert opened.get_by_text(text).first.is_visible()
-    assert opened.locator("pre").inner_text() == "a\nb"
-
-
-def test_the_line_of_a_finding_is_copied(show, run):
-    page = show(run, permissions=["clipboard-read", "clipboard-write"])
-    card = page.locator(".card")
-    card.get_by_role("button").click()
-    card.get_by_text("Copied").wait_for()
-    assert page.evaluate("navigator.clipboard.readText()") == card.locator(".command code").inner_text()
-
-
-def test_cells_and_findings_lead_to_their_records(show, run):
+def test_cells_and_findings_lead_to_their_records(show, run, run_with, record_of):
     page = show(run)
     page.get_by_role("link", name="8/9").click()
     wait_for(page, "9 cases")
@@ -157,6 +132,16 @@ def test_cells_and_findings_lead_to_their_records(show, run):
     page.get_by_role("link", name="Records of this finding").click()
     wait_for(page, "1 case")
     assert cells(page, 3) == ["decode/window"]
+    page.get_by_role("button", name="Details of decode/window").click()
+    opened = page.locator("tr.opened")
+    for text in ("8 heads, 2 KV heads. one new token each", "the window is one key too long"):
+        assert opened.get_by_text(text).first.is_visible()
+    assert opened.locator("pre").inner_text() == "a\nb"
+    several = show(run, run_with([record_of(backend="first")], path="other.jsonl"))
+    wait_for(several, "26 cases")
+    several.get_by_label("Run").select_option("other.jsonl")
+    wait_for(several, "1 case")
+    assert cells(several, 2) == ["other.jsonl"]
 
 
 def test_dark_is_the_systems_choice_until_the_reader_chooses(show, run):
@@ -191,22 +176,26 @@ def test_the_page_fits_a_narrow_window(show, timed, run_with):
     assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
 
 
-def test_without_a_script_the_summary_is_readable(show, run):
-    page = show(run, java_script_enabled=False)
-    assert page.get_by_text("The table of records needs JavaScript").is_visible()
-    assert page.locator("button:visible, select:visible").count() == 0
-    for text in ("failed", "7 of 40 rows", "the window is one key too long"):
-        assert page.get_by_text(text).first.is_visible()
-    assert page.locator("svg.chart").first.is_visible()
-
-
-def test_the_first_screen_of_a_phone_has_the_verdicts(show, run):
-    page = show(run, viewport={"width": 390, "height": 844})
+def test_without_a_script_the_summary_is_readable_and_on_the_first_screen_of_a_phone(show, run):
+    page = show(run, java_script_enabled=False, viewport={"width": 390, "height": 844})
     for backend, verdict in (("first", "passed"), ("second", "passed"), ("third", "failed")):
         line = page.locator("section > ul > li", has_text=f"{backend}:").first
         assert line.locator(".chip").inner_text() == verdict
         box = line.bounding_box()
         assert box["y"] + box["height"] < 844
+    assert page.get_by_text("The table of records needs JavaScript").is_visible()
+    assert page.locator("button:visible, select:visible").count() == 0
+    for text in ("7 of 40 rows", "the window is one key too long"):
+        assert page.get_by_text(text).first.is_visible()
+    assert page.locator("svg.chart").first.is_visible()
+
+
+def test_the_line_of_a_finding_is_copied(show, run):
+    page = show(run, permissions=["clipboard-read", "clipboard-write"])
+    card = page.locator(".card")
+    card.get_by_role("button").click()
+    card.get_by_text("Copied").wait_for()
+    assert page.evaluate("navigator.clipboard.readText()") == card.locator(".command code").inner_text()
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
