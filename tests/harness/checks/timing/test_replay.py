@@ -9,21 +9,17 @@ from inline_snapshot import snapshot
 from attncheck.backends.candidates.reference import ReferenceBackend, ReferenceBuilder, ReferenceImpl
 from attncheck.backends.contract import AttentionCGSupport
 from attncheck.harness.checks.cudagraph.recorder import CaptureError, Recording, Violation
-from attncheck.harness.checks.findings import FindingError, TimingSettings
-from attncheck.harness.checks.timing import check
+from attncheck.harness.checks.findings import FindingError
 from attncheck.harness.checks.timing.check import (
     LatestAnswer,
     TimedStep,
-    TimingConditions,
-    TimingMeasurement,
     allows_graph,
     level_of,
 )
-from attncheck.harness.checks.timing.clock import HostClock, sample
+from attncheck.harness.checks.timing.clock import HostClock
 from attncheck.harness.checks.timing.contents import FreshContents
 from attncheck.harness.driver.session import Session
 from attncheck.harness.problem.problem import build_problem
-from attncheck.harness.truth.truth import truth_of
 from attncheck.reference.spec import BatchSpec, RequestSpec
 from attncheck.reports.run_file.timings import ClockOverhead
 
@@ -151,27 +147,6 @@ def test_where_no_graph_comes_about_forward_is_timed_and_it_is_noted(make_case):
     assert step.clock_name == "host"
     (note,) = step.notes
     assert note == snapshot("forward is not replayed from a graph, though one is declared: host read: .item()")
-
-
-def test_a_measurement_replays_what_it_can_capture(make_case, monkeypatch):
-    capture_sizes = []
-
-    class RecordingBuilder(Builder):
-        def __init__(self, spec, names, config, device):
-            super().__init__(spec, names, config, device)
-            capture_sizes.append(config.compilation_config.cudagraph_capture_sizes)
-
-    backend = type("Recording", (Graphed,), {"Builder": RecordingBuilder})
-    problem = build_problem(make_case((1, 21), (4, 40), (1, 17), padding=(1, 3), dtype="float32"), 0)
-    decodes = check.parts_of(problem)["decode"].case.batch
-    monkeypatch.setattr(check.TimingMeasurement, "_is_replayed", lambda _self, part: part.case.batch == decodes)
-    monkeypatch.setattr(check, "recorder_for", lambda _device: Recorder())
-    settings = TimingSettings(limit_s=60, min_samples=1, max_samples=1)
-    bench = TimingConditions(CPU, settings, lambda _part, take, limits: sample(take, limits))
-    timing_measurement = TimingMeasurement(bench, backend, problem, truth_of(problem, CPU, refuse_blindness=False))
-    clocks = {latency.part: latency.clock for latency in timing_measurement.latencies()}
-    assert clocks == {"forward": "host", "build": "host", "decode": "graph", "prefill": "host"}
-    assert capture_sizes[0] == [2]  # the decodes, without padding
 
 
 @pytest.mark.parametrize(
