@@ -126,8 +126,8 @@ def test_a_device_lost_by_a_declaration_shows_as_the_case_is_prepared(
 
 
 def test_a_fault_of_ours_stays_one(make_case: Any, records: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(evaluate, "shortage", lambda *_: [][0])
-    with pytest.raises(IndexError):
+    monkeypatch.setattr(evaluate, "shortage", lambda *_: {}["ours"])
+    with pytest.raises(KeyError, match="ours"):
         records(make_case(), lambda: None)
 
 
