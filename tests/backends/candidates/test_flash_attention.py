@@ -228,7 +228,11 @@ OF_FLASH_ATTN = {"cap": {"logits_soft_cap": 2.0}, "alibi": {"alibi": True}}
     ("batch", "name"),
     [
         *(("mixed", name) for name in (*LAYERS, *OF_FLASH_ATTN)),
-        *((batch, name) for batch in ("decode", "verify") for name in ("plain", "window", "not causal", *OF_FLASH_ATTN)),
+        *(
+            (batch, name)
+            for batch in ("decode", "verify")
+            for name in ("plain", "window", "not causal", *OF_FLASH_ATTN)
+        ),
         ("prompts of one length", "plain"),
     ],
 )
