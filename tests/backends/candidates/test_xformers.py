@@ -193,6 +193,7 @@ print(sorted(PagedSplitK.SUPPORTED_DEVICES), torch.float32 in PagedSplitK.SUPPOR
 """
 
 
+@pytest.mark.slow
 def test_the_library_is_loaded_late_quietly_and_on_a_cpu_only_if_interpreted(monkeypatch, preloaded):
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, check=True)

@@ -1,7 +1,7 @@
 """Kernels of Triton and of torch's compiler compile for GPUs that are not here, fit into them, and are few.
 
 That a compiled kernel is right, only a GPU shows. On a GPU each takes seconds of one thread, so numbers that differ
-from layer to layer and step to step are arguments. Whole suites are compiled and counted by the tests marked
+from layer to layer and step to step are arguments. At night the other kernels are compiled; whole suites, by tests marked
 ``kernels``.
 """
 
@@ -110,18 +110,21 @@ def test_the_widest_heads_fit_the_smallest_gpu(printed_by: Callable[..., Any]) -
     assert_fits(kernels, SMALLEST, spilled=A_FEW_REGISTERS)
 
 
+@pytest.mark.slow
 def test_the_largest_latent_tile_fits_the_smallest_gpu(printed_by: Callable[..., Any]) -> None:
     kernels = printed_by("launches.py", SMALLEST, LATENT + "attend(1, 128, bfloat16)")
     assert [kernel["name"] for kernel in kernels] == ["attend_latent"]
     assert_fits(kernels, SMALLEST, spilled=A_FEW_REGISTERS)
 
 
+@pytest.mark.slow
 def test_prompts_are_multiplied_from_registers_that_suffice(printed_by: Callable[..., Any]) -> None:
     """Of the GPU that tiles were chosen for."""
     kernels = printed_by("launches.py", 90, UNIFIED + "attend(64, torch.bfloat16)")
     assert_fits(kernels, 90)
 
 
+@pytest.mark.slow
 def test_writers_and_merging_compile(printed_by: Callable[..., Any]) -> None:
     kernels = printed_by("launches.py", SMALLEST, OTHERS)
     assert [kernel["name"] for kernel in kernels] == ["write_cache_kernel"] * 4 + ["merge_states_kernel"]
