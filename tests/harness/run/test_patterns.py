@@ -132,13 +132,6 @@ def test_a_case_that_the_defaults_make_invalid_is_named_with_the_reason() -> Non
         select_cases(["smoke"], ["decode.float32"], settings=["layer.num_heads=7"])
 
 
-def test_chosen_cases_come_first_and_the_others_stay_in_order() -> None:
-    selection = select_cases(["decode"])
-    keys = [case.key for case in selection.cases]
-    first = selection.beginning_with([keys[3], keys[1], "decode/gone"])
-    assert [case.key for case in first.cases] == [keys[1], keys[3], keys[0], keys[2], *keys[4:]]
-
-
 def test_the_checks_that_are_made_of_any_case_are_in_the_order_of_reports() -> None:
     selection = select_cases(["smoke"], ["prefill"], ["lse", "numerics"])
     assert selection.selected_checks == selection.checks == ("numerics", "lse")
