@@ -80,6 +80,15 @@ def test_a_length_beyond_the_table_is_refused(make_step):
         step.builder().build(0, common)
 
 
+def test_heads_before_tokens_are_refused_before_anything_changes(make_step):
+    step = make_step(XFormersBackend, PLAIN, MIXED)
+    before = step.kv_cache.clone()
+    with pytest.raises(ValueError, match="its tokens are not one run"):
+        step.run(kv_cache=step.kv_cache.transpose(2, 3).contiguous().transpose(2, 3))
+    assert torch.equal(step.kv_cache.view(torch.int32), before.view(torch.int32))
+    assert step.output.isnan().all()
+
+
 @pytest.mark.parametrize(("modifiers", "is_available"), [({}, False), ({"sliding_window": 3}, True)])
 def test_bfloat16_is_available_where_the_interpreter_can_multiply_it(modifiers, is_available, monkeypatch):
     layer, batch = replace(PLAIN, dtype="bfloat16", **modifiers), BatchSpec(requests=(RequestSpec(query_len=1),))
