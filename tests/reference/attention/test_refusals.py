@@ -54,14 +54,12 @@ REQUESTS = {
 }
 REQUEST_ROWS = [
     ({"block_table": ints([1, 2])}, "block_table.shape"),
-    ({"block_table": ints(1, 2)}, "block_table.shape"),
     ({"block_table": torch.tensor([[1.0, 2.0], [4.0, 0.0]])}, "block_table.dtype"),
     ({"block_table": ints([1], [4])}, "block_table.shape"),
     ({"block_table": ints([1, 5], [4, 99])}, "block_table[0, 1]"),
     ({"block_table": ints([1, 2], [-1, 99])}, "block_table[1, 0]"),
     ({"seq_lens": ints(6)}, "seq_lens.shape"),
     ({"seq_lens": ints(6, -1)}, "seq_lens[1]"),
-    ({"seq_lens": torch.tensor([6.0, 3.0])}, "seq_lens.dtype"),
     ({"seq_lens": ints(9, 3)}, "block_table.shape"),
     ({"query_start_loc": ints(1, 2, 3)}, "query_start_loc"),
     ({"query_start_loc": ints(0, 3, 2)}, "query_start_loc"),
@@ -88,10 +86,8 @@ PAGED = {
 }
 PAGED_ROWS = [
     ({"query": zeros(3, 5, 8)}, "query.shape"),
-    ({"query": zeros(3, 4, 9)}, "query.shape"),
     ({"query": zeros(3, 32)}, "query.shape"),
     ({"query": zeros(3, 4, 8, dtype=torch.int32)}, "query.dtype"),
-    ({"query": zeros(3, 4, 8, dtype=torch.bool)}, "query.dtype"),
     ({"query": zeros(2, 4, 8)}, "query_start_loc[-1]"),
     ({"key_cache": zeros(5, 4, 4, 8)}, "key_cache.shape"),
     ({"key_cache": zeros(5, 0, 2, 8), "value_cache": zeros(5, 0, 2, 6)}, "key_cache.shape"),
@@ -102,7 +98,6 @@ PAGED_ROWS = [
     ({"query": zeros(3, 4, 8, dtype=E4M3), "q_scale": torch.ones(2)}, "q_scale.shape"),
     ({"query": zeros(3, 4, 8, dtype=E4M3), "q_scale": 0.0}, "q_scale"),
     ({"key_cache": zeros(5, 4, 2, 8, dtype=E4M3), "k_scale": torch.ones(4)}, "k_scale.shape"),
-    ({"key_cache": zeros(5, 4, 2, 8, dtype=E4M3), "k_scale": torch.ones(4, 4, 2)}, "k_scale.shape"),
     ({"key_cache": zeros(5, 4, 2, 8, dtype=E4M3), "k_scale": NAN}, "k_scale"),
     ({"value_cache": zeros(5, 4, 2, 6, dtype=E4M3), "v_scale": torch.ones(5, 4)}, "v_scale.shape"),
     ({"value_cache": zeros(5, 4, 2, 6, dtype=E4M3), "v_scale": ints(1)}, "v_scale.dtype"),
@@ -134,9 +129,7 @@ PACKED = {
 PACKED_ROWS = [
     ({"query": zeros(3, 4, 8, dtype=E4M3)}, "query.dtype"),
     ({"key": zeros(5, 2, 8, dtype=E4M3)}, "key.dtype"),
-    ({"query": zeros(3, 2, 8)}, "query.shape"),
     ({"key": zeros(5, 4, 8)}, "key.shape"),
-    ({"value": zeros(5, 2, 8)}, "value.shape"),
     ({"value": zeros(4, 2, 6)}, "value.shape"),
     ({"value": zeros(5, 2, 6, device="meta")}, "value.device"),
     ({"cu_seqlens_q": ints(0, 2, 4)}, "cu_seqlens_q[-1]"),
@@ -159,25 +152,20 @@ UNABSORBED = {
     "k_scale": 0.0,
 }
 LATENT_ROWS = [
-    ({"q_pe": zeros(3, 3, 5)}, "q_pe.shape"),
     ({"q_pe": zeros(2, 3, 4)}, "q_pe.shape"),
     ({"q_pe": zeros(3, 3, 4, dtype=torch.int64)}, "q_pe.dtype"),
     ({"q_pe": zeros(3, 3, 4, device="meta")}, "q_pe.device"),
-    ({"kv_cache": zeros(5, 4, 1, 10)}, "kv_cache.shape"),
     ({"kv_cache": zeros(5, 4, 9)}, "kv_cache.shape"),
     ({"kv_cache": zeros(5, 0, 10)}, "kv_cache.shape"),
     ({"kv_cache": zeros(5, 4, 10, dtype=torch.uint8)}, "kv_cache.dtype"),
     ({"params": LAYER}, "params"),
     ({"kv_cache": zeros(5, 4, 10, dtype=E4M3), "k_scale": 0.0}, "k_scale"),
-    ({"kv_cache": zeros(5, 4, 10, dtype=E4M3), "k_scale": "1"}, "k_scale"),
     ({"kv_cache": zeros(5, 4, 10, dtype=E4M3), "k_scale": torch.ones(5, 4)}, "k_scale.shape"),
     ({"kv_cache": zeros(5, 4, 10, dtype=E4M3), "k_scale": ints(1)}, "k_scale.dtype"),
 ]
 UNABSORBED_ROWS = [
     ({"q_nope": zeros(3, 3, 6)}, "q_nope.shape"),
-    ({"q_nope": zeros(3, 2, 5)}, "q_nope.shape"),
     ({"q_nope": zeros(3, 3, 5, dtype=E4M3)}, "q_nope.dtype"),
-    ({"w_uk": zeros(3, 6, 5)}, "w_uk.shape"),
     ({"w_uk": zeros(6, 3, 2)}, "w_uk.shape"),
     ({"w_uv": zeros(6, 3, 5)}, "w_uv.shape"),
     ({"w_uv": zeros(6, 3, 2, dtype=E4M3)}, "w_uv.dtype"),
@@ -201,7 +189,6 @@ CONVOLUTION_ROWS = [
     ({"x": zeros(3, 3)}, "query_start_loc[-1]"),
     ({"weight": torch.ones(2, 4)}, "weight.shape"),
     ({"weight": torch.ones(3, 0)}, "weight.shape"),
-    ({"weight": torch.ones(3, 1, 4)}, "weight.shape"),
     ({"weight": zeros(3, 4, dtype=E4M3)}, "weight.dtype"),
     ({"weight": torch.ones(3, 5)}, "conv_states.shape"),
     ({"bias": torch.ones(4)}, "bias.shape"),
@@ -232,7 +219,6 @@ WRITE_ROWS = [
     ({"value": zeros(2, 2, 6)}, "value.shape"),
     ({"key": zeros(3, 2, 7)}, "key.shape"),
     ({"key": zeros(3, 2, 8, dtype=E4M3)}, "key.dtype"),
-    ({"key": zeros(3, 2, 8, dtype=torch.int64)}, "key.dtype"),
     ({"key_cache": zeros(5, 2, 8)}, "key_cache.shape"),
     ({"value_cache": zeros(5, 3, 2, 6)}, "value_cache.shape"),
     ({"value_cache": zeros(5, 4, 2, 6, dtype=torch.uint8)}, "value_cache.dtype"),
@@ -253,14 +239,11 @@ LATENT_WRITE = {
 }
 LATENT_WRITE_ROWS = [
     ({"kv_c_normed": zeros(1, 3)}, "kv_c_normed.shape"),
-    ({"kv_c_normed": zeros(3, 1, 3)}, "kv_c_normed.shape"),
     ({"kv_c_normed": zeros(3, 3, dtype=E4M3)}, "kv_c_normed.dtype"),
     ({"kv_c_normed": zeros(3, 4)}, "kv_cache.shape"),
     ({"k_pe": zeros(1, 2)}, "k_pe.shape"),
-    ({"k_pe": zeros(3, 1, 2)}, "k_pe.shape"),
     ({"k_pe": zeros(3, 2, dtype=torch.int32)}, "k_pe.dtype"),
     ({"k_pe": zeros(3, 2, device="meta")}, "k_pe.device"),
-    ({"kv_cache": zeros(5, 4, 1, 5)}, "kv_cache.shape"),
     ({"kv_cache": zeros(5, 4, 6)}, "kv_cache.shape"),
     ({"kv_cache": zeros(5, 4, 5, dtype=torch.uint8)}, "kv_cache.dtype"),
     ({"slot_mapping": ints(1, 20)}, "slot_mapping"),
@@ -303,7 +286,6 @@ QUANTIZE_ROWS = [
     ({"scale": 0.0}, "scale"),
     ({"scale": torch.tensor([1.0, 0.0, 1.0])}, "scale"),
     ({"scale": torch.ones(2)}, "scale.shape"),
-    ({"scale": torch.ones(1, 2, 3)}, "scale.shape"),
     ({"dtype": torch.float16}, "dtype"),
 ]
 DEQUANTIZE_ROWS = [
@@ -313,11 +295,9 @@ DEQUANTIZE_ROWS = [
 ]
 GROUP_ROWS = [
     ({"x": zeros(4, 2, 2)}, "x.shape"),
-    ({"x": zeros(4, 4, dtype=torch.int32)}, "x.dtype"),
     ({"x": zeros(4, 4, dtype=E4M3)}, "x.dtype"),
     ({"group": 3}, "group"),
     ({"group": 0}, "group"),
-    ({"group": 2.0}, "group"),
     ({"dtype": torch.float16}, "dtype"),
 ]
 STATES = {"out_a": zeros(3, 2, 4), "lse_a": zeros(3, 2), "out_b": zeros(3, 2, 4), "lse_b": zeros(3, 2)}
@@ -341,19 +321,15 @@ LAYER_ROWS = [
     ({"num_kv_heads": 3}, "num_kv_heads"),
     ({"num_kv_heads": 0}, "num_kv_heads"),
     ({"num_heads": -8}, "num_heads"),
-    ({"num_heads": 8.0}, "num_heads"),
     ({"head_size": 0}, "head_size"),
     ({"head_size": True}, "head_size"),
     ({"head_size_v": 0}, "head_size_v"),
     ({"scale": NAN}, "scale"),
-    ({"scale": INF}, "scale"),
-    ({"window": (1,)}, "window"),
     ({"window": (1, 2, 3)}, "window"),
     ({"window": (1.5, 0)}, "window"),
     ({"window": (2**62, 0)}, "window"),
     ({"logits_soft_cap": -1.0}, "logits_soft_cap"),
     ({"logits_soft_cap": INF}, "logits_soft_cap"),
-    ({"logits_soft_cap": NAN}, "logits_soft_cap"),
     ({"alibi_slopes": (0.5,) * 2}, "alibi_slopes"),
     ({"alibi_slopes": (INF,) * 4}, "alibi_slopes"),
     ({"sinks": (0.5,) * 5}, "sinks"),
@@ -365,7 +341,6 @@ LAYER_ROWS = [
 LATENT_LAYER_ROWS = [
     ({"num_heads": 0}, "num_heads"),
     ({"kv_lora_rank": 0}, "kv_lora_rank"),
-    ({"v_head_dim": 2.0}, "v_head_dim"),
     ({"qk_nope_head_dim": -1}, "qk_nope_head_dim"),
     ({"qk_rope_head_dim": True}, "qk_rope_head_dim"),
     ({"qk_nope_head_dim": 0, "qk_rope_head_dim": 0}, "qk_nope_head_dim + qk_rope_head_dim"),
