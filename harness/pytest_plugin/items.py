@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from attncheck.cases.model import Case, Suite
+from attncheck.cases.model import Case
 from attncheck.errors import InternalError, QuestionError, SelectionError
 from attncheck.harness.checks.timing.check import TimingCheck, TimingConditions
 from attncheck.harness.cli.common import make_folder
@@ -222,53 +222,25 @@ class Root(pytest.Collector):
     question: Question
     apply: ApplyExpectations
 
-    def collect(self) -> "Iterable[_SuiteNode]":
-        """Yield the suites."""
-        for suite in self.question.run.selection.suites:
-            node = _SuiteNode.from_parent(self, name=suite.name)
-            node.root, node.suite = self, suite
-            yield node
-
-
-class _SuiteNode(pytest.Collector):
-    root: Root
-    suite: Suite
-
-    def collect(self) -> "Iterable[_CaseNode]":
-        for case in self.root.question.run.plan.cases:
-            if case.suite == self.suite.name:
-                node = _CaseNode.from_parent(self, name=case.id)
-                node.root, node.case = self.root, case
-                yield node
-
-
-class _CaseNode(pytest.Collector):
-    root: Root
-    case: Case
-
-    def collect(self) -> "Iterable[_BackendNode]":
-        run = self.root.question.run
-        for index, backend in enumerate(run.backends):
-            if not run.plan.includes(backend.ref, self.case):
-                continue
-            node = _BackendNode.from_parent(self, name=backend.name)
-            node.root, node.case, node.index = self.root, self.case, index
-            yield node
-
-
-class _BackendNode(pytest.Collector):
-    root: Root
-    case: Case
-    index: int
-
     def collect(self) -> "Iterable[CheckItem]":
-        question = self.root.question
-        for check in question.run.plan.checks_of(self.case):
-            item = _item_class(check).from_parent(self, name=check)
-            item.become(question, self.case, self.index, check, self.root.apply, group=self.nodeid)
-            file, _, line = self.case.origin.rpartition(":")
+        """Yield the items by suite, case, backend and check, which their ids name."""
+        run = self.question.run
+        for case in run.plan.cases:
+            for index, backend in enumerate(run.backends):
+                if run.plan.includes(backend.ref, case):
+                    yield from self._items(case, index)
+
+    def _items(self, case: Case, index: int) -> "Iterable[CheckItem]":
+        run = self.question.run
+        names = (case.suite, case.id, run.backends[index].name)
+        group = "::".join((self.nodeid, *names))
+        for check in run.plan.checks_of(case):
+            item = _item_class(check).from_parent(self, name=check, nodeid=f"{group}::{check}")
+            item.become(self.question, case, index, check, self.apply, group=group)
+            item.extra_keyword_matches.update(names)  # for -k
+            file, _, line = case.origin.rpartition(":")
             if line.isdigit():
-                title = f"{self.case.key}  {item.backend.name}  {check}"
+                title = f"{case.key}  {item.backend.name}  {check}"
                 item.place = (Path(file), int(line) - 1, title)
             yield item
 
