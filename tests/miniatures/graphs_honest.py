@@ -232,7 +232,7 @@ class MergesSplits(Miniature):
     """
 
     class Impl(RowsImpl):
-        splits = 3
+        splits = 2
 
         def locate(self, metadata, num_rows):
             starts, lens = metadata.common.query_start_loc, metadata.common.seq_lens

@@ -5,8 +5,9 @@ from pathlib import Path
 import pytest
 
 from attncheck.backends.registry import load
-from attncheck.cases.loader import load_suite
+from attncheck.cases.loader import load_suite, select
 from attncheck.harness.run.evaluate import Examiner, RunPlan
+from attncheck.reference.spec import DEFAULT_CHECKS
 
 FILE = Path(__file__).resolve().with_name("designs.py")
 DESIGNS = (
@@ -30,6 +31,16 @@ def test_a_correct_design_passes(number):
     outcomes = [record.outcome for record in examiner.run()]
     assert set(outcomes) == {"passed", "unsupported"}
     assert outcomes.count("passed") > outcomes.count("unsupported")
+
+
+def test_latent_candidates_pass():
+    """The latent cases of smoke, and one with a cache of codes."""
+    cases = tuple(case for case in load_suite("smoke").cases if case.layer.mla is not None)
+    cases += select(load_suite("mla").cases, ["codes.fp8_e4m3"])
+    examiner = Examiner(RunPlan(cases=cases, backends=(load("reference_mla"), load("torch_mla"))))
+    found = {(record.backend, record.check, record.outcome) for record in examiner.run()}
+    assert not examiner.blind
+    assert found == {(name, check, "passed") for name in ("reference_mla", "torch_mla") for check in DEFAULT_CHECKS}
 
 
 RIGHT = {

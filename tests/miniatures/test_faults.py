@@ -97,7 +97,7 @@ def rows() -> list[Row]:
 
 
 ROWS = rows()
-QUICK = ("abort", "exit_at_once", "stack_overflow", "closed_descriptors", "hang_in_c_with_gil", "heap_corruption")
+QUICK = ("abort", "exit_at_once", "stack_overflow", "closed_descriptors", "written_pipes", "heap_corruption")
 QUICK += ("system_exit", "unprintable_exception", "default_dtype", "signal_handlers", "twenty_forks", "import_error")
 # The first five show in the case that has the fault: workers of pytest-xdist share the cases of a backend.
 WORST = ("segfault", "hang_in_c_with_gil", "memory_leak", "closed_descriptors", "exit_at_once", "heap_corruption")

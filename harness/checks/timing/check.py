@@ -480,8 +480,7 @@ class TimingMeasurement:
         self._parts = parts_of(problem)
         self.session = Session(backend, problem, conditions.device, capture_sizes=self._capture_sizes())
         self._latest = LatestAnswer()
-        self._fresh = FreshContents(problem, truth, conditions.device)
-        self.own = self._step("forward", self._fresh)
+        self.own = self._step("forward", FreshContents(problem, truth, conditions.device))
         self._notes: list[str] = []
 
     @property

@@ -15,6 +15,8 @@ UNNAMED = {"stride-in-ten-bits", "rows-by-the-query", "grid-of-rows", "grid-of-r
 
 MUTANTS = [m for m in catalogue() if m.area in ("diagnosis", "functions") and m.cause]
 MUTANTS += [m for m in catalogue() if m.area == "limits" and m.check == "numerics" and m.name not in UNNAMED]
+LATENT = {"latent-scale-of-the-cache-row", "latent-cuts-all-keys-first", "latent-reads-by-v-scale"}
+MUTANTS += [m for m in catalogue() if m.name in {*LATENT, "latent-drafts-see-each-other"}]
 
 
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)

@@ -38,32 +38,20 @@ ALL = len(probes_of(LAYER, CASE.cache))
 class Always(SDPABackend):
     """Declares ``ALWAYS`` of every layer. No probe is really run here."""
 
-    level = ALWAYS
+    level_of = staticmethod(lambda spec: ALWAYS)
 
     @classmethod
     def get_builder_cls(cls):
-        level_of = cls.level_of
-
-        class Builder(SDPABuilder):
-            @classmethod
-            def get_cudagraph_support(cls, vllm_config, kv_cache_spec):
-                return level_of(kv_cache_spec)
-
-        return Builder
-
-    @classmethod
-    def level_of(cls, spec):
-        return cls.level
+        declared = classmethod(lambda _builder, _config, spec: cls.level_of(spec))
+        return type("Builder", (SDPABuilder,), {"get_cudagraph_support": declared})
 
 
 class Uniform(Always):
-    level = UNIFORM
+    level_of = staticmethod(lambda spec: UNIFORM)
 
 
 class ByWindow(Always):
-    @classmethod
-    def level_of(cls, spec):
-        return SINGLE if spec.sliding_window else ALWAYS
+    level_of = staticmethod(lambda spec: SINGLE if spec.sliding_window else ALWAYS)
 
 
 def declining(reason_of):
@@ -202,13 +190,10 @@ def test_what_broke_runs_on_every_layer_on_its_smallest_batch(run_as, backend, o
         assert all(found[name].graph.probes[-1].name == "mixed" for name in ("window", "half", "wide"))
 
 
-def test_never_takes_one_probe_a_layer(run_as):
+def test_never_takes_one_probe_a_layer_and_what_cannot_be_seen_is_looked_at_on_each(run_as):
     made = run_as(lambda case, probe: WRONG)
     assert {finding.graph.measured for finding in examined(Always, *CASES).values()} == {"NEVER"}
     assert len(made) == len(CASES)
-
-
-def test_what_cannot_be_seen_on_the_plainest_layer_is_looked_at_on_each(run_as):
     run_as(lambda case, probe: UNSEEN if probe.name == "decode" else None)
     assert all(isinstance(finding, NotExamined) for finding in examined(Always, *CASES).values())
 

@@ -1,13 +1,22 @@
-"""The probes cover the levels: every kind of batch is among those of its level, and fits its graph."""
+"""The probes cover the levels, and every trait of a layer meets every probe."""
 
-from dataclasses import replace
+from dataclasses import fields, replace
+from itertools import combinations, product
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from attncheck.harness.checks.cudagraph.probes import ALWAYS, PAIRED, SINGLE, UNIFORM, Bucket, probes_of
-from attncheck.reference.spec import AttentionCGSupport, CacheSpec, LayerSpec
+from attncheck.harness.checks.cudagraph.probes import (
+    ALWAYS,
+    PAIRED,
+    SINGLE,
+    UNIFORM,
+    assign_probes,
+    probes_of,
+    traits_of,
+)
+from attncheck.reference.spec import AttentionCGSupport, CacheSpec, LayerSpec, MLASpec, OutputQuantSpec
 
 PLAIN = LayerSpec(num_heads=2, num_kv_heads=1, head_size=16)
 
@@ -74,34 +83,87 @@ def test_every_level_has_every_kind_of_step(level):
     assert min(lens) <= 100 < max(lens)
 
 
-def test_single_decodes_grow_over_the_edge_of_a_page_and_beyond_the_graphs():
-    first, second, *_ = [step for probe, step in steps(SINGLE) if probe.name == "decode"]
-    grown = list(zip(first.requests, second.requests, strict=True))
-    assert all(later == earlier + 1 for (_, earlier), (_, later) in grown)
-    assert any(earlier % 16 == 0 for (_, earlier), _ in grown)
-    without_graph = [(probe, step) for probe, step in steps(SINGLE) if step.bucket is None]
-    assert any(len(step.requests) > max(each.num_reqs for each in probe.buckets) for probe, step in without_graph)
+LAYER = LayerSpec(num_heads=4, num_kv_heads=2, head_size=16)
+CACHE = CacheSpec()
 
 
-@pytest.mark.parametrize("query_len", range(2, 9))
-def test_each_uniform_length_has_a_fresh_prompt_and_a_padded_step(query_len):
-    graphs = [(probe.buckets[step.bucket], step) for probe, step in steps(UNIFORM) if step.bucket is not None]
-    own = [(bucket, step) for bucket, step in graphs if bucket.query_len == query_len]
-    assert any((query_len, query_len) in step.requests and any(s > q for q, s in step.requests) for _, step in own)
-    assert any(len(step.requests) < bucket.num_reqs for bucket, step in own)
+TRAITS = {
+    "dtype": "float16",
+    "head_size_v": 8,
+    "causal": False,
+    "sliding_window": 5,
+    "logits_soft_cap": 9.0,
+    "alibi": True,
+    "sinks": True,
+    "sinks_dtype": "float32",
+    "attn_chunk_size": 8,
+    "kv_sharing": True,
+    "output_quant": OutputQuantSpec(scale=1.0),
+    "block_size": 32,
+    "layout": "HND",
+    "kv_cache_dtype": "fp8",
+    "k_scale": (1.0, 2.0),
+    "v_scale": (1.0, 2.0),
+    "q_scale": (1.0, 2.0),
+}
+"""Fields of a layer or a cache that are traits, with a value that is another than the default."""
+
+NO_TRAITS = {"num_heads": 8, "num_kv_heads": 4, "head_size": 32, "scale": 0.5, "num_blocks": 99, "first_block": 3}
 
 
-def test_mixed_requests_are_longer_and_fill_more_tiles_than_what_was_captured():
-    graphs = [(probe.buckets[step.bucket], step) for probe, step in steps(ALWAYS) if step.bucket is not None]
-    longest = max(max(bucket.dummy_query_lens) for bucket, _ in graphs)
-    assert max(query_len for _, step in graphs for query_len, _ in step.requests) > longest
-    for rows in (16, 32, 64, 128):
-        tiles = [
-            (
-                sum(-(-query_len // rows) for query_len, _ in step.requests),
-                sum(-(-query_len // rows) for query_len in bucket.dummy_query_lens),
-            )
-            for bucket, step in graphs
-        ]
-        assert any(own > of_dummies for own, of_dummies in tiles)
-    assert Bucket(3, 8, None).dummy_query_lens == (2, 2, 4)
+def traits_with(layer=LAYER, **fields_of_the_cache):
+    return traits_of(layer, replace(CACHE, **fields_of_the_cache))
+
+
+def test_fields_that_decide_which_code_runs_are_traits_and_numbers_are_none():
+    of_layers = {field.name for field in fields(LayerSpec)}
+    for name, value in (TRAITS | NO_TRAITS).items():
+        own = {name: value}
+        found = traits_with(replace(LAYER, **own)) if name in of_layers else traits_with(**own)
+        assert (found != traits_with()) is (name in TRAITS), name
+    known = {*TRAITS, *NO_TRAITS, "mla", "attn_type"}  # graphs are captured for decoder layers alone
+    assert known == of_layers | {field.name for field in fields(CacheSpec)}
+
+
+def test_latent_layers_have_a_trait_and_a_window_of_both_sides_is_another_than_one_of_the_left():
+    mla = MLASpec(kv_lora_rank=32, qk_nope_head_dim=16, qk_rope_head_dim=16, v_head_dim=16)
+    latent = LayerSpec(num_heads=4, num_kv_heads=1, head_size=48, mla=mla)
+    assert traits_with(latent) - traits_with(replace(latent, mla=None)) == {("mla", True)}
+    left, both = (traits_with(replace(LAYER, sliding_window=5, causal=causal)) for causal in (True, False))
+    assert {("sliding_window", "left"), ("sliding_window", "both sides")} <= left ^ both
+
+
+def traits(*words):
+    return [frozenset((letter, True) for letter in word) for word in words]
+
+
+@pytest.mark.parametrize(
+    ("layers", "probes", "paired", "expected"),
+    [
+        (("p", "pa", "pa", "pa"), "123456", "", ("123456", "14", "25", "36")),  # layers with equal traits share evenly
+        (("p", "pa", "pab"), "123", "", ("123", "1", "123")),  # one layer covers what two would
+        (("p", "p", "p", "p"), "123", "13", ("123", "1", "3", "1")),  # layers that no probe needs
+        (("p", "pa", "pb", "pab"), "12", "", ("12", "1", "2", "12")),
+        (("p", "pa", "pb", "pab"), "12", "2", ("12", "2", "2", "12")),  # a pair that no layer has alone
+        (("p", "pa"), "", "", ("", "")),
+    ],
+)
+def test_layers_share_probes_as_evenly_as_their_traits_allow(layers, probes, paired, expected):
+    assert assign_probes(traits(*layers), list(probes), list(paired)) == tuple(map(frozenset, expected))
+
+
+@pytest.mark.parametrize(
+    "layers", ["p pa pb pab p pc", "pa pb pc", "p", "p p p p p", "p pa pb pab pac", "pa pab pabc pc pbc"]
+)
+def test_every_trait_meets_every_probe_and_every_pair_the_paired_one(layers):
+    layers = traits(*layers.split())
+    probes = [f"probe {number}" for number in range(7)]
+    assigned = assign_probes(layers, probes, ["probe 1"])
+    met = {(trait, probe) for own, names in zip(layers, assigned, strict=True) for trait, probe in product(own, names)}
+    assert met == set(product(frozenset().union(*layers), probes))
+    assert all(assigned)
+    playing = [own for own, names in zip(layers, assigned, strict=True) if "probe 1" in names]
+    pairs_of_all, pairs_met = (
+        {pair for own in some for pair in combinations(sorted(own), 2)} for some in (layers, playing)
+    )
+    assert pairs_met == pairs_of_all

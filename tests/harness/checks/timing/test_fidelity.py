@@ -19,7 +19,7 @@ from attncheck.harness.run.backend_loading import load_backend
 BENCHMARK = Path(__file__).parents[4] / "benchmarks" / "timing_fidelity.py"
 
 
-@pytest.mark.parametrize("target_us", [100, 1_000, 10_000])
+@pytest.mark.parametrize("target_us", [100, 10_000])
 def test_a_spin_takes_as_long_as_it_measures(target_us):
     clock, spent, taken = HostClock(), [], []
 

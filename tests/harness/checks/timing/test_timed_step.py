@@ -1,6 +1,7 @@
-"""The order of a timed step, what its clock sees, and what each call must do."""
+"""The order of a timed step, what its clock sees, and what each call must do; with a fake recorder, of replays too."""
 
 import time
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -8,13 +9,17 @@ import torch
 from inline_snapshot import snapshot
 
 from attncheck.backends.candidates.reference import ReferenceBackend, ReferenceBuilder, ReferenceImpl
+from attncheck.backends.contract import AttentionCGSupport
+from attncheck.harness.checks.cudagraph.recorder import CaptureError, Recording, Violation
 from attncheck.harness.checks.findings import FindingError
 from attncheck.harness.checks.timing import clock as clock_module
-from attncheck.harness.checks.timing.check import LatestAnswer, TimedStep
+from attncheck.harness.checks.timing.check import LatestAnswer, TimedStep, allows_graph, level_of
 from attncheck.harness.checks.timing.clock import EventClock
 from attncheck.harness.checks.timing.contents import FreshContents
 from attncheck.harness.driver.session import Session
 from attncheck.harness.problem.problem import build_problem
+from attncheck.reference.spec import BatchSpec, RequestSpec
+from attncheck.reports.run_file.timings import ClockOverhead
 
 CPU = torch.device("cpu")
 
@@ -45,11 +50,15 @@ def backend_of(impl=ReferenceImpl, builder=ReferenceBuilder, **own):
     return type("Backend", (ReferenceBackend,), made | own)
 
 
-def step_of(backend, case, log=None, clock=None):
+def step_of(backend, case, log=None, clock=None, recorder=None):
     log = [] if log is None else log
     problem = build_problem(case, 0)
-    session, contents = Session(backend, problem, CPU), FreshContents(problem, None, CPU)
-    return TimedStep("forward", session, contents, clock or Clock(log), lambda: log.append("flush"), LatestAnswer())
+    sizes = () if recorder is None else (len(problem.requests),)
+    session, contents = Session(backend, problem, CPU, capture_sizes=sizes), FreshContents(problem, None, CPU)
+    timer = clock or Clock(log)
+    return TimedStep(
+        "forward", session, contents, timer, lambda: log.append("flush"), LatestAnswer(), recorder=recorder
+    )
 
 
 @pytest.fixture
@@ -175,3 +184,132 @@ def test_a_reader_learns_what_the_clock_of_a_device_met(case):
     assert late == snapshot(
         "forward: in 3 of 20 calls work went on elsewhere on the device when the stream was done; it counts"
     )
+
+
+# Replays.
+
+LEVELS = AttentionCGSupport
+
+
+class Recorder:
+    """Keeps what is captured last, and refuses nothing."""
+
+    name = "emulated"
+
+    def __init__(self, refusal=None):
+        self.refusal, self.launches = refusal, 0
+
+    def mark_host(self, *tensors):
+        self.marked = len(tensors)
+
+    def record(self, prepare):
+        prepare()()
+        if self.refusal:
+            raise self.refusal
+        self.forward = prepare()
+        self.forward()
+        return Recording(replay=self.launch, launch=self.launch)
+
+    def launch(self):
+        self.launches += 1
+        self.forward()
+
+
+class Builder(ReferenceBuilder):
+    """Builds for capture in place, and counts."""
+
+    captures = builds = 0
+    in_place = True
+
+    def build_for_cudagraph_capture(self, common_attn_metadata):
+        self.captures += 1
+        table = common_attn_metadata.block_table_tensor
+        common = replace(common_attn_metadata, block_table_tensor=table if self.in_place else table.clone())
+        return replace(super().build(0, common_attn_metadata), common=common)
+
+    def build(self, common_prefix_len, common_attn_metadata, fast_build=False):
+        self.builds += 1
+        return super().build(common_prefix_len, common_attn_metadata, fast_build)
+
+
+Graphed = backend_of(builder=Builder)
+StaleTable = backend_of(builder=type("StaleTable", (Builder,), {"in_place": False}))
+"""Its graph keeps the block table of the capture."""
+
+
+def declaring(level):
+    return backend_of(builder=type("Declares", (ReferenceBuilder,), {"cudagraph_support": level}))
+
+
+@pytest.fixture
+def decodes(make_case):
+    return make_case((1, 21), (1, 40), dtype="float32")
+
+
+def test_replays_are_timed_and_builds_go_on(decodes):
+    recorder = Recorder()
+    step = step_of(Graphed, decodes, recorder=recorder)
+    builder = step._session.builder
+    assert step.clock_name == "host"
+    for _ in range(4):
+        step.take()
+    step.finish()
+    assert step.clock_name == "graph"
+    assert (recorder.launches, recorder.marked) == (4, 3)
+    assert (builder.captures, builder.builds, len(step.build_ns)) == (2, 4, 4)
+    assert step.notes == ()
+
+
+def test_what_a_replay_adds_to_its_kernels_is_no_part_of_a_time(decodes, device):
+    """Kernels of 50 us on a simulated device, 3 us to replay them, 2 us to record an event."""
+
+    class Slow(Recorder):
+        def launch(self):
+            device.work(53_000)
+            super().launch()
+
+    step = step_of(Graphed, decodes, recorder=Slow())
+    device.event_ns = 2_000
+    step._clock, step._overhead = device.clock, ClockOverhead(empty_ns=2_000, replay_ns=3_000)
+    assert [step.take() for _ in range(10)][-1] == pytest.approx(50_000, abs=10)
+
+
+def test_a_replay_is_judged_like_any_other_call(plain, decodes):
+    step = step_of(StaleTable, decodes, recorder=Recorder())
+    step.take()
+    with pytest.raises(FindingError) as refused:
+        step.take()  # of another problem, in other pages
+    assert plain(str(refused.value)) == snapshot(
+        "forward: the output of call 2 is wrong: 2 of 2 rows are wrong, the first is row 0 (request 0, position 20), in all heads; the largest error is ..."
+    )
+
+
+def test_where_no_graph_comes_about_forward_is_timed_and_it_is_noted(decodes):
+    recorder = Recorder(CaptureError((Violation("host read", ".item()"),)))
+    step = step_of(Graphed, decodes, recorder=recorder)
+    step.take()
+    step.take()
+    assert step.clock_name == "host"
+    (note,) = step.notes
+    assert note == snapshot("forward is not replayed from a graph, though one is declared: host read: .item()")
+
+
+@pytest.mark.parametrize(
+    ("query_lens", "level"),
+    [
+        ([1, 1], LEVELS.UNIFORM_SINGLE_TOKEN_DECODE),
+        ([4, 4], LEVELS.UNIFORM_BATCH),
+        ([1, 4], LEVELS.ALWAYS),
+    ],
+)
+def test_a_batch_needs_the_level_that_holds_it(query_lens, level, make_case):
+    requests = tuple(RequestSpec(query_len=length, seq_len=30) for length in query_lens)
+    assert level_of(BatchSpec(requests=requests)) is level
+    problem = build_problem(make_case(*requests), 0)
+    for declared in LEVELS:
+        assert allows_graph(declaring(declared), problem) is (declared.value >= level.value)
+
+
+def test_local_batches_are_not_captured(make_case):
+    case = make_case((1, 40), attn_chunk_size=16, path="local")
+    assert not allows_graph(declaring(LEVELS.ALWAYS), build_problem(case, 0))

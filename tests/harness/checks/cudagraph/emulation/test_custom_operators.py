@@ -1,6 +1,7 @@
 """Custom operators are watched inside, and taped as what they are made of; where part of that is hidden, as one step."""
 
 import ctypes
+from collections.abc import Callable
 from types import ModuleType
 
 import numpy as np
@@ -10,7 +11,7 @@ from inline_snapshot import snapshot
 from torch import Tensor
 
 from attncheck.harness.checks.cudagraph.emulation import EmulatedRecorder
-from attncheck.harness.checks.cudagraph.recorder import CaptureError
+from attncheck.harness.checks.cudagraph.recorder import CaptureError, Recording
 
 CONTEXT = {"factor": 2.0}
 """What a model runner keeps for its operators, and changes every step."""
@@ -42,29 +43,46 @@ def buffers() -> tuple[Tensor, Tensor]:
     return torch.zeros(3), torch.ones(3)
 
 
-def recorded(operator, out, x):
+def recorded(operator: Callable[[Tensor, Tensor], object], out: Tensor, x: Tensor) -> Recording:
     CONTEXT["factor"] = 2.0
     return EmulatedRecorder().record(lambda: lambda: operator(out, x))
 
 
-@pytest.mark.parametrize(("operator", "result"), [(scale, 8.0), (both, 24.0)])
-def test_what_python_looks_up_inside_an_operator_is_frozen(operator, result) -> None:
-    """Also beside an operator inside it that is hidden."""
+@torch.library.custom_op("attncheck_custom::converts", mutates_args={"out"})
+def converts(out: Tensor, x: Tensor) -> None:
+    out.copy_(x.view(1, 3).transpose(0, 1).contiguous().to(torch.float64).reshape(3).float())
+
+
+@torch.inference_mode()
+def converts_in_inference_mode(out: Tensor, x: Tensor) -> None:
+    out.copy_(x.to(torch.float64).contiguous().float())
+
+
+@torch.library.custom_op("attncheck_custom::add", mutates_args=("out",))
+def add(out: Tensor, x: Tensor) -> None:
+    out.add_(torch.ones(3, device=out.device))
+
+
+@pytest.mark.parametrize(
+    ("operator", "result"),
+    [
+        (scale, [8.0, 10.0, 12.0]),  # what Python looks up inside an operator is frozen
+        (both, [24.0, 30.0, 36.0]),  # also beside an operator inside it that is hidden
+        (by_numpy, [12.0, 15.0, 18.0]),  # hidden work is done again
+        (by_address, [4.0, 5.0, 6.0]),
+        (converts, [4.0, 5.0, 6.0]),  # some of its operators copy here, and others do not
+        (converts_in_inference_mode, [4.0, 5.0, 6.0]),
+        (add, [3.0, 3.0, 3.0]),  # once in the warm-up, the recording and the replay
+    ],
+)
+def test_an_operator_is_repeated_and_what_it_looked_up_is_frozen(operator, result) -> None:
     out, x = buffers()
     recording = recorded(operator, out, x)
+    assert recording.released() == ()
     CONTEXT["factor"] = 100.0
-    x.fill_(4)
+    x.copy_(torch.tensor([4.0, 5.0, 6.0]))
     recording.replay()
-    assert out.tolist() == [result] * 3
-
-
-def test_hidden_work_inside_an_operator_is_done_again() -> None:
-    for operator, factor in ((by_numpy, 3.0), (by_address, 1.0)):
-        out, x = buffers()
-        recording = recorded(operator, out, x)
-        x.copy_(torch.tensor([4.0, 5.0, 6.0]))
-        recording.replay()
-        assert out.tolist() == [4.0 * factor, 5.0 * factor, 6.0 * factor]
+    assert out.tolist() == result
 
 
 def test_host_arguments_of_a_hidden_operator_are_frozen_and_reported() -> None:
@@ -87,45 +105,6 @@ def test_forgetting_what_was_taped_inside_forgets_its_references() -> None:
         assert recording.reads(x)
         del x
         assert len(recording.released()) == 1
-
-
-@torch.library.custom_op("attncheck_custom::converts", mutates_args={"out"})
-def converts(out: Tensor, x: Tensor) -> None:
-    out.copy_(x.view(1, 3).transpose(0, 1).contiguous().to(torch.float64).reshape(3).float())
-
-
-def test_operators_that_copy_or_not_are_distinguished_inside_an_operator() -> None:
-    out, x = buffers()
-    recording = recorded(converts, out, x)
-    assert recording.released() == ()
-    x.copy_(torch.tensor([4.0, 5.0, 6.0]))
-    recording.replay()
-    assert out.tolist() == [4.0, 5.0, 6.0]
-
-
-def test_operators_that_copy_or_not_are_distinguished_in_inference_mode() -> None:
-    out, x = buffers()
-
-    def forward() -> None:
-        with torch.inference_mode():
-            out.copy_(x.to(torch.float64).contiguous().float())
-
-    recording = EmulatedRecorder().record(lambda: forward)
-    assert recording.released() == ()
-    x.fill_(7)
-    recording.replay()
-    assert out.tolist() == [7.0] * 3
-
-
-@torch.library.custom_op("attncheck_custom::count", mutates_args=("out",))
-def count(out: Tensor) -> None:
-    out.add_(torch.ones(3, device=out.device))
-
-
-def test_what_an_operator_does_is_not_done_twice() -> None:
-    out = torch.zeros(3)
-    EmulatedRecorder().record(lambda: lambda: count(out)).replay()
-    assert out.tolist() == [3.0] * 3  # the warm-up, the recording, the replay
 
 
 @torch.library.custom_op("attncheck_custom::sines", mutates_args=())
