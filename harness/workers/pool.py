@@ -41,13 +41,10 @@ if TYPE_CHECKING:
     from attncheck.harness.workers.executor import Supervisor
 
 
-def imports_of(selection: "Selection", libraries: Sequence[str] = ()) -> Imports:
-    """Return what a backend's process imports before the backend.
-
-    ``libraries``: those that the backend imports itself.
-    """
+def imports_of(selection: "Selection") -> Imports:
+    """Return what a backend's process imports before the backend."""
     functions = any(case.batch.path.name in FUNCTION_PATHS for case in selection.cases)
-    return Imports(checks=selection.selected_checks, functions=functions, libraries=tuple(libraries))
+    return Imports(checks=selection.selected_checks, functions=functions)
 
 
 def assignment_of(selection: "Selection", plan: "RunPlan", environment: Environment) -> Assignment:
