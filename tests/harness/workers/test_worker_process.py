@@ -312,6 +312,8 @@ if not hidden:
     os.setsid()
     ctypes.CDLL(None).prctl(4, 0, 0, 0, 0)
     os.execve("/bin/sleep", ["sleep", "60"], {})
+while os.getsid(hidden) != hidden:
+    time.sleep(0.01)
 print(*started, hidden, flush=True)
 """
 """Starts processes that have neither its environment nor its process group."""
