@@ -1,10 +1,12 @@
 """Layers and paths in combinations that are in no suite: a right backend passes each."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 from inline_snapshot import snapshot
 
+from attncheck.backends.candidates.reference import ReferenceBackend
 from attncheck.backends.candidates.reference_mla import ReferenceMLABackend
 from attncheck.backends.registry import load
 from attncheck.cases.model import Case
@@ -16,9 +18,11 @@ from attncheck.reference.spec import DCPOptions, MLASpec, OutputQuantSpec, Reque
 CHECKS = ("numerics", "lse", "cache_write", "refusals")
 
 
-def outcomes(case: Case, backend: str = "reference") -> dict[str, str]:
+def outcomes(case: Case, backend: str = "reference", **members: Any) -> dict[str, str]:
     """Outcome by check; raises what the case itself is at fault for."""
-    examiner = Examiner(RunPlan(cases=(case,), backends=(load(backend),), checks=CHECKS))
+    loaded = load(backend)
+    loaded = replace(loaded, backend=type("Tried", (loaded.backend,), members))
+    examiner = Examiner(RunPlan(cases=(case,), backends=(loaded,), checks=CHECKS))
     records = list(examiner.run())
     if examiner.blind:
         raise examiner.blind[0]
@@ -46,6 +50,8 @@ def test_chunks_that_are_no_whole_pages_are_refused_by_backends_that_take_chunks
 def test_a_prefix_has_no_positions_of_queries(modifier: dict[str, Any], make_case: Any) -> None:
     case = make_case(RequestSpec(query_len=9, seq_len=73, shared_prefix=32, count=2), **modifier, path="cascade")
     assert set(outcomes(case).values()) == {"passed"}
+    without_lse = ReferenceBackend.features - {"cascade", "lse"}
+    assert set(outcomes(case, features=without_lse).values()) == {"unsupported"}
 
 
 def test_needed_memory_includes_every_rank_part_code_and_projection(make_case: Any) -> None:

@@ -36,9 +36,17 @@ def refuse(*_: Any) -> Any:
     raise AssertionError("all faults are tried")
 
 
-def test_a_cause_of_two_cases_is_tried_first(small: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    changes, cause = {"scale": 32**-0.5 * 1.137}, "the scale is 1.137 times the layer's"
-    cases = [small(*batch) for batch in BATCHES]
+@pytest.mark.parametrize(
+    ("changes", "cause"),
+    [
+        ({"logits_soft_cap": None}, "the soft cap is ignored"),
+        ({"scale": 32**-0.5 * 1.137}, "the scale is 1.137 times the layer's"),
+    ],
+)
+def test_a_cause_of_two_cases_is_tried_first(
+    small: Any, monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], cause: str
+) -> None:
+    cases = [small(*batch, logits_soft_cap=5.0) for batch in BATCHES]
     causes = EarlierCauses()
     for case in cases[:2]:
         assert likely_causes(meaning(causes, case, **changes))[0] == cause

@@ -17,7 +17,7 @@ import torch
 import attncheck
 from attncheck.backends.candidates.reference import ReferenceImpl
 from attncheck.harness.checks.case_checks import find_check
-from attncheck.harness.checks.interface import Check, SharedByChecks, dump_tensors
+from attncheck.harness.checks.interface import Check, dump_tensors
 from attncheck.harness.driver.foreign_code import StageError
 from attncheck.reference.spec import BACKEND_CHECKS
 
@@ -54,14 +54,6 @@ def test_what_the_backend_raises_ends_a_check_that_needs_the_step(
     assert raised[0] is raised[1]  # the backend is not entered again
     assert raised[0].message == "no such kernel"
     assert case.seen is None
-
-
-def test_a_run_has_one_object_of_a_class() -> None:
-    given: list[int] = [1]
-    shared = SharedByChecks(given)
-    assert shared.get(list, lambda: [2]) is given
-    made = shared.get(dict, dict)
-    assert shared.get(dict, dict) is made
 
 
 def test_a_dump_is_named_by_case_and_backend_and_holds_no_more_than_its_tensors(make_case: Any, tmp_path: Path) -> None:

@@ -6,18 +6,8 @@ import pytest
 import torch
 from inline_snapshot import snapshot
 
-from attncheck.backends.candidates.reference import ReferenceBackend, ReferenceImpl
-from attncheck.backends.candidates.torch_sdpa import SDPABackend
-from attncheck.harness.checks.findings import Broken, Holds
-
-
-@pytest.mark.parametrize(("backend", "kernels"), [(SDPABackend, ("flash",)), (ReferenceBackend, ())])
-def test_the_finding_names_the_kernels_that_a_library_chose(
-    judge: Any, backend: Any, kernels: tuple[str, ...], make_case: Any
-) -> None:
-    found = judge("numerics", backend, make_case((1, 9), (3, 20)))
-    assert isinstance(found, Holds)
-    assert found.chosen_kernels == kernels
+from attncheck.backends.candidates.reference import ReferenceImpl
+from attncheck.harness.checks.findings import Broken
 
 
 @pytest.fixture

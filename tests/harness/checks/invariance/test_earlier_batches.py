@@ -6,8 +6,7 @@ import pytest
 
 from attncheck.cases.loader import load_suite
 from attncheck.harness.checks import history as batches
-from attncheck.harness.problem.problem import build_problem
-from attncheck.reference.spec import AttentionType, MicroBatchOptions, RequestSpec, SpecDecodeOptions
+from attncheck.reference.spec import AttentionType
 
 
 def lengths(batch: Any) -> list[tuple[int, int]] | None:
@@ -37,37 +36,9 @@ def test_a_batch_that_would_be_the_case_s_own_kind_is_left_out(make_case: Any) -
     assert batches.decodes(make_case((1, 37), (1, 5))) is None
     assert batches.prompts(make_case((33, 33), (1, 1))) is None
     assert batches.fewer(make_case((33, 33))) is None
-    assert batches.many_keys(make_case((9, 9), attn_type=AttentionType.ENCODER_ONLY)) is None
-
-
-def test_a_path_keeps_its_number_of_rows_and_an_encoder_as_many_keys(make_case: Any) -> None:
-    drafts = make_case((4, 40), (4, 9), path="spec_decode", options=SpecDecodeOptions(num_speculative_tokens=3))
     encoder = make_case((9, 9), (3, 3), attn_type=AttentionType.ENCODER_ONLY)
-    for make in (*batches.LARGER, *batches.SMALLER):
-        assert {rows for rows, _ in lengths(make(drafts)) or ()} <= {4}
-        assert all(query_len == seq_len for query_len, seq_len in lengths(make(encoder)) or ())
-
-
-def test_a_way_of_cutting_the_batch_gives_way_to_an_ordinary_step(make_case: Any) -> None:
-    case = make_case((7, 40), (9, 9), path="micro_batch", options=MicroBatchOptions(cuts=(3,)))
-    assert all(batch.case.batch.path.name == "paged" for batch in batches.earlier_batches(case))
-
-
-def test_pages_differ_where_lengths_cannot(make_case: Any) -> None:
-    case = make_case((33, 33), (1, 1))
-    alike = batches.alike(case)
-    assert lengths(alike) == [(33, 33), (1, 1)]
-    assert build_problem(alike.case, 1).block_table.tolist() != build_problem(case, 0).block_table.tolist()
-
-
-def test_cross_attention_keeps_an_encoder(make_case: Any) -> None:
-    first = RequestSpec(query_len=4, seq_len=4, encoder_len=30)
-    later = RequestSpec(query_len=1, seq_len=2, encoder_len=21)
-    case = make_case(first, later, attn_type=AttentionType.ENCODER_DECODER)
-    requests = [
-        [(r.context_len > 0, r.encoder_len) for r in make(case).case.batch] for make in (batches.alike, batches.half)
-    ]
-    assert requests == [[(False, 30), (True, 21)], [(True, 10), (False, 15)]]
+    assert batches.many_keys(encoder) is None
+    assert lengths(batches.longer(encoder)) == [(18, 18), (6, 6)]
 
 
 def test_one_is_larger_and_one_smaller_and_all_occur_in_smoke() -> None:
