@@ -1,7 +1,6 @@
 """Compiles, for an H100 that is not here, the kernels of calls of the candidate flex_attention.
 
     python flex_calls.py '[{"num_heads": 16, "rows": 26}, ...]'     # see Call for the rest
-    python flex_calls.py smoke      # prints the calls of a suite, in its order, and compiles nothing
 
 Tensors are fake, with shapes and no values. Torch's compiler runs in full, dynamo to Triton's assembly, in one process
 as a run's does; nothing is launched. Prints a JSON list: of each call that was compiled or raised, the call, how many
@@ -15,7 +14,7 @@ import json
 import os
 import sys
 import tempfile
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -88,30 +87,11 @@ class Call:
     scale: float = 0.125
     cap: float | None = None
     has_slopes: bool = False
-    has_sinks: bool = False
     rows: int = 30
     keys: int = 330
     dtype: str = "bfloat16"
-    tree: int | None = None
     has_all_rows: bool = True
     """False: without the rows that the candidate adds."""
-
-    @classmethod
-    def of(cls, impl: Any, query: torch.Tensor, call: Any) -> "Call":
-        return cls(
-            impl.num_heads,
-            impl.num_kv_heads,
-            impl.head_size,
-            impl.head_size_v,
-            impl.scale,
-            impl.logits_soft_cap,
-            impl.alibi_slopes is not None,
-            impl.sinks is not None,
-            len(query),
-            len(call.key),
-            str(query.dtype).removeprefix("torch."),
-            None if call.tree is None else len(call.tree),
-        )
 
     def make(self) -> None:
         from torch._subclasses.fake_tensor import FakeTensorMode
@@ -125,12 +105,11 @@ class Call:
             self.num_kv_heads,
             [0.5] * self.num_heads if self.has_slopes else None,
             logits_soft_cap=self.cap,
-            sinks=torch.zeros(self.num_heads) if self.has_sinks else None,
             head_size_v=self.head_size_v,
         )
         with FakeTensorMode(allow_non_fake_inputs=True):
             dtype = getattr(torch, self.dtype)
-            own, low, high, node = (torch.empty(self.rows, dtype=torch.int64, device="cuda") for _ in range(4))
+            own, low, high = (torch.empty(self.rows, dtype=torch.int64, device="cuda") for _ in range(3))
             query, key, value = (
                 torch.empty(*shape, dtype=dtype, device="cuda")
                 for shape in (
@@ -140,30 +119,9 @@ class Call:
                 )
             )
             call = backend.Call([slice(0, self.rows)], key, value, own, low, high)
-            if self.tree is not None:
-                tree = torch.empty(self.tree, self.tree, dtype=torch.bool, device="cuda")
-                call = replace(call, node=node, tree=tree)
             multiple = backend._COMPILED_ROWS if self.has_all_rows else 1
             with patch.object(backend, "_COMPILED_ROWS", multiple):
                 impl._attend_rows(query, call)
-
-
-def calls_of(suite: str) -> list[Call]:
-    """Return the distinct calls that a GPU would be given for the suite, in their order."""
-    from attncheck import examine
-    from attncheck.backends.candidates.flex_attention import backend
-
-    found: dict[Call, None] = {}
-    attend_rows = backend.FlexImpl._attend_rows
-
-    def recorded(self: Any, query: torch.Tensor, call: Any) -> Any:
-        if len(call.key):
-            found[Call.of(self, query, call)] = None
-        return attend_rows(self, query, call)
-
-    with patch.object(backend.FlexImpl, "_attend_rows", recorded), patch.object(backend, "_EAGER_SCORES", sys.maxsize):
-        examine("flex_attention", suite, device="cpu")
-    return list(found)
 
 
 def compile_calls(calls: list[Call]) -> list[dict[str, Any]]:
@@ -221,12 +179,8 @@ def pretend_cuda() -> None:
 
 
 if __name__ == "__main__":
-    argument = sys.argv[1]
-    if argument.startswith("["):
-        with tempfile.TemporaryDirectory() as folder:
-            os.environ |= {"TORCHINDUCTOR_CACHE_DIR": f"{folder}/inductor", "TRITON_CACHE_DIR": f"{folder}/triton"}
-            pretend_cuda()
-            printed = compile_calls([Call(**call) for call in json.loads(argument)])
-    else:
-        printed = [asdict(call) for call in calls_of(argument)]
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ |= {"TORCHINDUCTOR_CACHE_DIR": f"{folder}/inductor", "TRITON_CACHE_DIR": f"{folder}/triton"}
+        pretend_cuda()
+        printed = compile_calls([Call(**call) for call in json.loads(sys.argv[1])])
     sys.stdout.write(json.dumps(printed))

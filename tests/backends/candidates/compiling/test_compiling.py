@@ -194,11 +194,3 @@ def test_heads_scales_and_lengths_share_a_compilation(printed_by: Callable[..., 
         (64, 1, None),
         (80, 1, None),
     ]
-
-
-@on_linux
-@pytest.mark.kernels
-def test_smoke_compiles_in_few_compilations(printed_by: Callable[..., Any]) -> None:
-    found = printed_by("flex_calls.py", json.dumps(printed_by("flex_calls.py", "smoke")))
-    assert [call for call in found if call["error"]] == []
-    assert 1 <= sum(call["graphs"] for call in found) <= 15
