@@ -84,9 +84,7 @@ def read_path(tree: Tree) -> PathSpec:
     return PathSpec(name=name)
 
 
-@lru_cache(maxsize=4096)
-def _parsed(text: str) -> tuple[RequestSpec, ...]:
-    return parse_batch(text)
+_parsed = lru_cache(maxsize=4096)(parse_batch)
 
 
 def _read_requests(tree: Tree) -> tuple[RequestSpec, ...]:

@@ -63,7 +63,7 @@ def json_schema() -> _Schema:
         },
         "layers": {
             "type": "array",
-            "items": _layer_beside(definitions["LayerSpec"]),
+            "items": _mapping({name: definitions["LayerSpec"]["properties"][name] for name in DIFFERENT_KEYS}),
             "description": "the other layers of the step: the keys that differ from the case's layer",
         },
         "checks": _names(BACKEND_CHECKS, "the checks to run; default: all that apply"),
@@ -108,10 +108,6 @@ def _mapping(properties: _Schema) -> _Schema:
 def _names(known: Iterable[str], description: str) -> _Schema:
     items = {"type": "string", "enum": list(known)}
     return {"type": "array", "items": items, "uniqueItems": True, "description": description}
-
-
-def _layer_beside(layer: _Schema) -> _Schema:
-    return _mapping({name: layer["properties"][name] for name in DIFFERENT_KEYS})
 
 
 def _batch() -> _Schema:

@@ -259,7 +259,8 @@ def merge_many(
     """
     if not outs or len(outs) != len(lses):
         raise ReferenceArgumentError("outs, lses", (len(outs), len(lses)), "one or more states, as many outs as lses")
-    tokens, heads, size = _shape_of_first(outs[0])
+    require_shape("outs[0]", outs[0], None, None, None, legend="rows, heads, value size")
+    tokens, heads, size = outs[0].shape
     for index, (out, lse) in enumerate(zip(outs, lses, strict=True)):
         require_float(f"outs[{index}]", out)
         require_float(f"lses[{index}]", lse)
@@ -279,8 +280,3 @@ def merge_many(
         merged_THV += part_THV * weight_TH.unsqueeze(-1)
     merged_THV /= total_TH.masked_fill(total_TH == 0, 1.0).unsqueeze(-1)
     return precision.round_out(merged_THV), max_TH + total_TH.log()
-
-
-def _shape_of_first(out: Tensor) -> torch.Size:
-    require_shape("outs[0]", out, None, None, None, legend="rows, heads, value size")
-    return out.shape
