@@ -11,18 +11,14 @@ to a file as a line of JSON. ``--show`` prints such a file as a Markdown table. 
 import argparse
 import json
 import os
-import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from queue import Queue
-from threading import Thread
 from typing import Any
 
 from tabulate import tabulate
@@ -89,28 +85,6 @@ class Checkout:
         lines = map(json.loads, file.read_text(encoding="utf-8").splitlines())
         return [line for line in lines if line["kind"] == "record"]
 
-    @contextmanager
-    def started(self, *words: str) -> Iterator["Queue[str]"]:
-        """Run `attncheck` with ``words`` while the context lasts, and yield a queue of its output lines."""
-        command = [sys.executable, "-u", "-m", "attncheck", *words]
-        lines: Queue[str] = Queue()
-        process = subprocess.Popen(
-            command, env=self.environment, cwd=self.folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-        )
-        assert process.stdout is not None
-        stream = process.stdout
-
-        def read() -> None:
-            for line in stream:
-                lines.put(line)
-
-        with process:
-            reader = Thread(target=read, daemon=True)
-            reader.start()
-            yield lines
-            process.terminate()
-            reader.join()
-
 
 def best(measure: Callable[[], float], repeats: int = REPEATS) -> float:
     """Return the shortest of several measurements, since other work on the machine only adds to them."""
@@ -131,24 +105,6 @@ def first_verdict(checkout: Checkout) -> Costs:
     _write_backend(checkout)
     words = ("run", "--backend", "./mine.py:Mine", "--case", "decode.float16", "--check", "numerics", "--no-output")
     return {"first verdict": Cost(best(lambda: checkout.attncheck(*words)), "import torch")}
-
-
-def verdict_after_save(checkout: Checkout) -> Costs:
-    """Time from saving a backend's file to the verdict on its case, under `--watch`: the median of ten."""
-    file = _write_backend(checkout)
-    right = file.read_text(encoding="utf-8")
-    times = []
-    words = ("run", "./mine.py:Mine", "--case", "decode.float16", "--check", "numerics", "--watch", "--no-output")
-    with checkout.started(*words) as lines:
-        _wait_for(lines, "waiting for a change")
-        for number in range(10):
-            time.sleep(4)  # long enough for attncheck to start its next spare process, as during a person's pause
-            began = time.perf_counter()
-            file.write_text(f"{right}\n# {number}\n", encoding="utf-8")
-            _wait_for(lines, "PASSED")
-            times.append(time.perf_counter() - began)
-            _wait_for(lines, "waiting for a change")
-    return {"verdict after a save": Cost(statistics.median(times), "import torch")}
 
 
 def smoke(checkout: Checkout) -> Costs:
@@ -202,15 +158,8 @@ def _write_backend(checkout: Checkout) -> Path:
     return file
 
 
-def _wait_for(lines: "Queue[str]", words: str, limit_s: float = 60) -> None:
-    """Wait until one of ``lines`` contains ``words``; raise queue.Empty if none comes within ``limit_s`` seconds."""
-    while words not in lines.get(timeout=limit_s):
-        pass
-
-
 FIGURES = {
     "first-verdict": first_verdict,
-    "watch": verdict_after_save,
     "smoke": smoke,
     "truths": truths,
     "examination": examination,

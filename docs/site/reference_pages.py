@@ -298,7 +298,8 @@ seconds it comes from. `python benchmarks/cost.py --append docs/cost.jsonl` adds
 {table}
 
 - *first verdict*: `attncheck run --backend ./mine.py:Mine --case decode.float16 --check numerics`, from the command to
-  its end, with a process of the backend's own. *verdict after a save*: the same under `--watch`, from the save.
+  its end, with a process of the backend's own. *verdict after a save*: the same under a former option
+  `--watch`, from the save.
 - *smoke*: the sum of the durations of the records. `torch_sdpa` declares `UNIFORM_BATCH`, `reference` `NEVER`.
 - *truths of smoke*: problems, truths and budgets of the cases of suite `smoke`, computed on one core.
 - *ten cases*: four of suite `mixed` and six of `decode`, examined by all checks, for the second time in one process.

@@ -69,6 +69,7 @@ _MEANT: Mapping[str, str] = MappingProxyType(
         "option: --kernels": f"`{_TIME} --kernels`",
         "option: --function": "--case, which with --provider selects functions, too",
         "option: --exitfirst": "-x, or --maxfail 1",
+        "option: --watch": "watchfiles of PyPI: `watchfiles --filter python 'attncheck run ./mine.py' .`",
         "option: --ray-address": _RAY,
         "option: --ray-resources": _RAY,
         "option: --ray-runtime-env": _RAY,

@@ -552,10 +552,6 @@ def run_command(
         with _opened(options, spare) as execution:
             print_foreign(execution.plan_text)
         return 0
-    if options.watch:
-        from attncheck.harness.cli.watch import watch_run
-
-        return watch_run(options, spare, color=use_color(color))
 
     def print_result(finished: "FinishedRun") -> None:
         reader = report_command(finished.path) if finished.path else ""

@@ -253,7 +253,7 @@ class RunOptions:
     """What a run examines and how. An empty field means that the option was not given, and its default applies.
 
     Fields without a declaration are set by commands:
-    ``keys``: if not empty, only the cases of these ``suite/id``. ``first``: the cases of these ``suite/id`` come first.
+    ``keys``: if not empty, only the cases of these ``suite/id``.
     ``functions``: patterns of the functions of providers; empty for all.
     ``until_failure``: as in :class:`~attncheck.harness.run.selection.RunPlan`; it applies only with ``in_process``.
     ``deadline`` is the ``time.monotonic()`` until which the backends share time and GPUs; None if they share neither.
@@ -302,7 +302,6 @@ class RunOptions:
         False, "--last-failed --lf", "Only the cases, backends and checks that did not pass in the newest kept run."
     )
     keys: tuple[str, ...] = ()
-    first: tuple[str, ...] = ()
     checks: tuple[str, ...] = _what(
         (),
         "--check NAME",
@@ -325,12 +324,6 @@ class RunOptions:
     seed: int = _what(0, "--seed N", "Seed of the inputs. Default: 0.", *_TABLE_AND_PYTEST, least=0)
     dry_run: bool = _what(
         False, "--dry-run", "Print which backends, cases and checks would run, and about how long; examine nothing."
-    )
-    watch: bool = _what(
-        False,
-        "--watch",
-        "Run again after each save of the backend's file, a Python file in its folder, or a case file. q ends it.",
-        places=("run",),
     )
     rounds: int | None = _timing(
         None,
@@ -537,16 +530,6 @@ class RunOptions:
             "resume": ("output", "no_output", "providers", "last_failed"),
             "no_output": ("output",),
             "shard": ("providers",),
-            "watch": (
-                "in_process",
-                "ray",
-                "providers",
-                "output",
-                "shard",
-                "resume",
-                "last_failed",
-                "dry_run",
-            ),
         }
         for name, others in excluded.items():
             for other in others:
@@ -611,7 +594,7 @@ class RunOptions:
         return self.suites or (PROVIDER_SUITES if self.backend_refs is None else ())
 
     def select(self) -> "Selection":
-        """Return the cases of the run, those of ``first`` before the others.
+        """Return the cases of the run.
 
         Raises:
             QuestionError: as :func:`~attncheck.harness.run.selection.select_cases`.
@@ -626,7 +609,7 @@ class RunOptions:
             skip=self.skip,
             keywords=self.keywords,
             keys=self.keys,
-        ).beginning_with(self.first)
+        )
 
 
 OPTIONS: Mapping[str, Option] = MappingProxyType(

@@ -274,11 +274,6 @@ class Selection:
         """Whether the check ``timing`` runs for any case."""
         return any(TIMING in checks_of(case, self.checks) for case in self.cases)
 
-    def beginning_with(self, keys: Collection[str]) -> "Selection":
-        """Return this selection with the cases of these keys (``suite/id``) moved to the front."""
-        first = frozenset(keys)
-        return replace(self, cases=tuple(sorted(self.cases, key=lambda case: case.key not in first)))
-
     def of_suites(self, names: Collection[str], keys: Collection[str] | None = None) -> "Selection":
         """Return this selection restricted to these suites, and to cases with these keys (``suite/id``).
 

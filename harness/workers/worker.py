@@ -15,7 +15,6 @@ import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
-from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -226,13 +225,11 @@ class Server:
 class Imports(Message):
     """What a process imports before any backend.
 
-    ``functions``: a case examines a function of the backend. ``libraries``: those that the backend imports; a library
-    that cannot be imported is skipped.
+    ``functions``: a case examines a function of the backend.
     """
 
     checks: tuple[str, ...] = BACKEND_CHECKS
     functions: bool = True
-    libraries: tuple[str, ...] = ()
 
 
 class Assignment(Message):
@@ -294,9 +291,6 @@ class CaseServer(Server):
         self._imports = imports
         with _imports_kept():
             import_checks(imports.checks, functions=imports.functions)
-            for library in imports.libraries:
-                with suppress(ImportError):
-                    import_module(library)
 
     def load(self, ref: str) -> None:
         """Load the backend with this reference."""

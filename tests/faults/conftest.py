@@ -13,16 +13,6 @@ from preloaded_python import Preloaded
 
 from attncheck.reports.run_file.store import read_run
 
-SUITE = """\
-suite: small
-defaults:
-  layer: {num_heads: 2, num_kv_heads: 1, head_size: 16, dtype: float32}
-cases:
-  - {id: before, batch: q1s20_q1s7}
-  - {id: faulty, batch: q13, layer: {head_size: 32}}
-  - {id: between, batch: q5s9}
-  - {id: later, batch: q1s9, layer: {head_size: 48}}
-"""
 OPTIONS = ("--device", "cpu", "--check", "numerics", "--no-cache")
 
 
@@ -30,8 +20,7 @@ OPTIONS = ("--device", "cpu", "--check", "numerics", "--no-cache")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder in which the commands of a module run."""
     made = tmp_path_factory.mktemp("faults")
-    (made / "small.yaml").write_text(SUITE)
-    for name in ("hostile.py", "deeds.py"):
+    for name in ("hostile.py", "deeds.py", "small.yaml"):
         shutil.copy(Path(__file__).with_name(name), made)
     return made
 

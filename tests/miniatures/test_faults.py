@@ -27,16 +27,7 @@ from attncheck.reports.run_file.store import read_run
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="signals and limits of memory are those of Linux")
 
 BACKENDS = Path(__file__).with_name("faults.py")
-SUITE = """\
-suite: small
-defaults:
-  layer: {num_heads: 2, num_kv_heads: 1, head_size: 16, dtype: float32}
-cases:
-  - {id: before, batch: q1s20_q1s7}
-  - {id: faulty, batch: q13, layer: {head_size: 32}}
-  - {id: between, batch: q5s9}
-  - {id: later, batch: q1s9, layer: {head_size: 48}}
-"""
+SUITE = Path(__file__).parents[1] / "faults" / "small.yaml"
 LOADING = "Faults of loading"
 IMPORTED = """\
 import os, sys, time
@@ -118,8 +109,8 @@ Execute = Callable[[list[str]], int]
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    (tmp_path / "small.yaml").write_text(SUITE)
-    (tmp_path / "faults.py").write_bytes(BACKENDS.read_bytes())
+    for file in (SUITE, BACKENDS):
+        (tmp_path / file.name).write_bytes(file.read_bytes())
     for name, deed in DEEDS.items():
         (tmp_path / f"{name}.py").write_text(IMPORTED.format(name=name, deed=deed))
     monkeypatch.chdir(tmp_path)

@@ -265,14 +265,6 @@ class CachesByPointer(Miniature):
             return query.data_ptr(), query.shape
 
 
-class CachesByShape(Miniature):
-    """Caches outputs by the shapes of query and block table."""
-
-    class Impl(Caching):
-        def mark(self, query, caches, metadata):
-            return query.shape, metadata.common.block_table_tensor.shape
-
-
 class CachesByFingerprint(Miniature):
     """Caches outputs by the sums of magnitudes of the query's rows."""
 

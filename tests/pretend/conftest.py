@@ -4,20 +4,38 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
 import pytest
-from pretend_cuda import Settings
+from pretend_cuda import PretendDevice, Settings, present
 
 from attncheck.reports.run_file.records import RunFooter, RunHeader, parse_line
 
 RunCommand = Callable[..., tuple[RunHeader, list]]
+SMALL = """\
+suite: small
+description: one decode
+defaults: {layer: {num_heads: 4, num_kv_heads: 2, head_size: 32, dtype: float32}}
+cases: [{id: decode, batch: q1s20_q1s7}]
+"""
 
 
 @pytest.fixture
-def run_attncheck(tmp_path: Path, preloaded: None) -> RunCommand:
+def device() -> Iterator[PretendDevice]:
+    with present() as pretended:
+        yield pretended
+
+
+@pytest.fixture
+def small_suite(tmp_path: Path) -> None:
+    """The suite ``small.yaml``, in the folder of the commands."""
+    (tmp_path / "small.yaml").write_text(SMALL)
+
+
+@pytest.fixture
+def run_attncheck(tmp_path: Path, small_suite: None, preloaded: None) -> RunCommand:
     """``run_attncheck(words, settings)`` returns header and records of a run, on the CPU without settings."""
 
     def run(words: Sequence[str], settings: Settings | None = None, command: str = "run") -> tuple[RunHeader, list]:

@@ -40,18 +40,11 @@ class InTheWriter(Endless):
             super().write(layer, key, value, *self._cache_views(kv_cache), slot_mapping)
             work_for_ever()
 """
-SUITE = """\
-suite: small
-description: one decode
-defaults: {layer: {num_heads: 4, num_kv_heads: 2, head_size: 32, dtype: float32}}
-cases: [{id: decode, batch: q1s20_q1s7}]
-"""
 
 
 @pytest.mark.parametrize(("name", "call"), [("InForward", "forward"), ("InTheWriter", "do_kv_cache_update")])
 def test_a_kernel_that_does_not_end_is_charged_to_the_call_that_launched_it(run_attncheck, tmp_path, name, call):
     (tmp_path / "endless.py").write_text(BACKENDS)
-    (tmp_path / "small.yaml").write_text(SUITE)
     words = ["--backend", f"endless.py:{name}", "--suite", "small.yaml", "--check", "numerics", "--case-timeout", "4"]
     _, (found,) = run_attncheck(words, Settings())
     assert found.outcome == "timed_out"

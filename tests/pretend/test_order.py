@@ -2,13 +2,6 @@
 
 import pytest
 import torch
-from pretend_cuda import present
-
-
-@pytest.fixture
-def device():
-    with present() as pretended:
-        yield pretended
 
 
 @pytest.fixture

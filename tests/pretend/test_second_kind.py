@@ -9,18 +9,11 @@ from attncheck.backends.candidates.torch_sdpa import SDPABackend
 class OnXpu(SDPABackend):
     supported_devices = ("cpu", "xpu")
 """
-SUITE = """\
-suite: small
-description: one decode
-defaults: {layer: {num_heads: 4, num_kv_heads: 2, head_size: 32, dtype: float32}}
-cases: [{id: decode, batch: q1s20_q1s7}]
-"""
 WORDS = ["--backend", "on_xpu.py:OnXpu", "--suite", "small.yaml", "--check"]
 
 
 def test_the_checks_of_a_gpu_pass_on_a_second_kind(run_attncheck, tmp_path):
     (tmp_path / "on_xpu.py").write_text(BACKEND)
-    (tmp_path / "small.yaml").write_text(SUITE)
     words = [*WORDS, "numerics,cache_write,builder,streams,cudagraph"]
     _, on_cpu = run_attncheck(words)
     header, found = run_attncheck(words, Settings(type="xpu"))
@@ -38,7 +31,6 @@ def test_the_checks_of_a_gpu_pass_on_a_second_kind(run_attncheck, tmp_path):
 
 def test_a_step_is_timed_by_the_events_of_a_second_kind(run_attncheck, tmp_path):
     (tmp_path / "on_xpu.py").write_text(BACKEND)
-    (tmp_path / "small.yaml").write_text(SUITE)
     small = Settings(type="xpu", total_memory=24 * 2**20, l2_cache_size=2**20)
     words = [*WORDS[:-1], "--time-limit", "0.001", "--rounds", "1"]
     _, (found,) = run_attncheck(words, small, command="time")

@@ -2,16 +2,9 @@
 
 import pytest
 import torch
-from pretend_cuda import present
 from pretend_cuda.clock import BYTES_PER_NS, EVENT_NS, KERNEL_NS
 
 HOLD_NS = 1_000_000
-
-
-@pytest.fixture
-def device():
-    with present() as pretended:
-        yield pretended
 
 
 def recorded():

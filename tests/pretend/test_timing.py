@@ -9,14 +9,6 @@ from pathlib import Path
 import pytest
 
 HERE = Path(__file__).parent
-SUITE = """\
-suite: small
-description: one decode
-defaults:
-  layer: {num_heads: 4, num_kv_heads: 2, head_size: 32, dtype: float32}
-cases:
-  - {id: decode, batch: q1s20_q1s7}
-"""
 WAITING = """\
 from attncheck.backends.candidates.torch_sdpa import SDPABackend, SDPAImpl
 
@@ -42,8 +34,7 @@ class Waiting(SDPABackend):
 
 
 @pytest.fixture
-def time_backend(tmp_path, preloaded):
-    (tmp_path / "small.yaml").write_text(SUITE)
+def time_backend(tmp_path, small_suite, preloaded):
     (tmp_path / "waiting.py").write_text(WAITING)
 
     def run(backend):

@@ -19,7 +19,6 @@ from attncheck.harness.run.evaluate import Examiner
 from attncheck.harness.run.selection import RunPlan
 
 CASE = next(case for case in load_suite("smoke").cases if case.id == "mixed.NHD")
-CPU = torch.device("cpu")
 
 
 @dataclass
@@ -41,57 +40,57 @@ class Builder(AttentionMetadataBuilder[States]):
 
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> States:
         table = common_attn_metadata.block_table_tensor
-        pages = self.pages[: len(table)]
-        pages.copy_(table[:, 0])
-        return States(pages)
+        return States(self.pages[: len(table)].copy_(table[:, 0]))
 
 
-class View(Builder):
+Build = Callable[[Builder, Any], States]
+"""``build(builder, common)``, with a right ``builder``."""
+
+
+def right(builder: Builder, common: Any) -> States:
+    return Builder.build(builder, 0, common)
+
+
+def view(_builder: Builder, common: Any) -> States:
     """Right as well: a view of the runner's own table."""
-
-    def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> States:
-        return States(common_attn_metadata.block_table_tensor[:, 0])
+    return States(common.block_table_tensor[:, 0])
 
 
-class Moves(Builder):
-    def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> States:
-        return States(common_attn_metadata.block_table_tensor[:, 0].clone())
+def moves(_builder: Builder, common: Any) -> States:
+    return States(common.block_table_tensor[:, 0].clone())
 
 
-class Counts(Builder):
-    def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> States:
-        states = super().build(common_prefix_len, common_attn_metadata)
-        return replace(states, num_decodes=int((common_attn_metadata.query_start_loc_cpu.diff() > 0).sum()))
+def counts(builder: Builder, common: Any) -> States:
+    return replace(right(builder, common), num_decodes=int((common.query_start_loc_cpu.diff() > 0).sum()))
 
 
-class Stale(Builder):
-    def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> States:
-        if self.pages.any():
-            return States(self.pages[: len(common_attn_metadata.block_table_tensor)])
-        return super().build(common_prefix_len, common_attn_metadata)
+def stale(builder: Builder, common: Any) -> States:
+    return States(builder.pages[: len(common.block_table_tensor)]) if builder.pages.any() else right(builder, common)
 
 
-class Pads(Builder):
-    def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> States:
-        states = super().build(common_prefix_len, common_attn_metadata)
-        empty = common_attn_metadata.query_start_loc_cpu.diff() == 0
-        states.state_indices[empty] = states.state_indices[0].clone()
-        return states
+def pads(builder: Builder, common: Any) -> States:
+    states = right(builder, common)
+    states.state_indices[common.query_start_loc_cpu.diff() == 0] = states.state_indices[0].clone()
+    return states
 
 
-class Writes(Builder):
-    def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> States:
-        common_attn_metadata.seq_lens.clamp_(max=7)
-        return super().build(common_prefix_len, common_attn_metadata)
+def writes(builder: Builder, common: Any) -> States:
+    common.seq_lens.clamp_(max=7)
+    return right(builder, common)
 
 
-class Reads(Builder):
-    def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> States:
-        common_attn_metadata.seq_lens.tolist()
-        return super().build(common_prefix_len, common_attn_metadata)
+def reads(builder: Builder, common: Any) -> States:
+    common.seq_lens.tolist()
+    return right(builder, common)
 
 
-def backend_of(builder: type[Builder]) -> type[AttentionBackend]:
+def backend_of(build: Build, **members: Any) -> type[AttentionBackend]:
+    class Driven(Builder):
+        def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> States:
+            return build(self, common_attn_metadata)
+
+    builder = type("Driven", (Driven,), members)
+
     class Backend(AttentionBackend):
         builder_only = True
         get_name = staticmethod(lambda: "STATE")
@@ -100,14 +99,14 @@ def backend_of(builder: type[Builder]) -> type[AttentionBackend]:
     return Backend
 
 
-def found(builder: type[Builder], check: str) -> Any:
-    return finding_of(BuilderChecks(backend_of(builder), CASE, 0, CPU, ()), check)
+def found(build: Build, check: str, **members: Any) -> Any:
+    return finding_of(BuilderChecks(backend_of(build, **members), CASE, 0, torch.device("cpu"), ()), check)
 
 
-@pytest.mark.parametrize("builder", [Builder, View])
-def test_a_right_builder_passes_and_no_level_is_called_measured(builder: type[Builder]) -> None:
-    assert found(builder, "builder") == Holds()
-    level = found(builder, "cudagraph")
+@pytest.mark.parametrize("build", [right, view])
+def test_a_right_builder_passes_and_no_level_is_called_measured(build: Build) -> None:
+    assert found(build, "builder") == Holds()
+    level = found(build, "cudagraph")
     assert isinstance(level, NotExamined)
     assert level.graph is not None
     assert (level.graph.declared, level.graph.measured) == ("UNIFORM_BATCH", None)
@@ -119,71 +118,43 @@ def test_a_right_builder_passes_and_no_level_is_called_measured(builder: type[Bu
 
 
 @pytest.mark.parametrize(
-    ("builder", "summary"),
+    ("build", "fault"),
     [
-        (
-            Moves,
-            snapshot(
-                "declared UNIFORM_BATCH: probe 'metadata of decodes' broke: metadata.state_indices lies elsewhere than at capture"
-            ),
-        ),
-        (
-            Counts,
-            snapshot(
-                "declared UNIFORM_BATCH: probe 'metadata of decodes' broke: metadata.num_decodes was 4 at capture and is 2 now"
-            ),
-        ),
-        (
-            Stale,
-            snapshot(
-                "declared UNIFORM_BATCH: probe 'metadata of decodes' broke: metadata.state_indices names pages [9, 1], and the states of the requests lie in [2, 6]"
-            ),
-        ),
-        (
-            Pads,
-            snapshot(
-                "declared UNIFORM_BATCH: probe 'metadata of decodes' broke: metadata.state_indices names page 2 for padding, which is a request's"
-            ),
-        ),
+        (moves, "state_indices lies elsewhere than at capture"),
+        (counts, "num_decodes was 4 at capture and is 2 now"),
+        (stale, "state_indices names pages [9, 1], and the states of the requests lie in [2, 6]"),
+        (pads, "state_indices names page 2 for padding, which is a request's"),
     ],
 )
-def test_what_a_graph_would_read_wrongly_is_named(builder: type[Builder], summary: str) -> None:
-    fault = found(builder, "cudagraph")
-    assert isinstance(fault, Broken)
-    assert fault.summary == summary
-    assert fault.graph is not None
-    assert fault.graph.measured is None
+def test_what_a_graph_would_read_wrongly_is_named(build: Build, fault: str) -> None:
+    level = found(build, "cudagraph")
+    assert isinstance(level, Broken)
+    assert level.summary == f"declared UNIFORM_BATCH: probe 'metadata of decodes' broke: metadata.{fault}"
+    assert level.graph is not None
+    assert level.graph.measured is None
 
 
 def test_a_builder_that_promises_no_graph_is_not_captured() -> None:
-    class Never(Moves):
-        cudagraph_support = AttentionCGSupport.NEVER
-
-    level = found(Never, "cudagraph")
+    level = found(moves, "cudagraph", cudagraph_support=AttentionCGSupport.NEVER)
     assert isinstance(level, NotExamined)
     assert level.graph is not None
     assert level.graph.probes == ()
 
 
 def test_what_a_build_changes_or_waits_for_is_reported(plain: Callable[[str], str]) -> None:
-    assert plain(found(Writes, "builder").summary) == snapshot("build changed metadata.seq_lens")
-    (note,) = found(Reads, "builder").notes
+    assert found(writes, "builder").summary == "build changed metadata.seq_lens"
+    (note,) = found(reads, "builder").notes
     assert plain(note) == snapshot(
-        "build waits for the device: host read: .tolist() at tests/harness/checks/test_builder_alone.py:N in build"
+        "build waits for the device: host read: .tolist() at tests/harness/checks/test_builder_alone.py:N in reads"
     )
 
 
 def test_the_other_checks_state_why_they_do_not_apply() -> None:
     plan = RunPlan(cases=(CASE,), checks=("numerics", "refusals", "builder"), device="cpu")
-    loaded = LoadedBackend("STATE", "STATE", backend_of(Builder), "", "")
-    undeclared: Callable[..., list[str]] = staticmethod(lambda *_: [])
-    loaded.backend.unsupported_reasons = undeclared  # type: ignore[method-assign]
-    outcomes = {record.check: record for record in Examiner(plan).records(CASE, loaded)}
-    assert {check: record.outcome for check, record in outcomes.items()} == {
-        "numerics": "unsupported",
-        "refusals": "unsupported",
-        "builder": "passed",
-    }
-    assert outcomes["numerics"].reasons[0] == snapshot(
-        "only its metadata builder is driven: its kernels take a state and weights, which no case describes"
-    )  # type: ignore[union-attr]
+    backend = backend_of(right)
+    backend.unsupported_reasons = staticmethod(lambda *_: [])  # type: ignore[method-assign, assignment]
+    loaded = LoadedBackend("STATE", "STATE", backend, "", "")
+    records = {record.check: record for record in Examiner(plan).records(CASE, loaded)}
+    outcomes = {check: record.outcome for check, record in records.items()}
+    assert outcomes == {"numerics": "unsupported", "refusals": "unsupported", "builder": "passed"}
+    assert records["numerics"].reasons[0].startswith("only its metadata builder is driven: ")  # type: ignore[union-attr]

@@ -7,7 +7,7 @@ import pytest
 import torch
 from inline_snapshot import snapshot
 
-from attncheck.backends.candidates.reference import ReferenceBackend, ReferenceImpl
+from attncheck.backends.candidates.reference import ReferenceImpl
 from attncheck.backends.conventions import Conventions
 from attncheck.harness.checks.findings import Broken, Finding, Holds
 
@@ -59,16 +59,6 @@ def null_page(factor: float) -> Change:
     return change
 
 
-def noisy_leak() -> Change:
-    noise, leak = noisy(0.05), null_page(0.0)
-
-    def change(*args: Any) -> None:
-        noise(*args)
-        leak(*args)
-
-    return change
-
-
 def one_slot(page: Any) -> Change:
     """Add a little of one slot of each request's pages: ``page(seq_len, block size)`` gives (page, offset)."""
 
@@ -96,32 +86,22 @@ def test_a_backend_that_declares_different_bits_does_not_leak_by_them(examine: A
     assert isinstance(examine(change, members=declared, dtype="float32"), Holds)
 
 
-ALL = snapshot(
-    "a second, identical call is wrong: 40 of 40 rows are wrong, the first is row 0 (request 0, position 36), in all heads; the largest error is ..."
-)
-
-
 @pytest.mark.parametrize(
     ("is_wrong", "rows", "summary"),
     [
-        (lambda call: call > 1, slice(None), ALL),
-        (lambda call: call > 3, slice(None), ALL),  # first in a poisoned step; the clean one after it differs, too
-        (lambda call: call % 2 == 0, slice(None), ALL),
-        (
-            lambda call: call == 2,
-            3,
-            snapshot(
-                "a second, identical call is wrong: 1 of 40 rows is wrong, the first is row 3 (request 1, position 37), in all heads; the largest error is ..."
-            ),
-        ),
-        (lambda call: call == 1, slice(None), snapshot("the first call is wrong, a second, identical one is right")),
+        (lambda call: call > 1, slice(None), "a second, identical call is wrong: 40 of 40 rows are wrong"),
+        # First in a poisoned step; the clean one after it differs, too.
+        (lambda call: call > 3, slice(None), "a second, identical call is wrong: 40 of 40 rows are wrong"),
+        (lambda call: call % 2 == 0, slice(None), "a second, identical call is wrong: 40 of 40 rows are wrong"),
+        (lambda call: call == 2, 3, "a second, identical call is wrong: 1 of 40 rows is wrong, the first is row 3 "),
+        (lambda call: call == 1, slice(None), "the first call is wrong, a second, identical one is right"),
     ],
 )
 def test_a_fault_of_some_calls_is_state_and_no_matter_of_memory(
-    plain: Callable[[str], str], examine: Any, is_wrong: Callable[[int], bool], rows: Any, summary: str
+    examine: Any, is_wrong: Callable[[int], bool], rows: Any, summary: str
 ) -> None:
     finding = examine(times(lambda call: 0.9 if is_wrong(call) else 1.0, rows))
-    assert plain(finding.summary) == summary
+    assert finding.summary.startswith(summary)
     assert finding.meaning == "state is kept between calls, or the backend is not deterministic"
 
 
@@ -140,66 +120,49 @@ def test_what_differs_by_chance_is_no_finding(examine: Any, change: Change, note
     assert note in finding.notes[0]
 
 
+NULL_PAGE = "NaN in the null page reaches 40 of 40 rows, the first is row 0 "
+FOREIGN = "memory that no request owns is read"
+
+
 @pytest.mark.parametrize(
-    ("change", "requests", "layer", "summary", "meaning"),
+    ("changes", "requests", "layer", "summary", "meaning"),
     [
         pytest.param(
-            null_page(0.0),
+            [null_page(0.0)],
             (),
             {},
-            snapshot("NaN in the null page reaches 40 of 40 rows, the first is row 0 (request 0, position 36)"),
-            snapshot(
-                "memory that no request owns is read; only NaN and Inf leak, a large finite value does not: a weight of 0 is multiplied by the value there (a backend may declare needs_finite_pool)"
-            ),
+            NULL_PAGE,
+            f"{FOREIGN}; only NaN and Inf leak, a large finite value does not: a weight of 0 is multiplied by the "
+            "value there (a backend may declare needs_finite_pool)",
             id="a weight of 0",
         ),
+        pytest.param([null_page(1e-20)], (), {}, NULL_PAGE, FOREIGN, id="values that count"),
+        pytest.param([noisy(0.05), null_page(0.0)], (), {}, NULL_PAGE, FOREIGN, id="noise hides no leak"),
         pytest.param(
-            null_page(1e-20),
-            (),
-            {},
-            snapshot("NaN in the null page reaches 40 of 40 rows, the first is row 0 (request 0, position 36)"),
-            snapshot("memory that no request owns is read"),
-            id="values that count",
-        ),
-        pytest.param(
-            noisy_leak(),
-            (),
-            {},
-            snapshot("NaN in the null page reaches 40 of 40 rows, the first is row 0 (request 0, position 36)"),
-            None,
-            id="noise hides no leak",
-        ),
-        pytest.param(
-            one_slot(divmod),
+            [one_slot(divmod)],
             ((1, 37), (5, 41)),
             {},
-            snapshot(
-                "NaN in the unused tail of a last page reaches 6 of 6 rows, the first is row 0 (request 0, position 36)"
-            ),
-            snapshot("slots behind the last key of a request are read"),
+            "NaN in the unused tail of a last page reaches 6 of 6 rows",
+            "slots behind the last key of a request are read",
             id="a tail",
         ),
         pytest.param(
-            one_slot(lambda *_: (0, 0)),
+            [one_slot(lambda *_: (0, 0))],
             ((1, 137), (5, 141)),
             {"sliding_window": 16},
-            snapshot(
-                "NaN in pages the window has left behind reaches 6 of 6 rows, the first is row 0 (request 0, position 136)"
-            ),
-            snapshot(
-                "keys before the windows of all rows are read: a cache manager may have given their pages to other requests"
-            ),
+            "NaN in pages the window has left behind reaches 6 of 6 rows",
+            "keys before the windows of all rows are read: ",
             id="behind a window",
         ),
     ],
 )
 def test_what_is_read_is_called_by_its_name(
-    examine: Any, change: Change, requests: Any, layer: Any, summary: str, meaning: str | None
+    examine: Any, changes: list[Change], requests: Any, layer: Any, summary: str, meaning: str
 ) -> None:
-    finding = examine(change, *requests, **layer)
+    finding = examine(lambda *args: [change(*args) for change in changes], *requests, **layer)
     assert isinstance(finding, Broken)
-    assert finding.summary == summary
-    assert meaning is None or finding.meaning == meaning
+    assert finding.summary.startswith(summary)
+    assert (finding.meaning or "").startswith(meaning)
 
 
 def test_a_declared_need_for_finite_numbers_is_respected(examine: Any) -> None:
@@ -240,15 +203,11 @@ def of_null_page(_query: torch.Tensor, caches: Any, _rows: int) -> torch.Tensor:
     return 0.0 * caches[1][0].amax()
 
 
-PADDING_MATTERS = snapshot(
-    "the output depends on padding rows of the inputs: with zeros instead of NaN, it changes in 4 of 4 rows, the first is row 0 (request 0, position 19)"
-)
-
-
 def test_padding_rows_that_matter_are_called_so_beside_foreign_slots_too(padded: Any) -> None:
-    assert padded(real=of_padding).summary == PADDING_MATTERS
     both = padded(real=lambda *args: of_padding(*args) + of_null_page(*args))
-    assert both.summary == PADDING_MATTERS
+    assert both.summary == snapshot(
+        "the output depends on padding rows of the inputs: with zeros instead of NaN, it changes in 4 of 4 rows, the first is row 0 (request 0, position 19)"
+    )
     assert any(detail.startswith("NaN in the null page reaches 4 of 4 rows") for detail in both.details)
 
 
@@ -274,7 +233,3 @@ def test_padding_rows_that_are_declared_untouched_must_keep_their_contents(padde
     assert padded(conventions=Conventions(padded_rows="untouched")).summary == (
         "2 of 2 padding rows of the output were written, although declared untouched"
     )
-
-
-def test_the_reference_reads_nothing_foreign(judge: Any, make_case: Any) -> None:
-    assert isinstance(judge("containment", ReferenceBackend, make_case()), Holds)

@@ -4,36 +4,27 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-import torch
-from inline_snapshot import snapshot
 
 from attncheck.backends.candidates.reference import ReferenceBackend, ReferenceImpl
-from attncheck.backends.registry import LoadedBackend
 from attncheck.harness.checks.findings import Broken, Holds
-from attncheck.harness.checks.interface import CheckedCase, SharedByChecks
-from attncheck.harness.checks.refusals import CHECKS, other_layers
-from attncheck.harness.problem.problem import build_problem
-from attncheck.harness.truth.truth import truth_of
+from attncheck.harness.checks.refusals import other_layers
 from attncheck.reference.spec import BlockTableSpec, LayerSpec
 
-CPU = torch.device("cpu")
 
+@pytest.fixture
+def examine(judge: Any, backend_of: Any) -> Any:
+    """Return a function from ``change(kept, params)`` to the finding; ``kept``: one dictionary for all impls."""
 
-def examine(backend: Any, case: Any) -> Any:
-    problem = build_problem(case, 0)
-    loaded = LoadedBackend(name="candidate", ref="./x.py:X", backend=backend, version="", origin="test")
-    return CHECKS["features"].run(CheckedCase(loaded, problem, truth_of(problem, CPU), CPU, (), SharedByChecks()))
+    def run(change: Any, case: Any) -> Any:
+        kept: dict[str, Any] = {}
 
+        class Impl(ReferenceImpl):
+            def params(self, metadata: Any) -> Any:
+                return change(kept, super().params(metadata))
 
-def with_params(change: Any, **members: Any) -> Any:
-    """The reference, whose parameters are ``change(params)``, with one dictionary ``kept`` for all impls."""
-    kept: dict[str, Any] = {}
+        return judge("features", backend_of(Impl), case)
 
-    class Impl(ReferenceImpl):
-        def params(self, metadata: Any) -> Any:
-            return change(kept, super().params(metadata))
-
-    return type("Variant", (ReferenceBackend,), {"get_impl_cls": staticmethod(lambda: Impl)} | members)
+    return run
 
 
 def layer(**fields: Any) -> LayerSpec:
@@ -64,12 +55,9 @@ def test_a_layer_without_modifiers_gets_another_scale_group_or_mask() -> None:
     assert [other.layer.is_causal for other in found] == [True, True, False]
 
 
-@pytest.mark.parametrize(
-    "fields",
-    [{}, {"sliding_window": 16}, {"logits_soft_cap": 20.0, "sinks": True}, {"alibi": True, "dtype": "float16"}],
-)
-def test_a_right_backend_passes(make_case: Any, fields: dict[str, Any]) -> None:
-    found = examine(ReferenceBackend, make_case(**fields))
+@pytest.mark.parametrize("fields", [{}, {"logits_soft_cap": 20.0, "sinks": True}])
+def test_a_right_backend_passes(judge: Any, make_case: Any, fields: dict[str, Any]) -> None:
+    found = judge("features", ReferenceBackend, make_case(**fields))
     assert isinstance(found, Holds)
     assert len(found.notes) == found.figures["layers"] == (2 if fields else 1)
 
@@ -78,41 +66,39 @@ def test_a_right_backend_passes(make_case: Any, fields: dict[str, Any]) -> None:
     ("name", "fields"),
     [("window", {"sliding_window": 16}), ("logits_soft_cap", {"logits_soft_cap": 20.0}), ("sinks", {"sinks": True})],
 )
-def test_a_value_that_the_first_layer_fixes_is_found(make_case: Any, name: str, fields: dict[str, Any]) -> None:
+def test_a_value_that_the_first_layer_fixes_is_found(
+    examine: Any, make_case: Any, name: str, fields: dict[str, Any]
+) -> None:
     def frozen(kept: dict[str, Any], params: Any) -> Any:
         return replace(params, **{name: kept.setdefault(name, getattr(params, name))})
 
-    found = examine(with_params(frozen), make_case(**fields))
+    found = examine(frozen, make_case(**fields))
     assert isinstance(found, Broken)
     assert found.summary.startswith(f"a layer without {name.replace('window', 'sliding_window')}, in the same process")
     assert "fixed at a first call" in (found.meaning or "")
     assert "it has the output of the first layer" in found.details
 
 
-def test_of_a_first_layer_that_is_wrong_nothing_is_kept(make_case: Any) -> None:
-    found = examine(
-        with_params(lambda _kept, params: replace(params, logits_soft_cap=None)), make_case(logits_soft_cap=20.0)
-    )
+def test_of_a_first_layer_that_is_wrong_nothing_is_kept(examine: Any, make_case: Any) -> None:
+    found = examine(lambda _kept, params: replace(params, logits_soft_cap=None), make_case(logits_soft_cap=20.0))
     assert isinstance(found, Broken)
     assert found.meaning is None
 
 
-@pytest.mark.parametrize(
-    ("word", "changed", "cause"),
-    [
-        ("with scale", {"scale": 0.125}, "scale of the layer is ignored; also possible:"),
-        ("with causal False", {"window": (-1, 0)}, "causal of the layer is ignored; also possible:"),
-    ],
-)
-def test_what_no_layer_reads_is_named(make_case: Any, word: str, changed: dict[str, Any], cause: str) -> None:
+def case_with(word: str, make_case: Any) -> Any:
+    """Return a case whose first other layer is one ``with`` this word."""
     cases = [make_case((4, length)) for length in range(30, 60)]
-    case = next(case for case in cases if word in next(other_layers(case.layer, int(case.hash, 16)))[0].what)
-    found = examine(with_params(lambda _kept, params: replace(params, **changed)), case)
+    return next(case for case in cases if word in next(other_layers(case.layer, int(case.hash, 16)))[0].what)
+
+
+@pytest.mark.parametrize(("word", "changed"), [("scale", {"scale": 0.125}), ("causal", {"window": (-1, 0)})])
+def test_what_no_layer_reads_is_named(examine: Any, make_case: Any, word: str, changed: dict[str, Any]) -> None:
+    found = examine(lambda _kept, params: replace(params, **changed), case_with(word, make_case))
     assert isinstance(found, Broken)
-    assert (found.meaning or "").startswith(cause)
+    assert (found.meaning or "").startswith(f"{word} of the layer is ignored; also possible:")
 
 
-def test_a_value_that_the_latest_layer_leaves_to_all_is_found(make_case: Any) -> None:
+def test_a_value_that_the_latest_layer_leaves_to_all_is_found(judge: Any, backend_of: Any, make_case: Any) -> None:
     """An impl writes to a global when it is constructed, and earlier impls read it."""
     latest: dict[str, Any] = {}
 
@@ -124,28 +110,23 @@ def test_a_value_that_the_latest_layer_leaves_to_all_is_found(make_case: Any) ->
         def params(self, metadata: Any) -> Any:
             return replace(super().params(metadata), logits_soft_cap=latest["cap"])
 
-    backend = type("Variant", (ReferenceBackend,), {"get_impl_cls": staticmethod(lambda: Impl)})
-    found = examine(backend, make_case(logits_soft_cap=20.0))
+    found = judge("features", backend_of(Impl), make_case(logits_soft_cap=20.0))
     assert isinstance(found, Broken)
-    assert found.summary == snapshot(
-        "right at first, wrong after a layer without logits_soft_cap was run: 38 of 40 rows are wrong, the first is row 0 (request 0, position 36), in all heads; the largest error is 430 times the allowed error, at row 39, head 6"
+    assert found.summary.startswith(
+        "right at first, wrong after a layer without logits_soft_cap was run: 38 of 40 rows are wrong"
     )
-    assert "logits_soft_cap" in found.summary
 
 
-def test_an_undeclared_layer_is_replaced_by_the_next(make_case: Any) -> None:
-    cases = [make_case((1, length)) for length in range(30, 60)]
-    case = next(case for case in cases if "causal" in next(other_layers(case.layer, int(case.hash, 16)))[0].what)
-    assert examine(ReferenceBackend, case).notes == snapshot(("a layer with causal False in between",))
-    features = ReferenceBackend.features - {"non_causal"}
-    found = examine(type("Variant", (ReferenceBackend,), {"features": features}), case)
-    assert found.notes == snapshot(("a layer with scale 0.09375 instead of 0.125 in between",))
+def test_an_undeclared_layer_is_replaced_by_the_next(judge: Any, make_case: Any) -> None:
+    case = case_with("causal", make_case)
+    assert judge("features", ReferenceBackend, case).notes == ("a layer with causal False in between",)
+    narrow = type("Narrow", (ReferenceBackend,), {"features": ReferenceBackend.features - {"non_causal"}})
+    assert judge("features", narrow, case).notes == ("a layer with scale 0.09375 instead of 0.125 in between",)
 
 
 @pytest.mark.parametrize("heads", [2, 4, 6, 8])
-def test_a_wider_window_is_not_examined_where_pages_behind_it_are_gone(make_case: Any, heads: int) -> None:
+def test_a_wider_window_is_not_examined_where_pages_behind_it_are_gone(judge: Any, make_case: Any, heads: int) -> None:
     """Pages that every row's window has left behind may be page 0: a wider one would read them."""
     case = make_case((2, 329), sliding_window=8, num_heads=heads, scale=0.03)
     batch = replace(case.batch, block_table=BlockTableSpec(null_pages=True))
-    found = examine(ReferenceBackend, replace(case, batch=batch))
-    assert not isinstance(found, Broken)
+    assert not isinstance(judge("features", ReferenceBackend, replace(case, batch=batch)), Broken)

@@ -1,57 +1,42 @@
 """What a finding of ``numerics`` carries beside the verdict."""
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from inline_snapshot import snapshot
 
-from attncheck.backends.candidates.reference import ReferenceBackend, ReferenceImpl
-from attncheck.backends.registry import load
+from attncheck.backends.candidates.reference import ReferenceImpl
 from attncheck.harness.checks.findings import Broken
-from attncheck.harness.checks.interface import CheckedCase, SharedByChecks
-from attncheck.harness.checks.numerics import CHECKS, check_numerics
-from attncheck.harness.driver.session import Session
-from attncheck.harness.problem.problem import build_problem
-from attncheck.harness.truth.truth import truth_of
 
 
-@pytest.mark.parametrize(
-    ("ref", "kernels"), [("torch_sdpa", ("flash",)), ("torch_sdpa:math", ("math",)), ("reference", ())]
-)
-def test_the_finding_names_the_kernels_that_a_library_chose(ref: str, kernels: tuple[str, ...], make_case: Any) -> None:
-    problem = build_problem(make_case((1, 9), (3, 20)), 0)
-    truth = truth_of(problem, torch.device("cpu"))
-    found = CHECKS["numerics"].run(CheckedCase(load(ref), problem, truth, torch.device("cpu"), (), SharedByChecks()))
-    assert found.chosen_kernels == kernels  # type: ignore[union-attr]
+@pytest.fixture
+def judged(judge: Any, backend_of: Any, make_case: Any) -> Any:
+    """Return a function from ``change(output, output before)`` to the finding about the reference with this change."""
 
+    def run(change: Any) -> Broken:
+        class Impl(ReferenceImpl):
+            def attend(self, *args: Any) -> None:
+                before = args[6].clone()
+                super().attend(*args)
+                change(args[6], before)
 
-def judged(case: Any, change: Any) -> Broken:
-    """The finding about the reference, after ``change`` has written to the rows of its output."""
+        found = judge("numerics", backend_of(Impl), make_case((1, 9), (6, 20)))
+        assert isinstance(found, Broken)
+        return found
 
-    class Impl(ReferenceImpl):
-        def attend(self, *args: Any) -> None:
-            super().attend(*args)
-            change(args[6])
-
-    problem = build_problem(case, 0)
-    backend = type("Wrong", (ReferenceBackend,), {"get_impl_cls": staticmethod(lambda: Impl)})
-    seen = Session(backend, problem, torch.device("cpu")).run()
-    found = check_numerics(problem, truth_of(problem, torch.device("cpu")), seen)
-    assert isinstance(found, Broken)
-    return found
+    return run
 
 
 @pytest.mark.parametrize("spoils", [False, True])
-def test_finite_numbers_are_judged_apart_from_those_that_are_not(make_case: Any, spoils: bool) -> None:
-    def change(output: torch.Tensor) -> None:
+def test_finite_numbers_are_judged_apart_from_those_that_are_not(judged: Any, spoils: bool) -> None:
+    def change(output: torch.Tensor, _before: torch.Tensor) -> None:
         output[0, 1] = torch.nan
         output[4, :2] = torch.inf
         if spoils:
             output[2:4, 3] *= 1.5
 
-    found = judged(make_case((1, 9), (6, 20)), change)
+    found = judged(change)
     assert found.summary.startswith("4 of 7 rows" if spoils else "2 of 7 rows")
     assert {name: n for name, n in found.figures.items() if name.startswith(("rows_", "heads_"))} == {
         "rows_wrong": 4 if spoils else 2,
@@ -67,24 +52,15 @@ def test_finite_numbers_are_judged_apart_from_those_that_are_not(make_case: Any,
     assert ("the right one times 1.5" in str(found.meaning)) is spoils
 
 
-def test_rows_that_were_never_written_do_not_hide_wrong_ones(plain: Callable[[str], str], make_case: Any) -> None:
-    class Impl(ReferenceImpl):
-        def attend(self, *args: Any) -> None:
-            before = args[6][1].clone()
-            super().attend(*args)
-            args[6][1] = before
-            args[6][3] *= 2
+def test_rows_that_were_never_written_do_not_hide_wrong_ones(plain: Any, judged: Any) -> None:
+    def change(output: torch.Tensor, before: torch.Tensor) -> None:
+        output[1] = before[1]
+        output[3] *= 2
 
-    problem = build_problem(make_case((1, 9), (6, 20)), 0)
-    backend = type("Wrong", (ReferenceBackend,), {"get_impl_cls": staticmethod(lambda: Impl)})
-    seen = Session(backend, problem, torch.device("cpu")).run()
-    found = check_numerics(problem, truth_of(problem, torch.device("cpu")), seen)
-    assert isinstance(found, Broken)
+    found = judged(change)
     assert plain(found.summary) == snapshot(
         "1 of 7 rows were never written, or only added to, the first is row 1 (request 1, position 14); among the others: 1 of 7 rows is wrong, the first is row 3 (request 1, position 16), in all heads; the largest error is ..."
     )
-    assert "1 of 7" in found.summary
-    assert "14" in found.summary
     assert (found.figures["rows_unwritten"], found.figures["rows_finite_wrong"]) == (1, 1)
 
 
@@ -97,17 +73,10 @@ def test_rows_that_were_never_written_do_not_hide_wrong_ones(plain: Callable[[st
     ],
 )
 def test_rows_that_were_written_in_part_are_not_called_unwritten(
-    make_case: Any, heads: slice, channels: slice, where: str
+    judged: Any, heads: slice, channels: slice, where: str
 ) -> None:
-    def attend(self: Any, *args: Any) -> None:
-        before = args[6].clone()
-        ReferenceImpl.attend(self, *args)
-        args[6][:, heads, channels] = before[:, heads, channels]
+    def change(output: torch.Tensor, before: torch.Tensor) -> None:
+        output[:, heads, channels] = before[:, heads, channels]
 
-    problem = build_problem(make_case((1, 9), (6, 20)), 0)
-    impl = type("Impl", (ReferenceImpl,), {"attend": attend})
-    backend = type("Wrong", (ReferenceBackend,), {"get_impl_cls": staticmethod(lambda: impl)})
-    seen = Session(backend, problem, torch.device("cpu")).run()
-    found = check_numerics(problem, truth_of(problem, torch.device("cpu")), seen)
-    assert isinstance(found, Broken)
-    assert found.summary.startswith(f"7 of 7 rows were never written {where}, or only added to, the first is row 0")
+    start = f"7 of 7 rows were never written {where}, or only added to, the first is row 0"
+    assert judged(change).summary.startswith(start)

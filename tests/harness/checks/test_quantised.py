@@ -5,14 +5,13 @@ from typing import Any
 
 import pytest
 import torch
-from inline_snapshot import snapshot
 
 from attncheck.backends.caches.codecs import PackedCodec
 from attncheck.backends.candidates.reference import ReferenceBackend, ReferenceImpl
 from attncheck.backends.registry import LoadedBackend
 from attncheck.errors import BlindCaseError
 from attncheck.harness.checks import cache_write
-from attncheck.harness.checks.findings import Broken, Holds
+from attncheck.harness.checks.findings import Holds
 from attncheck.harness.driver.pool import CodecError, prove_codec
 from attncheck.harness.driver.session import Fill, Session
 from attncheck.harness.problem.problem import build_problem
@@ -20,7 +19,6 @@ from attncheck.harness.problem.storage import (
     OutputCodes,
     key_storage,
     nearest_code,
-    numbers_of,
     output_codes,
     truncated_code,
 )
@@ -61,8 +59,8 @@ def test_dividing_and_multiplying_by_the_reciprocal_are_both_right(
 @pytest.mark.parametrize(
     ("kind", "is_cut", "meaning"),
     [
-        ("fp8_e5m2", True, snapshot("codes are truncated, not rounded to the nearest; NaN is stored as a number")),
-        ("fp8_e4m3", False, snapshot("NaN is stored as a number")),
+        ("fp8_e5m2", True, "codes are truncated, not rounded to the nearest; NaN is stored as a number"),
+        ("fp8_e4m3", False, "NaN is stored as a number"),
     ],
 )
 def test_a_writer_that_makes_numbers_of_nan_is_named(
@@ -77,9 +75,7 @@ def test_a_writer_that_makes_numbers_of_nan_is_named(
                 cache.view(torch.uint8)[slot_mapping // cache.shape[1], slot_mapping % cache.shape[1]] = codes
 
     case = make_case(cache={"kv_cache_dtype": kind, "k_scale": 0.25, "v_scale": 0.25})
-    finding = judge("cache_write", backend_of(Impl), case)
-    assert isinstance(finding, Broken)
-    assert finding.meaning == meaning
+    assert judge("cache_write", backend_of(Impl), case).meaning == meaning
 
 
 def test_the_rows_reach_codes_that_only_one_of_the_two_makes() -> None:
@@ -92,24 +88,7 @@ def test_the_rows_reach_codes_that_only_one_of_the_two_makes() -> None:
     assert all(torch.equal(codes[0], other) for other in codes[1:])
 
 
-@pytest.mark.parametrize("kind", ["fp8_e4m3", "fp8_e5m2"])
-def test_the_rows_hold_ties_ends_nan_and_both_signs(kind: str) -> None:
-    held = storage(kind, 0.25)
-    rows = cache_write.extreme_rows(torch.zeros(40, 2, 64, dtype=torch.bfloat16), held)
-    quotients, stored = rows.double() / 0.25, numbers_of(cache_write.honest_codes(rows, held)[0], held.held)
-    limit = torch.finfo(held.held).max
-    assert bool(torch.isnan(stored[torch.isnan(rows)]).all())
-    assert bool(torch.isnan(rows).any())
-    for sign in (1, -1):
-        assert bool((sign * quotients > 2 * limit).any())
-        assert bool((sign * stored == limit).any())
-    assert bool(torch.isinf(rows).any()) == (kind == "fp8_e4m3")
-    halfway = torch.tensor([1.0, 3.0], dtype=torch.float64) * torch.finfo(held.held).smallest_normal / 2
-    halfway = halfway / (8 if kind == "fp8_e4m3" else 4)
-    assert all(bool((quotients.abs() == tie).any()) for tie in halfway)
-
-
-def test_a_codec_that_uses_one_scale_for_both_is_not_trusted(make_case: Any) -> None:
+def test_a_codec_is_trusted_with_its_own_scales_and_cache_alone(make_case: Any) -> None:
     problem = build_problem(make_case(cache={"kv_cache_dtype": "fp8"} | SCALES), 0)
     right = ReferenceBackend.kv_cache_codec(problem.layer, problem.cache)
     assert isinstance(right, PackedCodec)
@@ -119,18 +98,8 @@ def test_a_codec_that_uses_one_scale_for_both_is_not_trusted(make_case: Any) -> 
     class Mixed:
         write, read = right.write, wrong.read
 
-    with pytest.raises(CodecError) as refused:
+    with pytest.raises(CodecError, match="the codec cannot be trusted with values: what was written to all slots"):
         prove_codec(Mixed(), ReferenceBackend, problem)
-    assert str(refused.value) == snapshot(
-        "the codec cannot be trusted with values: what was written to all slots is not what is read back"
-    )
-
-
-def test_a_right_codec_vouches_for_no_other_cache(make_case: Any) -> None:
-    problem = build_problem(make_case(), 0)
-    codec = ReferenceBackend.kv_cache_codec(problem.layer, problem.cache)
-    assert codec is not None
-    prove_codec(codec, ReferenceBackend, problem)
 
     class Flat(ReferenceBackend):
         """Keys and values share the memory of one page."""
@@ -139,8 +108,8 @@ def test_a_right_codec_vouches_for_no_other_cache(make_case: Any) -> None:
         def get_kv_cache_shape(cls, *sizes: int, **_: int) -> tuple[int, ...]:
             return (2, 1, *ReferenceBackend.get_kv_cache_shape(*sizes)[2:])
 
-    with pytest.raises(IndexError):
-        prove_codec(codec, Flat, problem)
+    with pytest.raises(IndexError):  # a right codec vouches for no other cache
+        prove_codec(right, Flat, problem)
 
 
 def test_foreign_slots_hold_an_infinity_where_the_format_has_one(make_case: Any) -> None:
@@ -165,6 +134,8 @@ def test_a_case_that_cannot_notice_a_scale_is_blind(make_case: Any) -> None:
 
 
 def test_the_error_of_a_code_is_the_distance_to_its_value() -> None:
+    layer = LayerSpec(num_heads=1, num_kv_heads=1, head_size=8, output_quant=OutputQuantSpec(scale=0.1))
+    assert output_codes(layer) == OutputCodes(E4M3, float(torch.tensor(0.1, dtype=torch.float32)))
     codes = OutputCodes(E4M3, 0.5)
     out = torch.tensor([0.5, 0.53, 0.56, 1e9, 0.0004, -0.0004], dtype=torch.float64)
     seen = torch.tensor([1.0, 1.0, 1.0, 448.0, 0.0, 0.0]).to(E4M3)
@@ -173,13 +144,6 @@ def test_the_error_of_a_code_is_the_distance_to_its_value() -> None:
     assert float(errors[2]) == pytest.approx(0.53125 - 0.56, rel=1e-4)
     assert bool(torch.isnan(codes.error(torch.tensor([float("nan")]).to(E4M3), out[:1])).all())
     assert torch.equal(codes.of(out).float(), torch.tensor([1.0, 1.0, 1.125, 448.0, 0.0, -0.0]))
-
-
-def test_the_output_scale_is_what_the_backend_gets() -> None:
-    layer = LayerSpec(num_heads=1, num_kv_heads=1, head_size=8, output_quant=OutputQuantSpec(scale=0.1))
-    codes = output_codes(layer)
-    assert codes is not None
-    assert codes.scale == float(torch.tensor(0.1, dtype=torch.float32)) != 0.1
 
 
 class NeverFuses(ReferenceImpl):
@@ -215,26 +179,9 @@ def test_padding_rows_of_codes_stay_and_a_profiling_call_is_finite(make_case: An
 @pytest.mark.parametrize(
     ("change", "meaning"),
     [
-        (
-            lambda layer: {"_k_scale": torch.ones(1)},
-            snapshot("k_scale is left out: a reference with this fault gives the same output in all rows"),
-        ),
-        (
-            lambda layer: {"_v_scale": layer._v_scale[:1]},
-            snapshot(
-                "the v_scale of KV head 0 is used for all heads: a reference with this fault gives the same output in all rows; also possible: the scales of KV head 0 are used for all heads"
-            ),
-        ),
-        (
-            lambda layer: {"_v_scale": layer._v_scale**2},
-            snapshot("v_scale is applied twice: a reference with this fault gives the same output in all rows"),
-        ),
-        (
-            lambda layer: {"_k_scale": layer._v_scale, "_v_scale": layer._k_scale},
-            snapshot(
-                "k_scale and v_scale are exchanged: a reference with this fault gives the same output in all rows"
-            ),
-        ),
+        (lambda layer: {"_k_scale": torch.ones(1)}, "k_scale is left out"),
+        (lambda layer: {"_v_scale": layer._v_scale[:1]}, "the v_scale of KV head 0 is used for all heads"),
+        (lambda layer: {"_v_scale": layer._v_scale**2}, "v_scale is applied twice"),
     ],
 )
 def test_faults_of_scales_are_named(judge: Any, backend_of: Any, make_case: Any, change: Any, meaning: str) -> None:
@@ -245,5 +192,4 @@ def test_faults_of_scales_are_named(judge: Any, backend_of: Any, make_case: Any,
 
     case = make_case((1, 40), (5, 30), cache={"kv_cache_dtype": "fp8"} | SCALES)
     finding = judge("numerics", backend_of(Impl), case)
-    assert isinstance(finding, Broken)
-    assert finding.meaning == meaning
+    assert finding.meaning.startswith(f"{meaning}: a reference with this fault gives the same output in all rows")

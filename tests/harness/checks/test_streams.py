@@ -27,12 +27,6 @@ class Late(DelayedSteps):
         return session.run(), [call]
 
 
-class SharedSteps(SharedByChecks):
-    def __init__(self, steps: Late) -> None:
-        super().__init__()
-        self._objects = {DelayedSteps: steps}
-
-
 @pytest.fixture
 def case(checked: Any, make_case: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(streams, "accelerator_of", lambda _: object())
@@ -40,27 +34,23 @@ def case(checked: Any, make_case: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def check(case: Any, steps: Late) -> Any:
-    case.shared = SharedSteps(steps)
+    case.shared = SharedByChecks()
+    case.shared.get(DelayedSteps, lambda: steps)
     return check_streams(case)
 
 
 def test_the_delay_grows_until_it_outlasts_forward(case: Any) -> None:
     steps = Late(lambda _: 5_000_000, num_late=1)
-    found = check(case, steps)
-    assert isinstance(found, Holds)
-    assert found.notes == ()
+    assert check(case, steps).notes == ()
     assert steps.delays == [FIRST_DELAY_NS, 15_000_000]
 
 
-def test_a_forward_that_waits_for_every_delay_is_right_and_noted(case: Any) -> None:
-    found = check(case, Late(lambda delay_ns: delay_ns + 1_000_000))
-    assert isinstance(found, Holds)
-    assert found.notes == snapshot(("forward waits for the device: it returned after a delay of 30 ms",))
-
-
-def test_a_forward_that_is_slower_than_every_delay_is_not_examined(case: Any) -> None:
-    found = check(case, Late(lambda _: 2 * LONGEST_DELAY_NS))
-    assert found == NotExamined(snapshot(("forward returned after 2 s; its inputs are held back 1 s",)), "attncheck")
+def test_a_forward_that_waits_for_every_delay_is_right_and_noted_and_a_slow_one_is_not_examined(case: Any) -> None:
+    waits = check(case, Late(lambda delay_ns: delay_ns + 1_000_000))
+    assert isinstance(waits, Holds)
+    assert waits.notes == snapshot(("forward waits for the device: it returned after a delay of 30 ms",))
+    slow = check(case, Late(lambda _: 2 * LONGEST_DELAY_NS))
+    assert slow == NotExamined(snapshot(("forward returned after 2 s; its inputs are held back 1 s",)), "attncheck")
 
 
 def test_a_step_that_is_wrong_without_a_delay_is_not_blamed_on_streams(

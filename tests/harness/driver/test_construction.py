@@ -5,21 +5,19 @@ from typing import Any
 import pytest
 import torch
 
-from attncheck.backends.candidates.reference import ReferenceBackend, ReferenceBuilder
+from attncheck.backends.candidates.reference import ReferenceBackend, ReferenceBuilder, ReferenceImpl
 from attncheck.backends.impl import get_current_vllm_config
 from attncheck.harness.checks.again import RightRows
 from attncheck.harness.checks.history import repetitions
 from attncheck.harness.checks.invariance import same_requests, same_step
-from attncheck.harness.driver.construction import construct_builder, construct_impl
+from attncheck.harness.driver.construction import construct_builder
 from attncheck.harness.driver.session import Session
-from attncheck.harness.driver.step import forward_calls_of, make_step, num_builders
 from attncheck.harness.problem.problem import build_problem
 from attncheck.harness.truth.truth import truth_of
 from attncheck.reference.spec import (
     DCPOptions,
     FastPrefillOptions,
     MicroBatchOptions,
-    RequestSpec,
     SpecDecodeOptions,
     TreeOptions,
 )
@@ -62,36 +60,29 @@ class BoundedBuilder(ReferenceBuilder):
         return super().build(common_prefix_len, common_attn_metadata, fast_build)
 
 
-class BoundedWithoutCodec(Bounded):
-    """Its cache can be filled by its own writer only."""
-
-    @classmethod
-    def kv_cache_codec(cls, layer: Any, cache: Any) -> Any:
-        return None
-
-
-CASES: list[tuple[str, Any, dict[str, Any]]] = [
-    ("paged", None, {}),
-    ("local", None, {"attn_chunk_size": 16}),
-    ("local", None, {"attn_chunk_size": 512}),
-    ("dcp", DCPOptions(size=2), {}),
-    ("micro_batch", MicroBatchOptions(cuts=(6, 20)), {}),
-    ("fast_prefill", FastPrefillOptions(rows=2), {}),
-]
-
-
-@pytest.mark.parametrize("backend", [Bounded, BoundedWithoutCodec])
-@pytest.mark.parametrize(("path", "options", "layer"), CASES)
+@pytest.mark.parametrize(
+    ("path", "options", "layer", "has_codec"),
+    [
+        ("paged", None, {}, True),
+        ("paged", None, {}, False),
+        ("local", None, {"attn_chunk_size": 16}, True),
+        ("local", None, {"attn_chunk_size": 512}, False),
+        ("dcp", DCPOptions(size=2), {}, True),
+        ("micro_batch", MicroBatchOptions(cuts=(6, 20)), {}, True),
+        ("fast_prefill", FastPrefillOptions(rows=2), {}, True),
+    ],
+)
 def test_bounds_hold_for_every_batch_that_follows(
-    make_case: Any, backend: Any, path: str, options: Any, layer: dict[str, Any]
+    make_case: Any, path: str, options: Any, layer: dict[str, Any], has_codec: bool
 ) -> None:
+    # Without a codec, the cache is filled by the backend's own writer.
+    codec = {} if has_codec else {"kv_cache_codec": classmethod(lambda *_: None)}
+    backend: Any = type("Tried", (Bounded,), codec)
     # At 33 and 65 tokens, a batch one token shorter needs a page less and a chunk less.
     case = make_case((1, 33), (7, 65), (20, 49), padding=(1, 2), path=path, options=options, inputs=("views",), **layer)
     problem = build_problem(case, 0)
-    truth = truth_of(problem, CPU)
     session = Session(backend, problem, CPU)
-    seen = session.run()
-    rows = RightRows.of(problem, truth, seen, backend.conventions)
+    rows = RightRows.of(problem, truth_of(problem, CPU), session.run(), backend.conventions)
     assert bool(rows.is_right.all())
     for variation in (*same_step(rows, session), *same_requests(rows, session), *repetitions(rows, session)):
         assert variation.wrong() is None, variation.what
@@ -111,78 +102,37 @@ def test_virtual_requests_are_counted_for_builders_without_chunks(make_case: Any
     assert unknown.kv_cache_spec.attention_chunk_size is None
 
 
-def test_bounds_are_the_largest_of_all_problems(make_case: Any) -> None:
-    small, large = build_problem(make_case((1, 5)), 0), build_problem(make_case((9, 90), (1, 7)), 0)
-    config = construct_builder(ReferenceBackend, [small, large], CPU).vllm_config
-    assert config.scheduler_config.max_num_seqs == 2
-    assert config.scheduler_config.max_num_batched_tokens == 10
-    assert config.model_config.max_model_len == large.block_table.shape[1] * 16
-
-
-def test_drafts_and_trees_are_written_as_vllm_writes_them(make_case: Any) -> None:
+def test_drafts_trees_and_the_layout_are_written_as_vllm_writes_them(make_case: Any) -> None:
     tree = config_of(make_case((4, 40), path="tree", options=TreeOptions(parents=(-1, 0, 0, 1)))).speculative_config
     assert (tree.num_speculative_tokens, tree.speculative_token_tree) == (3, "[(0,), (1,), (0, 0)]")
     chain = make_case((4, 40), path="spec_decode", options=SpecDecodeOptions(num_speculative_tokens=3))
     drafts = config_of(chain).speculative_config
     assert (drafts.num_speculative_tokens, drafts.speculative_token_tree) == (3, None)
     assert config_of(make_case()).speculative_config is None
+    assert config_of(make_case(cache={"layout": "HND"})).cache_config.kv_cache_layout == "HND"
 
 
-@pytest.mark.parametrize("layout", ["NHD", "HND"])
-def test_the_config_names_the_layout_for_builders_that_see_no_cache(make_case: Any, layout: str) -> None:
-    assert config_of(make_case(cache={"layout": layout})).cache_config.kv_cache_layout == layout
+def test_the_config_is_current_while_impl_and_builder_are_made_and_holds_the_layer(make_case: Any) -> None:
+    class Impl(ReferenceImpl):
+        def __init__(self, *args: Any, **keywords: Any) -> None:
+            super().__init__(*args, **keywords)
+            config = get_current_vllm_config()
+            self.was = (config.model_config.dtype, dict(config.compilation_config.static_forward_context))
 
+    class Builder(ReferenceBuilder):
+        def __init__(self, *args: Any) -> None:
+            super().__init__(*args)
+            self.current = get_current_vllm_config()
 
-def test_a_layer_that_shares_a_cache_gets_the_name_of_its_owner(make_case: Any) -> None:
-    problem = build_problem(make_case((1, 40), kv_sharing=True), 0)
-    assert construct_impl(ReferenceBackend, problem, CPU).kv_sharing_target_layer_name == "layer.0"
-    assert construct_impl(ReferenceBackend, problem, CPU, writes=True).kv_sharing_target_layer_name is None
-
-
-def test_one_part_carries_the_sinks(make_case: Any) -> None:
-    requests = [RequestSpec(query_len=1, seq_len=60, shared_prefix=32)] * 2
-    problem = build_problem(make_case(*requests, sinks=True, path="cascade"), 0)
-    step = make_step(problem, CPU)
-    assert [call.carries_sinks for call in forward_calls_of(step, frozenset())] == [True, False]
-    assert num_builders(step.problem) == 1
-    assert construct_impl(ReferenceBackend, problem, CPU).sinks is not None
-    assert construct_impl(ReferenceBackend, problem, CPU, with_sinks=False).sinks is None
-
-
-class KeepsTheConfig(ReferenceBackend):
-    """Keeps the config that is current while impl and builder are constructed."""
-
-    @staticmethod
-    def get_impl_cls() -> Any:
-        class Impl(ReferenceBackend.get_impl_cls()):  # type: ignore[misc]
-            def __init__(self, *args: Any, **keywords: Any) -> None:
-                super().__init__(*args, **keywords)
-                self.config = get_current_vllm_config()
-
-        return Impl
-
-    @staticmethod
-    def get_builder_cls() -> Any:
-        class Builder(ReferenceBackend.get_builder_cls()):  # type: ignore[misc]
-            def __init__(self, *args: Any) -> None:
-                super().__init__(*args)
-                self.current = get_current_vllm_config()
-
-        return Builder
-
-
-def test_the_config_is_current_while_impl_and_builder_are_made(make_case: Any) -> None:
-    session = Session(KeepsTheConfig, build_problem(make_case((1, 5)), 0), CPU)
-    assert session.impl.config.model_config.dtype == session.problem.dtype
-    assert session.impl.config.compilation_config.static_forward_context == {}
-    assert session.builder.current is session.builder.vllm_config
+    classes = {"get_impl_cls": staticmethod(lambda: Impl), "get_builder_cls": staticmethod(lambda: Builder)}
+    backend: Any = type("Keeps", (ReferenceBackend,), classes)
+    session: Any = Session(backend, build_problem(make_case((1, 5)), 0), CPU)
+    assert session.impl.was == (session.problem.dtype, {})
+    config = session.builder.vllm_config
+    assert session.builder.current is config
     with pytest.raises(RuntimeError, match="no vllm_config is current"):
         get_current_vllm_config()
-
-
-def test_a_builder_finds_its_layer_and_the_layers_impl(make_case: Any) -> None:
-    session = Session(ReferenceBackend, build_problem(make_case((1, 5)), 0), CPU)
     (name,) = session.builder.layer_names
-    layer = session.builder.vllm_config.compilation_config.static_forward_context[name]
+    layer = config.compilation_config.static_forward_context[name]
     assert layer is session.attn_layer
     assert layer.impl is session.impl

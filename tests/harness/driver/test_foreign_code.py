@@ -34,8 +34,10 @@ def test_a_folder_that_is_gone_is_left(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize("name", SETTINGS)
-@pytest.mark.parametrize("raises", [False, True])
-def test_settings_are_as_before(name: str, raises: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("error", [None, ValueError, KeyboardInterrupt])
+def test_settings_are_as_before(
+    name: str, error: type[BaseException] | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     read, change = SETTINGS[name]
     before = read()
@@ -43,21 +45,16 @@ def test_settings_are_as_before(name: str, raises: bool, tmp_path: Path, monkeyp
     def foreign() -> None:
         change()
         assert read() != before, "the change must be one"
-        if raises:
-            raise ValueError(name)
+        if error is not None:
+            raise error(name)
 
-    if raises:
+    if error is None:
+        call_backend("forward", foreign)
+    elif error is KeyboardInterrupt:  # only the user's interrupt passes through
+        with pytest.raises(KeyboardInterrupt):
+            call_backend("forward", foreign)
+    else:
         with pytest.raises(StageError) as failure:
             call_backend("forward", foreign)
         assert failure.value.raised.error_type == "ValueError"
-    else:
-        call_backend("forward", foreign)
     assert read() == before
-
-
-def test_only_the_users_interrupt_passes_through() -> None:
-    def interrupt() -> None:
-        raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        call_backend("forward", interrupt)

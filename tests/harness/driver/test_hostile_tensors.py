@@ -73,61 +73,6 @@ def with_attributes(tensor: Any, returned: Any) -> Any:
     return returned
 
 
-ROWS = [
-    pytest.param(
-        lambda out, query, cache, lse: resized(query, out),
-        {*CHECKS},
-        "query has 0 of its",
-        id="query resized",
-    ),
-    pytest.param(
-        lambda out, query, cache, lse: resized(out, out), {*CHECKS}, "output has 0 of its", id="output resized"
-    ),
-    pytest.param(
-        lambda out, query, cache, lse: resized(lse, out), {*CHECKS}, "output_lse has 0 of its", id="LSE resized"
-    ),
-    pytest.param(
-        lambda out, query, cache, lse: resized(cache, out), {*CHECKS}, "kv_cache has 0 of its", id="cache resized"
-    ),
-    pytest.param(lambda out, query, cache, lse: enlarged(cache, out), set(), "", id="cache enlarged"),
-    pytest.param(
-        lambda out, query, cache, lse: nested(out),
-        {"numerics"},
-        "forward returned a nested tensor; the contract requires a torch.Tensor",
-        id="a nested tensor returned",
-    ),
-    pytest.param(
-        lambda out, query, cache, lse: out.as_subclass(Hostile),
-        {"numerics"},
-        "forward returned a Hostile; the contract requires a torch.Tensor",
-        id="a subclass returned",
-    ),
-    pytest.param(
-        lambda out, query, cache, lse: changed_class(out, out),
-        {"numerics"},
-        "forward returned a Hostile; the contract requires a torch.Tensor",
-        id="class of output",
-    ),
-    pytest.param(
-        lambda out, query, cache, lse: changed_class(query, out),
-        {"cache_write"},
-        "inputs were changed: query",
-        id="class of query",
-    ),
-    pytest.param(
-        lambda out, query, cache, lse: out.transpose_(0, 1),
-        {"numerics"},
-        "forward returned the output in the shape [8, 13, 64]",
-        id="axes exchanged",
-    ),
-    pytest.param(lambda out, query, cache, lse: out.as_subclass(Harmless), set(), "", id="a harmless subclass"),
-    pytest.param(lambda out, query, cache, lse: torch.nn.Parameter(out), set(), "", id="a parameter"),
-    pytest.param(
-        lambda out, query, cache, lse: with_attributes(query, with_attributes(out, out)), set(), "", id="attributes"
-    ),
-]
-
-
 def examined(backend: LoadedBackend, make_case: Any) -> dict[str, Any]:
     case = make_case((13, 13), dtype="float32")
     plan = RunPlan((case,), (backend,), CHECKS)
@@ -144,7 +89,25 @@ def assert_fails(records: dict[str, Any], checks: set[str], words: str) -> None:
         assert OURSELVES not in text
 
 
-@pytest.mark.parametrize(("deed", "checks", "words"), ROWS)
+DEEDS: list[tuple[str, Callable[..., Any], set[str], str]] = [
+    ("query resized", lambda out, query, cache, lse: resized(query, out), {*CHECKS}, "query has 0 of its"),
+    ("output resized", lambda out, query, cache, lse: resized(out, out), {*CHECKS}, "output has 0 of its"),
+    ("LSE resized", lambda out, query, cache, lse: resized(lse, out), {*CHECKS}, "output_lse has 0 of its"),
+    ("cache resized", lambda out, query, cache, lse: resized(cache, out), {*CHECKS}, "kv_cache has 0 of its"),
+    ("cache enlarged", lambda out, query, cache, lse: enlarged(cache, out), set(), ""),
+    ("nested", lambda out, *_: nested(out), {"numerics"}, "forward returned a nested tensor; the contract requires a"),
+    ("subclass", lambda out, *_: out.as_subclass(Hostile), {"numerics"}, "forward returned a Hostile; the contract"),
+    ("tuple", lambda out, *_: (out, None), {"numerics"}, "forward returned a tuple"),
+    ("device", lambda out, *_: out.to("meta"), {"numerics"}, "forward returned a tensor of device meta"),
+    ("class of query", lambda out, query, *_: changed_class(query, out), {"cache_write"}, "inputs were changed: query"),
+    ("axes", lambda out, *_: out.transpose_(0, 1), {"numerics"}, "returned the output in the shape [8, 13, 64]"),
+    ("harmless subclass", lambda out, *_: out.as_subclass(Harmless), set(), ""),
+    ("parameter", lambda out, *_: torch.nn.Parameter(out), set(), ""),
+    ("attributes", lambda out, query, *_: with_attributes(query, with_attributes(out, out)), set(), ""),
+]
+
+
+@pytest.mark.parametrize(("deed", "checks", "words"), [pytest.param(*row, id=name) for name, *row in DEEDS])
 def test_a_tensor_that_is_spoilt_costs_the_backend_its_checks(
     make_case: Any, deed: Any, checks: set[str], words: str
 ) -> None:

@@ -6,16 +6,12 @@ from typing import Any
 import pytest
 import torch
 
-from attncheck.backends.caches.learned_codec import learn_codec
 from attncheck.backends.candidates.reference import ReferenceBackend, ReferenceBuilder, ReferenceImpl
 from attncheck.backends.candidates.torch_mla import TorchMLABackend
-from attncheck.cases.model import Case
 from attncheck.harness.checks.findings import Broken, Finding, Holds, NotExamined
-from attncheck.harness.driver import pool
 from attncheck.harness.driver.construction import LayerStub
 from attncheck.reference.spec import CacheSpec, MLASpec
 
-CPU = torch.device("cpu")
 SCALED = {"kv_cache_dtype": "fp8_e4m3", "k_scale": (0.375, 1.75), "v_scale": 0.3}
 
 
@@ -40,16 +36,15 @@ def without_codec(impl: Any, *, apart: bool = True) -> Any:
 
 
 @pytest.fixture
-def judged(judge: Any) -> Callable[[Any, Case], Finding]:
+def judged(judge: Any) -> Callable[[Any, Any], Finding]:
     """Return a function from a backend's class and a case to the finding of ``cache_write``."""
     return lambda backend, case: judge("cache_write", backend, case)
 
 
-@pytest.mark.parametrize("apart", [True, False])
-@pytest.mark.parametrize("cache", [{}, {"layout": "HND", "block_size": 32}, SCALED])
-def test_a_right_writer_is_judged_by_what_it_taught(
-    judged: Any, make_case: Callable[..., Case], cache: Any, apart: bool
-) -> None:
+@pytest.mark.parametrize(
+    ("apart", "cache"), [(True, SCALED), (False, SCALED), (True, {"layout": "HND", "block_size": 32})]
+)
+def test_a_right_writer_is_judged_by_what_it_taught(judged: Any, make_case: Any, cache: Any, apart: bool) -> None:
     case = make_case(cache=cache, padding=(1, 2))
     finding = judged(without_codec(Apart if apart else ReferenceImpl, apart=apart), case)
     assert isinstance(finding, Holds)
@@ -57,23 +52,7 @@ def test_a_right_writer_is_judged_by_what_it_taught(
     assert finding.notes == ("how the cache is laid out was learned from the backend's own writer",)
 
 
-def test_a_layout_is_learned_once_for_each_layer_and_cache(
-    judged: Any, make_case: Callable[..., Case], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    learned: list[CacheSpec] = []
-
-    def learn(write: Any, allocate: Any, layer: Any, cache: CacheSpec, device: Any) -> Any:
-        learned.append(cache)
-        return learn_codec(write, allocate, layer, cache, device)
-
-    monkeypatch.setattr(pool, "learn_codec", learn)
-    backend = without_codec(Apart)
-    for block_size, request in ((16, (1, 9)), (16, (3, 40)), (32, (1, 9))):
-        assert isinstance(judged(backend, make_case(request, cache={"block_size": block_size})), Holds)
-    assert [cache.block_size for cache in learned] == [16, 32]
-
-
-def test_a_latent_cache_is_learned_as_well(judged: Any, make_case: Callable[..., Case]) -> None:
+def test_a_latent_cache_is_learned_as_well(judged: Any, make_case: Any) -> None:
     mla = MLASpec(kv_lora_rank=64, qk_nope_head_dim=32, qk_rope_head_dim=16, v_head_dim=24)
     case = make_case((1, 20), (5, 40), path="mla", num_kv_heads=1, head_size=80, mla=mla)
     backend = type("Untold", (TorchMLABackend,), {"kv_cache_codec": classmethod(lambda *_: None)})
@@ -82,32 +61,41 @@ def test_a_latent_cache_is_learned_as_well(judged: Any, make_case: Callable[...,
     assert finding.notes
 
 
-def test_padding_written_to_the_last_slot_is_seen(judged: Any, make_case: Callable[..., Case]) -> None:
-    class Wrapping(Apart):
-        def do_kv_cache_update(self, layer: Any, key: Any, value: Any, kv_cache: Any, slots: Any) -> None:
-            keys, values = self._cache_views(kv_cache)
-            for cache, rows in ((keys, key), (values, value)):
-                cache[slots // cache.shape[1], slots % cache.shape[1]] = rows[: len(slots)]
+class Wrapping(Apart):
+    """Writes padding to the last slot."""
 
-    finding = judged(without_codec(Wrapping), make_case(padding=(1, 2)))
+    def do_kv_cache_update(self, layer: Any, key: Any, value: Any, kv_cache: Any, slots: Any) -> None:
+        keys, values = self._cache_views(kv_cache)
+        for cache, rows in ((keys, key), (values, value)):
+            cache[slots // cache.shape[1], slots % cache.shape[1]] = rows[: len(slots)]
+
+
+class Unscaled(Apart):
+    def do_kv_cache_update(self, layer: Any, *args: Any) -> None:
+        super().do_kv_cache_update(LayerStub(CacheSpec(), torch.device("cpu")), *args)
+
+
+@pytest.mark.parametrize(
+    ("impl", "case", "meaning"),
+    [
+        (
+            Wrapping,
+            {"padding": (1, 2)},
+            "slot -1 (padding) was used as an index: the last slot of the pool was overwritten",
+        ),
+        (Unscaled, {"cache": SCALED}, "k_scale and v_scale are left out"),
+    ],
+)
+def test_faults_of_a_writer_are_seen_by_its_own_layout(
+    judged: Any, make_case: Any, impl: Any, case: Any, meaning: str
+) -> None:
+    finding = judged(without_codec(impl), make_case(**case))
     assert isinstance(finding, Broken)
-    assert finding.meaning == "slot -1 (padding) was used as an index: the last slot of the pool was overwritten"
+    assert finding.meaning == meaning
     assert finding.details[-1] == "how the cache is laid out was learned from the backend's own writer"
 
 
-def test_a_scale_left_out_is_seen_although_it_was_learned_without(judged: Any, make_case: Callable[..., Case]) -> None:
-    class Unscaled(Apart):
-        def do_kv_cache_update(self, layer: Any, *args: Any) -> None:
-            super().do_kv_cache_update(LayerStub(CacheSpec(), CPU), *args)
-
-    finding = judged(without_codec(Unscaled), make_case(cache=SCALED))
-    assert isinstance(finding, Broken)
-    assert finding.meaning == "k_scale and v_scale are left out"
-
-
-def test_a_writer_that_shows_no_layout_is_not_examined_and_the_reason_is_stated(
-    judged: Any, make_case: Callable[..., Case]
-) -> None:
+def test_a_writer_that_shows_no_layout_is_not_examined_and_the_reason_is_stated(judged: Any, make_case: Any) -> None:
     class Forgetful(Apart):
         def do_kv_cache_update(self, layer: Any, key: Any, value: Any, kv_cache: Any, slots: Any) -> None:
             key = key.clone()
@@ -121,9 +109,7 @@ def test_a_writer_that_shows_no_layout_is_not_examined_and_the_reason_is_stated(
     assert "the first is element 0 of the key of head 1 (page 0, offset 0)" in finding.reasons[0]
 
 
-def test_a_builder_prepares_the_layer_whose_writer_the_layout_is_learned_from(
-    judged: Any, make_case: Callable[..., Case]
-) -> None:
+def test_a_builder_prepares_the_layer_whose_writer_the_layout_is_learned_from(judged: Any, make_case: Any) -> None:
     class PreparingBuilder(ReferenceBuilder):
         def __init__(self, spec: Any, names: Any, config: Any, device: Any) -> None:
             super().__init__(spec, names, config, device)
@@ -143,7 +129,7 @@ def test_a_builder_prepares_the_layer_whose_writer_the_layout_is_learned_from(
     assert isinstance(judged(backend, make_case()), Holds)
 
 
-def test_a_wrong_slot_is_named_with_whose_k_and_v_it_holds(judged: Any, make_case: Callable[..., Case]) -> None:
+def test_a_wrong_slot_is_named_with_whose_k_and_v_it_holds(judged: Any, make_case: Any) -> None:
     class Late(ReferenceImpl):
         def write(self, layer: Any, key: Any, value: Any, key_cache: Any, value_cache: Any, slots: Any) -> None:
             super().write(layer, key, value, key_cache, value_cache, slots + 1)
@@ -151,6 +137,5 @@ def test_a_wrong_slot_is_named_with_whose_k_and_v_it_holds(judged: Any, make_cas
     backend = type("Wrong", (ReferenceBackend,), {"get_impl_cls": staticmethod(lambda: Late)})
     finding = judged(backend, make_case((6, 6)))
     assert isinstance(finding, Broken)
-    named = [finding.summary, *finding.details]
-    assert "holds K and V of request 0, position 0, KV head 0" in named[1]
-    assert named[3].endswith("; and 3 more slots are wrong")
+    assert "holds K and V of request 0, position 0, KV head 0" in finding.details[0]
+    assert finding.details[2].endswith("; and 3 more slots are wrong")

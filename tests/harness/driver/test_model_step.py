@@ -1,6 +1,5 @@
 """A step of several sessions: what is built when, which metadata a layer gets, and who is named where one raises."""
 
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -16,37 +15,32 @@ from attncheck.harness.problem.problem import Problem, build_problem
 CPU = torch.device("cpu")
 
 
-class Watched(ReferenceBackend):
-    """Notes what is built and which layer runs over which metadata."""
+def backend_of(impl: Any = ReferenceImpl, builder: Any = ReferenceBuilder) -> Any:
+    made = {"get_impl_cls": staticmethod(lambda: impl), "get_builder_cls": staticmethod(lambda: builder)}
+    return type("Tried", (ReferenceBackend,), made)
 
-    events: list[tuple[str, Any]]
+
+@pytest.fixture
+def events() -> list[tuple[str, Any]]:
+    return []
+
+
+@pytest.fixture
+def watched(events: list[tuple[str, Any]]) -> Any:
+    """A backend that notes what is built and which layer runs over which metadata."""
 
     class Builder(ReferenceBuilder):
         def build(self, *arguments: Any, **keywords: Any) -> Any:
             made = super().build(*arguments, **keywords)
-            Watched.events.append(("build", made))
+            events.append(("build", made))
             return made
 
     class Impl(ReferenceImpl):
-        def attend(self, layer: Any, query: Any, *rest: Any) -> None:
-            _, _, _, metadata, *_ = rest
-            Watched.events.append((self.kv_sharing_target_layer_name or "forward", metadata))
-            super().attend(layer, query, *rest)
+        def attend(self, *arguments: Any) -> None:
+            events.append((self.kv_sharing_target_layer_name or "forward", arguments[5]))
+            super().attend(*arguments)
 
-    @staticmethod
-    def get_impl_cls() -> Any:
-        return Watched.Impl
-
-    @staticmethod
-    def get_builder_cls() -> Any:
-        return Watched.Builder
-
-
-@pytest.fixture
-def events() -> Iterator[list[tuple[str, Any]]]:
-    Watched.events = []
-    yield Watched.events
-    del Watched.events
+    return backend_of(Impl, Builder)
 
 
 @pytest.fixture
@@ -59,32 +53,27 @@ def twin(problem: Problem, *, shares_cache: bool = False) -> OtherLayer:
     return OtherLayer(other, "the twin", shares_cache=shares_cache)
 
 
-def test_layers_of_a_group_share_what_was_built_once(problem: Problem, events: Any) -> None:
-    session = Session(Watched, problem, CPU, layers=(twin(problem),))
+def test_layers_of_a_group_share_what_was_built_once(problem: Problem, watched: Any, events: Any) -> None:
+    session = Session(watched, problem, CPU, layers=(twin(problem),))
     run_step([*session.layers, session])
     assert [name for name, _ in events] == ["build", "forward", "forward"]
     assert len({id(metadata) for _, metadata in events}) == 1
 
 
-def test_each_layer_has_its_own_cache_and_keys(problem: Problem) -> None:
-    session = Session(ReferenceBackend, problem, CPU, layers=(twin(problem),))
-    other, own = run_step([*session.layers, session])
-    alone = Session(ReferenceBackend, problem, CPU).run()
-    assert torch.equal(own.output, alone.output)  # type: ignore[union-attr]
-    again = Session(ReferenceBackend, replace(problem, keys=-problem.keys, values=-problem.values), CPU).run()
-    assert torch.equal(other.output, again.output)  # type: ignore[union-attr]
-
-
-def test_a_layer_that_shares_a_cache_is_handed_keys_and_reads_the_other_s(problem: Problem, events: Any) -> None:
-    session = Session(Watched, problem, CPU, layers=(twin(problem, shares_cache=True),))
+def test_a_layer_that_shares_a_cache_is_handed_keys_and_reads_the_other_s(
+    problem: Problem, watched: Any, events: Any
+) -> None:
+    session = Session(watched, problem, CPU, layers=(twin(problem, shares_cache=True),))
     own, shared = run_step([session, *session.layers])
     assert [name for name, _ in events] == ["build", "forward", "layer.1"]
     assert torch.equal(own.output, shared.output)
 
 
-def test_micro_batches_are_built_before_the_first_one_runs(problem: Problem, make_case: Any, events: Any) -> None:
+def test_micro_batches_are_built_before_the_first_one_runs(
+    problem: Problem, make_case: Any, watched: Any, events: Any
+) -> None:
     other = build_problem(make_case((3, 20), (2, 9), name="other"), 0)
-    session = Session(Watched, problem, CPU, (other,))
+    session = Session(watched, problem, CPU, (other,))
     run_step([session, session.in_flight(other, "the other micro-batch")])
     assert [name for name, _ in events] == ["build", "build", "forward", "forward"]
     metadata = [made for _, made in events]
@@ -100,55 +89,38 @@ def test_a_builder_gets_all_layers_of_its_group(problem: Problem) -> None:
 
 
 def test_the_layer_that_raises_is_named(problem: Problem) -> None:
-    class Raises(ReferenceBackend):
-        class Impl(ReferenceImpl):
-            calls = 0
+    calls: list[None] = []
 
-            def attend(self, *arguments: Any) -> None:
-                Raises.Impl.calls += 1
-                if Raises.Impl.calls == 2:
-                    raise RuntimeError("no workspace")
-                super().attend(*arguments)
+    class Impl(ReferenceImpl):
+        def attend(self, *arguments: Any) -> None:
+            calls.append(None)
+            if len(calls) == 2:
+                raise RuntimeError("no workspace")
+            super().attend(*arguments)
 
-        @staticmethod
-        def get_impl_cls() -> Any:
-            return Raises.Impl
-
-    session = Session(Raises, problem, CPU, layers=(twin(problem),))
+    session = Session(backend_of(Impl), problem, CPU, layers=(twin(problem),))
     with pytest.raises(StageError) as caught:
         run_step([session, *session.layers])
     assert caught.value.raised.stage == "forward of the twin"
 
 
 def test_what_a_layer_changes_in_the_metadata_is_named(problem: Problem) -> None:
-    class Changes(ReferenceBackend):
-        class Impl(ReferenceImpl):
-            def attend(
-                self, layer: Any, query: Any, key: Any, value: Any, caches: Any, metadata: Any, *rest: Any
-            ) -> None:
-                super().attend(layer, query, key, value, caches, metadata, *rest)
-                metadata.common.seq_lens -= 1
-                metadata.plan = {"splits": 2}
-                metadata.equal, metadata.parts = [torch.ones(2)], [torch.zeros(2)]
-                metadata.array = np.zeros(2)
+    class Impl(ReferenceImpl):
+        def attend(self, *arguments: Any) -> None:
+            super().attend(*arguments)
+            metadata = arguments[5]
+            metadata.common.seq_lens -= 1
+            metadata.plan = {"splits": 2}
+            metadata.equal, metadata.parts, metadata.array = [torch.ones(2)], [torch.zeros(2)], np.zeros(2)
 
-        class Builder(ReferenceBackend.get_builder_cls()):  # type: ignore[misc]
-            def build(self, *args: Any, **keywords: Any) -> Any:
-                metadata = super().build(*args, **keywords)
-                metadata.equal, metadata.parts = [torch.ones(2)], [torch.ones(2)]
-                metadata.array = np.ones(2)
-                return metadata
-
-        @staticmethod
-        def get_impl_cls() -> Any:
-            return Changes.Impl
-
-        @staticmethod
-        def get_builder_cls() -> Any:
-            return Changes.Builder
+    class Builder(ReferenceBuilder):
+        def build(self, *args: Any, **keywords: Any) -> Any:
+            metadata: Any = super().build(*args, **keywords)
+            metadata.equal, metadata.parts, metadata.array = [torch.ones(2)], [torch.ones(2)], np.ones(2)
+            return metadata
 
     changes: list[str] = []
-    run_step([Session(Changes, problem, CPU)], changes)
+    run_step([Session(backend_of(Impl, Builder), problem, CPU)], changes)
     assert changes == [
         "forward of the layer changes metadata.common.seq_lens",
         "forward of the layer changes metadata.parts",

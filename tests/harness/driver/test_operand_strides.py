@@ -12,48 +12,41 @@ from attncheck.harness.problem.problem import build_problem
 from attncheck.reference.spec import StrideForm, StridesSpec
 
 CPU = torch.device("cpu")
-FORMS = get_args(StrideForm)
 
 
 def rows(count: int = 5, heads: int = 3, size: int = 4) -> torch.Tensor:
     return torch.arange(count * heads * size, dtype=torch.float32).view(count, heads, size)
 
 
-@pytest.mark.parametrize("form", FORMS)
-def test_every_form_holds_the_same_values_and_a_contiguous_last_dimension(form: Any) -> None:
-    given = rows(), rows() + 100, rows() + 200
-    views = operand_views(given, StridesSpec(query=form, key=form, value=form))
-    for view, own in zip(views, given, strict=True):
-        assert torch.equal(view, own)
-        assert view.stride(-1) == 1
-
-
-def test_each_form_has_the_strides_it_is_named_for() -> None:
-    def strides(form: Any, given: torch.Tensor) -> tuple[Any, ...]:
-        view, *_ = operand_views([given] * 3, StridesSpec(query=form, key="contiguous", value="contiguous"))
-        return *view.stride(), view.storage_offset() > 0
-
-    assert strides("contiguous", rows()) == (12, 4, 1, False)
-    assert strides("padded", rows()) == (28, 4, 1, False)
-    assert strides("offset", rows()) == (12, 4, 1, True)
-    assert strides("transposed", rows()) == (4, 20, 1, True)
-    assert strides("odd", rows(heads=1)) == (4, 7, 1, True)
+@pytest.mark.parametrize(
+    ("form", "heads", "strides"),
+    [
+        ("contiguous", 3, (12, 4, 1, False)),
+        ("padded", 3, (28, 4, 1, False)),
+        ("offset", 3, (12, 4, 1, True)),
+        ("transposed", 3, (4, 20, 1, True)),
+        ("odd", 1, (4, 7, 1, True)),
+    ],
+)
+def test_each_form_holds_the_values_with_the_strides_it_is_named_for(form: Any, heads: int, strides: Any) -> None:
+    given = rows(heads=heads)
+    view, *_ = operand_views([given] * 3, StridesSpec(query=form, key="contiguous", value="contiguous"))
+    assert torch.equal(view, given)
+    assert (*view.stride(), view.storage_offset() > 0) == strides
+    if form == "padded":
+        whole = view.as_strided((5, 28), (28, 1))
+        assert bool(torch.isnan(whole[:, 12:]).all())  # room between rows is no number
 
 
 def test_fused_operands_share_memory_and_others_do_not() -> None:
-    spec = StridesSpec(query="fused", key="transposed", value="fused")
-    query, key, value = operand_views([rows(), rows(), rows()], spec)
-    places = [each.untyped_storage().data_ptr() for each in (query, key, value)]
-    assert places[0] == places[2] != places[1]
+    given = rows(), rows() + 100, rows() + 200
+    views = operand_views(given, StridesSpec(query="fused", key="transposed", value="fused"))
+    assert all(torch.equal(view, own) for view, own in zip(views, given, strict=True))
+    query, key, value = [each.untyped_storage().data_ptr() for each in views]
+    assert query == value != key
 
 
-def test_room_between_rows_is_no_number() -> None:
-    view, *_ = operand_views([rows()] * 3, StridesSpec(query="padded", key="contiguous", value="contiguous"))
-    whole = view.as_strided((5, 28), (28, 1))
-    assert bool(torch.isnan(whole[:, 12:]).all())
-
-
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", get_args(StrideForm))
 def test_writes_beside_the_rows_of_a_buffer_are_found_in_any_form(form: Any) -> None:
     for shape in ((5, 3, 4), (5, 3)):
         buffer = GuardedBuffer(shape, 4, torch.float32, CPU, form)

@@ -7,14 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 import attncheck
 from attncheck.backends.candidates.reference import ReferenceBackend
 from attncheck.backends.candidates.torch_sdpa import SDPABackend
 from attncheck.backends.impl import get_current_vllm_config
-from attncheck.harness.driver.session import Session
-from attncheck.harness.problem.problem import build_problem
 from attncheck.reports.run_file.records import FALLEN_SHORT
 
 SUITE = """\
@@ -25,7 +22,7 @@ defaults:
 cases:
   - {id: padded, batch: {requests: q1s20_q1s35, padding: {requests: 1, tokens: 2}}}
   - {id: window, batch: q5s37_q1s40, layer: {sliding_window: 20}}
-  - {id: plain, batch: q1s40_q1s7_q20, matrix: {layer.scale: [0.1, 0.2, 0.3, 0.4]}}
+  - {id: plain, batch: q1s40_q1s7_q20, matrix: {layer.scale: [0.1, 0.2]}}
   - {id: full, batch: q1s40_q1s7_q20, cache: {num_blocks: 7}}
   - {id: large, batch: q1s40_q20, cache: {num_blocks: 60}}
   - {id: far, batch: q1s40, cache: {first_block: 70000, block_size: 8}}
@@ -37,9 +34,6 @@ cases:
   - {id: ranks, batch: 2q1s40, path: {dcp: {size: 2}}}
   - {id: chunks, batch: q5s37, layer: {attn_chunk_size: 16}, path: local}
 """
-
-
-EAGER = "numerics,cache_write,containment,features,determinism,invariance,builder"
 
 
 def sized(base: Any, *, has_codec: bool = True) -> Any:
@@ -77,8 +71,8 @@ def sized(base: Any, *, has_codec: bool = True) -> Any:
 @pytest.mark.parametrize(
     ("backend", "cases", "checks"),
     [
-        (sized(ReferenceBackend), "*", EAGER),
-        (sized(ReferenceBackend, has_codec=False), "plain*", EAGER),
+        (sized(ReferenceBackend), "*", "numerics,cache_write,containment,features,determinism,invariance,builder"),
+        (sized(ReferenceBackend, has_codec=False), "plain*", "numerics,cache_write,invariance"),
         (sized(SDPABackend), "padded", "cudagraph"),  # its graphs are replayed
     ],
 )
@@ -90,9 +84,3 @@ def test_every_pool_has_the_pages_that_its_builder_was_given(
     seen = attncheck.examine(backend, str(suite), cases=cases, checks=checks, device="cpu")
     assert not [record for record in seen.records if record.outcome in FALLEN_SHORT]
     assert any(record.outcome == "passed" for record in seen.records if record.check in ("invariance", "cudagraph"))
-
-
-def test_a_writer_that_runs_in_forward_shows_its_layout_in_pools_of_several_sizes(make_case: Any) -> None:
-    session = Session(sized(ReferenceBackend, has_codec=False), build_problem(make_case(), 0), torch.device("cpu"))
-    assert session.pool is not None
-    assert session.pool.codec is not None, session.pool.no_codec

@@ -11,12 +11,10 @@ from attncheck.backends.conventions import Conventions
 from attncheck.harness.driver.outputs import CallResult, merged, placed
 from attncheck.harness.driver.step import ForwardCall
 
-PADDING = 7.0
+PAD, OTHER_PAD = 7.0, 8.0
 
 
-def result(
-    rows: list[int], output: list[float], lse: list[float] | None, unwritten: tuple[int, ...] = ()
-) -> CallResult:
+def result(rows: list[int], output: list[float], lse: list[float] | None, unwritten: int = -1) -> CallResult:
     """One head of size 1; what follows ``rows`` is padding."""
     index = torch.tensor(rows)
     call: Any = ForwardCall(
@@ -29,14 +27,9 @@ def result(
         position=index * 10,
         num_key_rows=0,
     )
-    missing = torch.tensor([i in unwritten for i in range(len(output))])
-    return CallResult(
-        call=call,
-        output=torch.tensor(output)[:, None, None],
-        lse=None if lse is None else torch.tensor(lse)[:, None],
-        unwritten=missing,
-        lse_unwritten=None if lse is None else missing.clone(),
-    )
+    missing = torch.arange(len(output)) == unwritten
+    numbers = None if lse is None else torch.tensor(lse)[:, None]
+    return CallResult(call, torch.tensor(output)[:, None, None], numbers, missing, None if lse is None else missing)
 
 
 def flat(rows: Tensor | None) -> list[float]:
@@ -45,33 +38,28 @@ def flat(rows: Tensor | None) -> list[float]:
 
 
 def test_rows_go_to_their_places_and_padding_behind_them() -> None:
-    one = result([2, 0], [20.0, 0.0, PADDING], [2.5, 0.5, PADDING], unwritten=(1,))
-    other = result([3, 1], [30.0, 10.0, PADDING + 1], [3.5, 1.5, PADDING + 1])
-    whole = placed([one, other])
-    assert flat(whole.output) == [0.0, 10.0, 20.0, 30.0, PADDING, PADDING + 1]
-    assert flat(whole.lse) == [0.5, 1.5, 2.5, 3.5, PADDING, PADDING + 1]
-    assert whole.unwritten.tolist() == [True, False, False, False]
+    one = result([2, 0], [20.0, 0.0, PAD], [2.5, 0.5, PAD], unwritten=1)
+    whole = placed([one, result([3, 1], [30.0, 10.0, OTHER_PAD], [3.5, 1.5, OTHER_PAD])])
+    assert flat(whole.output) == [0.0, 10.0, 20.0, 30.0, PAD, OTHER_PAD]
+    assert flat(whole.lse) == [0.5, 1.5, 2.5, 3.5, PAD, OTHER_PAD]
     assert whole.lse_unwritten is not None
-    assert whole.lse_unwritten.tolist() == [True, False, False, False]
+    assert whole.unwritten.tolist() == whole.lse_unwritten.tolist() == [True, False, False, False]
     assert whole.position.tolist() == [0, 10, 20, 30]
-
-
-def test_without_an_lse_rows_are_placed_all_the_same() -> None:
-    whole = placed([result([1, 0], [1.0, 0.0], None)])
-    assert flat(whole.output) == [0.0, 1.0]
-    assert whole.lse is None
-    assert whole.lse_unwritten is None
+    without = placed([result([1, 0], [1.0, 0.0], None)])
+    assert flat(without.output) == [0.0, 1.0]
+    assert (without.lse, without.lse_unwritten) == (None, None)
 
 
 @pytest.mark.parametrize(("base", "unit"), [("e", 1.0), ("2", math.log(2))])
 def test_parts_are_weighted_by_their_lse(base: Any, unit: float) -> None:
     """Row 0: weights 3 and 1. Row 1: nothing in the second part, whose output is anything finite."""
-    first = result([0, 1], [1.0, 5.0, PADDING], [math.log(3) / unit, 0.25, PADDING])
-    second = result([0, 1], [9.0, 77.0, PADDING + 1], [0.0, -math.inf, PADDING + 1])
+    first = result([0, 1], [1.0, 5.0, PAD], [math.log(3) / unit, 0.25, PAD], unwritten=1)
+    second = result([0, 1], [9.0, 77.0, OTHER_PAD], [0.0, -math.inf, OTHER_PAD])
     whole = merged([first, second], Conventions(lse_base=base))
-    assert flat(whole.output) == [3.0, 5.0, PADDING, PADDING + 1]
-    assert flat(whole.lse) == [round(math.log(4) / unit, 6), 0.25, PADDING, PADDING + 1]
+    assert flat(whole.output) == [3.0, 5.0, PAD, OTHER_PAD]
+    assert flat(whole.lse) == [round(math.log(4) / unit, 6), 0.25, PAD, OTHER_PAD]
     assert whole.output.dtype == torch.float64
+    assert whole.unwritten.tolist() == [False, True]
 
 
 @pytest.mark.parametrize("rubbish", [math.nan, math.inf])
@@ -80,12 +68,6 @@ def test_rubbish_of_a_part_that_saw_nothing_is_seen(rubbish: float) -> None:
     output = merged(parts, Conventions()).output.flatten().tolist()
     assert output[0] == 1.0
     assert math.isnan(output[1])
-
-
-def test_a_row_that_one_part_leaves_unwritten_is_unwritten() -> None:
-    parts = [result([0, 1], [1.0, 1.0], [0.0, 0.0], unwritten=(i,)) for i in (1, 1)]
-    whole = merged(parts, Conventions())
-    assert whole.unwritten.tolist() == [False, True]
 
 
 def test_parts_without_an_lse_cannot_be_merged() -> None:

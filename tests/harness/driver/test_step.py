@@ -26,6 +26,10 @@ def test_padding_as_vllm_pads(make_case: Any) -> None:
     common = step.common_metadata()
     assert (common.num_reqs, common.num_actual_tokens, common.max_query_len, common.max_seq_len) == (4, 8, 3, 5)
     assert common.num_computed_tokens_cpu.tolist() == [4, 0, 0, 0]
+    common.seq_lens.fill_(-5)  # metadata share nothing with those of another call, nor with their twins
+    common.query_start_loc_cpu.fill_(-5)
+    assert step.common_metadata().seq_lens.tolist() == common.seq_lens_cpu.tolist() == [5, 3, 0, 0]
+    assert step.common_metadata().query_start_loc.tolist() == [0, 1, 4, 4, 4]
 
 
 def around(case: Any, **spec: Any) -> Any:
@@ -58,18 +62,6 @@ def test_a_table_with_a_gap_is_a_slice_of_a_wider_one(make_case: Any) -> None:
         assert torch.equal(table, step.block_table)
 
 
-def test_query_key_and_value_are_slices_of_one_tensor(make_case: Any) -> None:
-    problem = build_problem(make_case(), 0)
-    step = make_step(problem, CPU)
-    assert step.key is not None
-    assert step.value is not None
-    storages = {t.untyped_storage().data_ptr() for t in (step.query, step.key, step.value)}
-    assert len(storages) == 1
-    assert not step.query.is_contiguous()
-    plain = make_step(build_problem(make_case(inputs=("needles",)), 0), CPU)
-    assert plain.query.is_contiguous()
-
-
 def test_another_order_maps_back_to_the_problems_rows(make_case: Any) -> None:
     problem = build_problem(make_case((3, 9), (1, 4), (2, 2)), 0)
     step = make_step(problem, CPU, order=[1, 2, 0])
@@ -79,15 +71,6 @@ def test_another_order_maps_back_to_the_problems_rows(make_case: Any) -> None:
     assert torch.equal(step.block_table, problem.block_table[[1, 2, 0]])
     slots = [int(problem.key_slots[i]) for i in (12, 13, 14, 6, 7, 8)]
     assert step.slot_mapping.tolist() == slots
-
-
-def test_metadata_twins_share_nothing(make_case: Any) -> None:
-    step = make_step(build_problem(make_case(), 0), CPU)
-    common = step.common_metadata()
-    common.seq_lens.fill_(-5)
-    common.query_start_loc_cpu.fill_(-5)
-    assert step.common_metadata().seq_lens.tolist() == step.seq_lens.tolist()
-    assert common.seq_lens_cpu.tolist() == step.seq_lens.tolist()
 
 
 def test_encoders_have_no_slots(make_case: Any) -> None:

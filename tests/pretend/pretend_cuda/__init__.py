@@ -1,7 +1,7 @@
 """A pretend CUDA device for tests of code that needs one; values are computed on the CPU.
 
 Each storage belongs to the device or to the host, and operations that torch refuses between them raise. The device
-counts operations, has a simulated clock, and can be small, in use or lost.
+counts operations, has a simulated clock, and can be small or in use.
 """
 
 import os

@@ -1,4 +1,4 @@
-"""The pretend device: its storages, the operations of the host, and whether it still responds."""
+"""The pretend device: its storages, and the operations of the host."""
 
 import fcntl
 import json
@@ -34,9 +34,8 @@ class Settings:
 
     ``type``: as in ``torch.device``; torch's module of this name gets the functions of ``torch.cuda``.
     ``names``: one for each GPU of the machine; the first that ``CUDA_VISIBLE_DEVICES`` selects is the device.
-    ``lost_at``: the launch that loses the device, counted from 1, or 0. ``failing_capture``: the capture that fails,
-    counted from 1, or 0. ``lock``: a file that a process with a context locks, as in exclusive-process mode, or "".
-    ``report``: a folder in which each process writes what it did, or "".
+    ``lock``: a file that a process with a context locks, as in exclusive-process mode, or "". ``report``: a folder in
+    which each process writes what it did, or "".
     """
 
     type: str = "cuda"
@@ -45,8 +44,6 @@ class Settings:
     num_sms: int = 132
     total_memory: int = 80 * 2**30
     l2_cache_size: int = 50 * 2**20
-    lost_at: int = 0
-    failing_capture: int = 0
     lock: str = ""
     report: str = ""
 
@@ -68,12 +65,10 @@ class PretendDevice:
         self.named = torch.device(settings.type, 0)
         self.visible = visible_gpus(len(settings.names))
         self.launches: Counter[str] = Counter()
-        self.float8_operators: Counter[str] = Counter()
         self.acts: list[Act] = []
         self.given: object = ()
         """Arguments of the running torch function; a tensor made without tensor arguments gets their device."""
-        self.is_lost = self.is_capturing = False
-        self.num_captures = 0
+        self.is_capturing = False
         self.sync_debug_mode = 0
         self.memory_fraction = 1.0
         self.clock = SimulatedClock()
@@ -125,9 +120,7 @@ class PretendDevice:
     # Operations on the device.
 
     def answer(self) -> None:
-        """Create the context if there is none; raise torch.AcceleratorError if the device is lost or in use."""
-        if self.is_lost:
-            raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
+        """Create the context if there is none; raise torch.AcceleratorError if the device is in use."""
         if self.settings.lock and self._lock is None:
             lock = os.open(f"{self.settings.lock}{self.visible[0]}", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC)
             try:
@@ -146,18 +139,15 @@ class PretendDevice:
             written = {
                 "gpus": self.visible,
                 "launches": self.launches,
-                "float8": self.float8_operators,
                 "acts": [asdict(act) for act in self.acts],
             }
             Path(self.settings.report, f"{os.getpid()}.json").write_text(json.dumps(written), encoding="utf-8")
 
     def launch(self, name: str, num_bytes: int = 0) -> None:
-        """Run ``name`` on the current stream; the launch ``lost_at`` succeeds, and every later operation fails."""
+        """Run ``name`` on the current stream."""
         self.answer()
         self.launches[name] += 1
         self.clock.work(self.current, KERNEL_NS + num_bytes // BYTES_PER_NS)
-        if self.settings.lost_at and self.launches.total() == self.settings.lost_at:
-            self.is_lost = True
 
     def wait(self, what: str, kind: Literal["wait", "to host", "to device"] = "wait") -> None:
         """Let the host wait for the current stream; raise RuntimeError if capture or sync-debug mode forbids it."""
@@ -188,16 +178,13 @@ class PretendDevice:
 
     @contextmanager
     def capturing(self) -> Iterator[None]:
-        """Forbid waits for a capture; raise torch.AcceleratorError at the end of capture ``failing_capture``."""
+        """Forbid waits for a capture."""
         self.answer()
-        self.num_captures += 1
         self.is_capturing = True
         try:
             yield
         finally:
             self.is_capturing = False
-        if self.num_captures == self.settings.failing_capture:
-            raise torch.AcceleratorError("CUDA error: operation failed due to a previous error during capture")
 
 
 def visible_gpus(count: int) -> list[int]:

@@ -96,13 +96,12 @@ class Operators(TorchDispatchMode):
             return kernel.call_boxed(_CPU_KEYS, *args, **kwargs)
 
     def _note(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], given: list[Tensor]) -> None:
-        """Count the launch, wait or copy of an operator, and raise for float8 if CUDA has no kernel."""
+        """Count the launch, wait or copy of an operator; raise for float8 if CUDA has no kernel."""
         device = self._device
-        if any(tensor.dtype in _FLOAT8_DTYPES and device.holds(tensor) for tensor in given):
-            device.float8_operators[name] += 1
-            if name not in _FLOAT8 and name not in _WAITING:
-                device.note("float8", name)
-                raise NotImplementedError(f'"{name.removeprefix("aten::")}_cuda" not implemented for float8')
+        has_float8 = any(tensor.dtype in _FLOAT8_DTYPES and device.holds(tensor) for tensor in given)
+        if has_float8 and name not in _FLOAT8 and name not in _WAITING:
+            device.note("float8", name)
+            raise NotImplementedError(f'"{name.removeprefix("aten::")}_cuda" not implemented for float8')
         if name == "aten::copy_" and device.holds(args[0]) != device.holds(args[1]):
             kind = "to device" if device.holds(args[0]) else "to host"
             if kwargs.get("non_blocking") or (len(args) > 2 and args[2]):

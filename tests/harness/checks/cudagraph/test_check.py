@@ -33,15 +33,6 @@ def measurement(declared, reached, reason=None):
     return LevelMeasurement(declared, reached, levels, broke)
 
 
-@pytest.mark.parametrize("level", [NEVER, SINGLE, UNIFORM, ALWAYS])
-def test_a_level_that_is_measured_as_declared_holds(level):
-    broke = None if level is ALWAYS else ProbeOutcome("failed", "wrong")
-    finding = judge_level(measurement(level, level, broke))
-    assert isinstance(finding, Holds)
-    assert finding.notes == ()
-    assert finding.figures["declared_level"] == finding.figures["measured_level"] == level.value
-
-
 def test_truths_of_probes_come_from_the_cache_of_the_run(monkeypatch):
     given = []
 
@@ -66,38 +57,46 @@ def test_truths_of_probes_come_from_the_cache_of_the_run(monkeypatch):
     assert given == [("cudagraph", False)]
 
 
-@pytest.mark.parametrize(("declared", "reached"), [(SINGLE, NEVER), (ALWAYS, UNIFORM), (UNIFORM, NEVER)])
-def test_a_level_above_the_measured_one_is_a_failure_that_names_probe_and_cause(declared, reached):
-    finding = judge_level(measurement(declared, reached, ProbeOutcome("failed", "3 of 8 rows", "metadata.lens moved")))
-    assert isinstance(finding, Broken)
-    assert finding.summary == f"declared {declared.name}, measured {reached.name}: probe 'lengths' broke: 3 of 8 rows"
-    assert finding.meaning == "metadata.lens moved"
-    assert finding.graph.declared == declared.name
+WRONG, UNSEEN = ProbeOutcome("failed", "3 of 8 rows", "metadata.lens moved"), ProbeOutcome("not examined", "hidden")
 
 
-@pytest.mark.parametrize(("declared", "reached"), [(SINGLE, NEVER), (ALWAYS, SINGLE), (NEVER, NEVER)])
-def test_what_cannot_be_seen_is_never_a_pass(declared, reached):
-    finding = judge_level(
-        measurement(declared, reached, ProbeOutcome("not examined", "a kernel the dispatcher does not see"))
-    )
-    assert isinstance(finding, NotExamined)
-    assert finding.by == "attncheck"
-    assert "a kernel the dispatcher does not see" in finding.reasons[0]
+@pytest.mark.parametrize(
+    ("declared", "reached", "broke", "outcome"),
+    [
+        (NEVER, NEVER, WRONG, Holds),
+        (SINGLE, SINGLE, WRONG, Holds),
+        (ALWAYS, ALWAYS, None, Holds),
+        (SINGLE, NEVER, WRONG, Broken),
+        (ALWAYS, UNIFORM, WRONG, Broken),
+        (SINGLE, NEVER, UNSEEN, NotExamined),
+        (ALWAYS, SINGLE, UNSEEN, NotExamined),
+        (NEVER, NEVER, UNSEEN, NotExamined),  # what cannot be seen is never a pass
+    ],
+)
+def test_a_declared_level_is_held_against_the_measured_one(declared, reached, broke, outcome):
+    finding = judge_level(measurement(declared, reached, broke))
+    assert isinstance(finding, outcome)
+    if outcome is Broken:
+        assert finding.summary == (
+            f"declared {declared.name}, measured {reached.name}: probe 'lengths' broke: 3 of 8 rows"
+        )
+        assert finding.meaning == "metadata.lens moved"
+        assert finding.graph.declared == declared.name
+    elif outcome is NotExamined:
+        assert finding.by == "attncheck"
+        assert "hidden" in finding.reasons[0]
+    else:
+        assert finding.notes == ()
+        assert finding.figures["declared_level"] == finding.figures["measured_level"] == declared.value
 
 
-def test_a_level_that_holds_has_a_note_on_its_measurement():
+def test_notes_name_the_head_room_and_what_is_unknown_above_it():
     measured = measurement(SINGLE, UNIFORM)
     noted = replace(measured, levels=measured.levels.model_copy(update={"notes": ("over numbers",)}))
-    assert judge_level(noted).notes == (
-        "over numbers",
-        snapshot("head-room: UNIFORM_SINGLE_TOKEN_DECODE is declared, UNIFORM_BATCH measured"),
+    assert judge_level(noted).notes == snapshot(
+        ("over numbers", "head-room: UNIFORM_SINGLE_TOKEN_DECODE is declared, UNIFORM_BATCH measured")
     )
-
-
-def test_a_confirmed_level_holds_although_nothing_is_known_above_it():
-    finding = judge_level(measurement(NEVER, SINGLE, ProbeOutcome("not examined", "hidden")))
-    assert isinstance(finding, Holds)
-    assert finding.notes == snapshot(
+    assert judge_level(measurement(NEVER, SINGLE, UNSEEN)).notes == snapshot(
         (
             "head-room: NEVER is declared, UNIFORM_SINGLE_TOKEN_DECODE measured",
             "above UNIFORM_SINGLE_TOKEN_DECODE nothing is known: probe 'lengths' cannot be examined here: hidden",

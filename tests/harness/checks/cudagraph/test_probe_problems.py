@@ -8,7 +8,6 @@ import torch
 from attncheck.cases.loader import load_suite
 from attncheck.harness.checks.cudagraph.replay import ProbeProblems
 from attncheck.harness.truth.truth import truth_of
-from attncheck.reference import layer_params, varlen_attention
 from attncheck.reference.spec import BatchSpec, RequestSpec
 
 CPU = torch.device("cpu")
@@ -33,51 +32,28 @@ def steps(request):
     return questions, list(dict.fromkeys(cases))[:NUM_STEPS]
 
 
-def test_the_truth_of_a_step_is_that_of_its_own_rows_and_keys(steps):
-    questions, cases = steps
-    for case in cases:
-        shared, alone = questions.truth(case), truth_of(questions.problem(case), CPU, refuse_blindness=False)
-        assert torch.allclose(shared.out, alone.out, rtol=1e-12, atol=1e-12)
-        assert torch.allclose(shared.lse, alone.lse, rtol=1e-12, atol=1e-12)
-        assert torch.allclose(shared.budget.norm, alone.budget.norm, rtol=1e-6)
-        assert torch.allclose(shared.budget.peak, alone.budget.peak, rtol=1e-6)
-        assert torch.allclose(shared.budget.lse, alone.budget.lse, rtol=1e-6)
-
-
-def test_the_question_in_exact_numbers_is_that_of_the_step(steps):
-    questions, cases = steps
-    for case in cases:
-        rows = questions.truth(case).rows
-        lens = [request.num_keys for request in questions.problem(case).requests]
-        assert rows.num_keys.tolist() == lens
-        if case.layer.mla is None:
-            again, _ = varlen_attention(
-                rows.query, rows.keys, rows.values, rows.cu_seqlens_q, rows.cu_seqlens_k, layer_params(case.layer)
-            )
-            assert torch.allclose(again, questions.truth(case).out)
-
-
-def test_a_step_lies_in_pages_of_its_own_within_the_pool_of_its_probe(steps):
+def test_a_step_has_the_truth_of_its_own_rows_and_keys_in_pages_of_its_own(steps):
     questions, cases = steps
     for case in cases:
         problem = questions.problem(case)
+        shared, alone = questions.truth(case), truth_of(problem, CPU, refuse_blindness=False)
+        assert torch.allclose(shared.out, alone.out, rtol=1e-12, atol=1e-12)
+        assert torch.allclose(shared.lse, alone.lse, rtol=1e-12, atol=1e-12)
+        for name in ("norm", "peak", "lse"):
+            assert torch.allclose(getattr(shared.budget, name), getattr(alone.budget, name), rtol=1e-6)
+        assert shared.rows.num_keys.tolist() == [request.num_keys for request in problem.requests]
         owned = [page for request in problem.requests for page in request.pages]
         assert len(set(owned)) == len(owned) == sum(-(-r.num_keys // case.cache.block_size) for r in problem.requests)
         assert problem.num_blocks == case.cache.num_blocks
         assert len(problem.query) == case.batch.num_tokens
         assert problem.block_table.shape[0] == case.batch.num_requests
-
-
-def test_steps_differ_in_their_queries(steps):
-    questions, cases = steps
     first, second = (questions.problem(case) for case in cases[:2])
     assert not torch.equal(first.query[:1], second.query[:1])
 
 
 def test_one_step_alone_is_computed_as_it_is():
-    questions = ProbeProblems(layers()[0], 0, CPU)
+    questions, alone = (ProbeProblems(layers()[0], 0, CPU) for _ in range(2))
     probe = next(probe for probe in questions.probes if len(probe.steps) == 1)
     questions.compute_together([probe])
     case = questions.case(probe, probe.steps[0])
-    alone = ProbeProblems(layers()[0], 0, CPU)
     assert torch.equal(questions.problem(case).query, alone.problem(case).query)

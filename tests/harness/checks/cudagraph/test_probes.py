@@ -28,6 +28,7 @@ def test_probes_are_in_order_and_every_step_fits_its_graph_and_is_of_its_level(l
     assert values == sorted(values)
     assert {probe.level for probe in probes} == set(AttentionCGSupport) - {AttentionCGSupport.NEVER}
     assert len({probe.name for probe in probes}) == len(probes)
+    assert {probe.level for probe in probes if probe.name in PAIRED} == {SINGLE, UNIFORM, ALWAYS}
     for probe in probes:
         sizes = [bucket.num_tokens for bucket in probe.buckets]
         assert sizes == sorted(sizes, reverse=True)
@@ -46,12 +47,6 @@ def test_probes_are_in_order_and_every_step_fits_its_graph_and_is_of_its_level(l
                 assert bucket.query_len in {1, 1 + probe.drafts}
 
 
-def test_each_level_has_probes_that_meet_pairs_of_traits():
-    paired = [probe for probe in probes_of(PLAIN, CacheSpec()) if probe.name in PAIRED]
-    assert len(paired) == len(PAIRED)
-    assert {probe.level for probe in paired} == {SINGLE, UNIFORM, ALWAYS}
-
-
 def steps(level, layer=PLAIN, block_size=16):
     return [
         (probe, step)
@@ -59,64 +54,6 @@ def steps(level, layer=PLAIN, block_size=16):
         if probe.level is level
         for step in probe.steps
     ]
-
-
-@pytest.mark.parametrize("query_len", range(2, 9))
-def test_each_uniform_length_has_a_fresh_prompt_and_a_padded_step(query_len):
-    own = [
-        (probe.buckets[step.bucket], step)
-        for probe, step in steps(UNIFORM)
-        if step.bucket is not None and probe.buckets[step.bucket].query_len == query_len
-    ]
-    assert any((query_len, query_len) in step.requests and any(s > q for q, s in step.requests) for _, step in own)
-    assert any(len(step.requests) < bucket.num_reqs for bucket, step in own)
-
-
-def test_decodes_grow_over_the_edge_of_a_page():
-    first, second, *_ = [step for probe, step in steps(SINGLE) if probe.name == "decode"]
-    grown = list(zip(first.requests, second.requests, strict=True))
-    assert all(later == earlier + 1 for (_, earlier), (_, later) in grown)
-    assert any(earlier % 16 == 0 for (_, earlier), _ in grown)
-
-
-def test_a_prefill_is_longer_than_anything_captured():
-    longest = max(max(bucket.dummy_query_lens) for probe, _ in steps(ALWAYS) for bucket in probe.buckets)
-    replayed = max(q for probe, step in steps(ALWAYS) if step.bucket is not None for q, _ in step.requests)
-    assert replayed > longest
-
-
-@pytest.mark.parametrize("level", [SINGLE, UNIFORM])
-def test_a_graph_of_many_requests_replays_a_batch_nearly_as_large(level):
-    batch_sizes = [len(step.requests) for probe, step in steps(level) if probe.buckets[step.bucket or 0].num_reqs > 32]
-    assert max(batch_sizes) > 32
-
-
-def test_a_step_without_a_graph_has_more_requests_than_any_graph():
-    assert any(
-        step.bucket is None and len(step.requests) > max(bucket.num_reqs for bucket in probe.buckets)
-        for probe, step in steps(SINGLE)
-    )
-
-
-def test_graphs_of_one_number_of_requests_differ_in_their_rows():
-    (buckets,) = {probe.buckets for probe, _ in steps(UNIFORM) if probe.name == "verify and draft"}
-    assert len({bucket.num_reqs for bucket in buckets}) == 1
-    assert [bucket.query_len for bucket in buckets] == [4, 1]
-
-
-@pytest.mark.parametrize("rows", [16, 32, 64, 128])
-def test_requests_fill_more_tiles_than_the_dummies(rows):
-    def tiles(query_lens):
-        return sum(-(-query_len // rows) for query_len in query_lens)
-
-    graphs = [(probe.buckets[step.bucket], step) for probe, step in steps(ALWAYS) if step.bucket is not None]
-    assert any(tiles(q for q, _ in step.requests) > tiles(bucket.dummy_query_lens) for bucket, step in graphs)
-
-
-def test_dummy_tokens_are_shared_out():
-    assert Bucket(4, 24, None).dummy_query_lens == (6, 6, 6, 6)
-    assert Bucket(3, 8, None).dummy_query_lens == (2, 2, 4)
-    assert Bucket(2, 6, 3).dummy_query_lens == (3, 3)
 
 
 @pytest.mark.parametrize("level", [SINGLE, UNIFORM, ALWAYS])
@@ -131,5 +68,40 @@ def test_every_level_has_every_kind_of_step(level):
     from_short = [step for probe, step in replayed if probe.dummy_lens == "shortest"]
     assert max(seq_len for step in from_short for _, seq_len in step.requests) > 512
     window = replace(PLAIN, sliding_window=100)
+    if level is not ALWAYS:  # a graph of many requests replays a batch nearly as large
+        assert max(len(step.requests) for probe, step in replayed if probe.buckets[step.bucket].num_reqs > 32) > 32
     lens = [seq_len for _, step in steps(level, window) for _, seq_len in step.requests]
     assert min(lens) <= 100 < max(lens)
+
+
+def test_single_decodes_grow_over_the_edge_of_a_page_and_beyond_the_graphs():
+    first, second, *_ = [step for probe, step in steps(SINGLE) if probe.name == "decode"]
+    grown = list(zip(first.requests, second.requests, strict=True))
+    assert all(later == earlier + 1 for (_, earlier), (_, later) in grown)
+    assert any(earlier % 16 == 0 for (_, earlier), _ in grown)
+    without_graph = [(probe, step) for probe, step in steps(SINGLE) if step.bucket is None]
+    assert any(len(step.requests) > max(each.num_reqs for each in probe.buckets) for probe, step in without_graph)
+
+
+@pytest.mark.parametrize("query_len", range(2, 9))
+def test_each_uniform_length_has_a_fresh_prompt_and_a_padded_step(query_len):
+    graphs = [(probe.buckets[step.bucket], step) for probe, step in steps(UNIFORM) if step.bucket is not None]
+    own = [(bucket, step) for bucket, step in graphs if bucket.query_len == query_len]
+    assert any((query_len, query_len) in step.requests and any(s > q for q, s in step.requests) for _, step in own)
+    assert any(len(step.requests) < bucket.num_reqs for bucket, step in own)
+
+
+def test_mixed_requests_are_longer_and_fill_more_tiles_than_what_was_captured():
+    graphs = [(probe.buckets[step.bucket], step) for probe, step in steps(ALWAYS) if step.bucket is not None]
+    longest = max(max(bucket.dummy_query_lens) for bucket, _ in graphs)
+    assert max(query_len for _, step in graphs for query_len, _ in step.requests) > longest
+    for rows in (16, 32, 64, 128):
+        tiles = [
+            (
+                sum(-(-query_len // rows) for query_len, _ in step.requests),
+                sum(-(-query_len // rows) for query_len in bucket.dummy_query_lens),
+            )
+            for bucket, step in graphs
+        ]
+        assert any(own > of_dummies for own, of_dummies in tiles)
+    assert Bucket(3, 8, None).dummy_query_lens == (2, 2, 4)

@@ -1,19 +1,16 @@
 """What an impl and builder saw before, or see beside a step: the finding names the batch or the layer that matters."""
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from inline_snapshot import snapshot
 
 from attncheck.backends.candidates.reference import ReferenceBackend
 from attncheck.backends.candidates.torch_sdpa import SDPABackend
 from attncheck.backends.registry import load
 from attncheck.cases.loader import load_suite
 from attncheck.harness.checks import history as histories
-from attncheck.harness.checks import history as history_module
 from attncheck.harness.checks.again import RightRows
 from attncheck.harness.checks.findings import Broken
 from attncheck.harness.checks.history import (
@@ -48,142 +45,86 @@ def everything(rows: RightRows, session: Session) -> dict[str, History]:
     assert other is not None
     assert sharing is not None
     assert group is not None
-    batches = [make(case) for make in (*history_module.LARGER, *history_module.SMALLER)]
+    batches = [make(case) for make in (*histories.LARGER, *histories.SMALLER)]
     mirror = mirror_layer(rows)
     return {batch.kind: History(before=(batch,)) for batch in batches if batch is not None} | {
         "mirror": History(layers=(mirror,)),
         "sharing": History(layers=(sharing,)),
         "other": History(layers=(other,)),
         "group": History(layers=(group,)),
-        "equal": History(layers=(mirror,), flight=history_module.alike(case)),
-        "unequal": History(layers=(mirror,), flight=history_module.half(case)),
+        "unequal": History(layers=(mirror,), flight=histories.half(case)),
     }
 
 
-@pytest.mark.parametrize("backend", [ReferenceBackend, SDPABackend])
+class Claims(ReferenceBackend):
+    conventions = replace(ReferenceBackend.conventions, batch_invariant=True)
+
+
 @pytest.mark.parametrize(
-    "layer",
-    [{}, {"sliding_window": 24}, {"dtype": "float16", "alibi": True}, {"output_quant": None, "head_size_v": 32}],
+    ("backend", "layer"),
+    [
+        (SDPABackend, {}),
+        (ReferenceBackend, {"sliding_window": 24}),
+        (ReferenceBackend, {"dtype": "float16", "alibi": True, "head_size_v": 32}),
+        (Claims, {}),
+    ],
 )
 def test_a_right_backend_is_right_after_and_beside_everything(make_case: Any, backend: Any, layer: Any) -> None:
-    rows, session = begun(backend, make_case((1, 37), (5, 40), (33, 33), (1, 130), **layer))
-    for name, history in everything(rows, session).items():
-        assert check_step(rows, session, history) is None, name
-
-
-def test_a_right_backend_that_claims_batch_invariance_is_right(make_case: Any) -> None:
-    class Claims(ReferenceBackend):
-        conventions = replace(ReferenceBackend.conventions, batch_invariant=True)
-
-    rows, session = begun(Claims, make_case((1, 37), (5, 40), (33, 33), (1, 130)))
+    rows, session = begun(backend, make_case(**layer))
     for name, history in everything(rows, session).items():
         assert check_step(rows, session, history) is None, name
     assert histories.check_decode_loop(rows, session) is None
 
 
+ALL = "41 of 41 rows are wrong, the first is row 0 "
+LAST = "1 of 41 rows is wrong, the first is row 40 (request 2, position 129)"
+
+
 @pytest.mark.parametrize(
-    ("mutant", "history", "words"),
+    ("mutant", "history", "how"),
     [
-        (
-            "plans-for-the-longest",
-            "a batch of longer requests",
-            snapshot(
-                "right in a first step, wrong after a batch of longer requests (q33s49_q7s131_q1s210): 41 of 41 rows are wrong, the first is row 0 (request 0, position 0), in all heads; the largest error is ..."
-            ),
-        ),
         (
             "keeps-the-most-requests",
             "a batch of more requests",
-            snapshot(
-                "right in a first step, wrong after a batch of more requests (q33_q7s60_q1s129_q1s129_q7s60_q33_q33): 1 of 41 rows is wrong, the first is row 40 (request 2, position 129), in all heads; the largest error is ..."
-            ),
+            f"after a batch of more requests (q33_q7s60_q1s129_q1s129_q7s60_q33_q33): {LAST}",
         ),
-        (
-            "stays-split",
-            "a batch of one request with many keys",
-            snapshot(
-                "right in a first step, wrong after a batch of one request with many keys (q1s601): 41 of 41 rows are wrong, the first is row 0 (request 0, position 0), in all heads; the largest error is ..."
-            ),
-        ),
-        (
-            "prefills-as-it-decoded",
-            "a batch of decodes",
-            snapshot(
-                "right in a first step, wrong after a batch of decodes (q1_q1s55_q1s130): 38 of 41 rows are wrong, the first is row 0 (request 0, position 0), in all heads; the largest error is ..."
-            ),
-        ),
+        ("stays-split", "a batch of one request with many keys", f"many keys (q1s601): {ALL}"),
         (
             "keeps-the-mask-in-metadata",
             "other",
-            snapshot(
-                "right in a first step, wrong in a step with a layer with scale 0.0625, sliding_window 3, logits_soft_cap 2.0: 40 of 41 rows are wrong, the first is row 1 (request 0, position 1), in all heads; the largest error is ..."
-            ),
+            "in a step with a layer with scale 0.0625, sliding_window 3, logits_soft_cap 2.0: 40 of 41 rows are wrong",
         ),
         (
             "gathers-once-a-step",
             "mirror",
-            snapshot(
-                "right in a first step, wrong in a step with a second layer of the same kind: a second layer of the same kind: 41 of 41 rows are wrong, the first is row 0 (request 0, position 0), in all heads; the largest error is ..."
-            ),
+            f"in a step with a second layer of the same kind: a second layer of the same kind: {ALL}",
         ),
         (
             "writes-for-sharing-layers",
             "sharing",
-            snapshot(
-                "right in a first step, wrong in a step with a layer that shares its cache: a layer that shares its cache: 41 of 41 rows are wrong, the first is row 0 (request 0, position 0), in all heads; the largest error is ..."
-            ),
-        ),
-        (
-            "scale-of-the-latest-layer",
-            "other",
-            snapshot(
-                "right in a first step, wrong in a step with a layer with scale 0.0625, sliding_window 3, logits_soft_cap 2.0: 40 of 41 rows are wrong, the first is row 1 (request 0, position 1), in all heads; the largest error is ..."
-            ),
+            f"in a step with a layer that shares its cache: a layer that shares its cache: {ALL}",
         ),
         (
             "table-of-the-latest-group",
             "group",
-            snapshot(
-                "right in a first step, wrong in a step with a layer with head_size 32 in another group: 41 of 41 rows are wrong, the first is row 0 (request 0, position 0), in all heads; the largest error is ..."
-            ),
-        ),
-        (
-            "one-plan-for-all-builders",
-            "equal",
-            snapshot(
-                "right in a first step, wrong in a step with a batch of the same shape (q33_q7s60_q1s129) in flight as a micro-batch: 8 of 41 rows are wrong, the first is row 33 (request 1, position 54), in all heads; the largest error is ..."
-            ),
+            f"in a step with a layer with head_size 32 in another group: {ALL}",
         ),
         (
             "bound-of-the-latest-build",
             "unequal",
-            snapshot(
-                "right in a first step, wrong in a step with a batch of half the lengths (q1s65_q4s31_q17) in flight as a micro-batch: 1 of 41 rows is wrong, the first is row 40 (request 2, position 129), in all heads; the largest error is ..."
-            ),
+            f"in a step with a batch of half the lengths (q1s65_q4s31_q17) in flight as a micro-batch: {LAST}",
         ),
     ],
 )
-def test_the_finding_names_what_makes_the_difference(
-    plain: Callable[[str], str], make_case: Any, mutant: str, history: str, words: str
-) -> None:
+def test_the_finding_names_what_makes_the_difference(make_case: Any, mutant: str, history: str, how: str) -> None:
     rows, session = begun(mutant, make_case((33, 33), (7, 61), (1, 130)))
     one = everything(rows, session)[history]
     # Much more is played; what does not matter is left out of the words.
-    around = replace(one, before=(*one.before, history_module.alike(rows.problem.case)))
+    around = replace(one, before=(*one.before, histories.alike(rows.problem.case)))
     found = check_step(rows, session, around)
     assert isinstance(found, Broken)
-    assert plain(found.summary) == words
-    assert "of the same shape (" not in found.summary or history == "equal"
-
-
-def test_decodes_are_judged_after_prompts_on_the_path_for_decodes(plain: Callable[[str], str], make_case: Any) -> None:
-    rows, session = begun("decodes-as-it-prefilled", make_case((1, 37), (1, 130)))
-    found = check_step(rows, session, everything(rows, session)["a batch of prompts"])
-    assert isinstance(found, Broken)
-    assert plain(found.summary) == snapshot(
-        "right in a first step, wrong after a batch of prompts (q37_q64): 2 of 2 rows are wrong, the first is row 0 (request 0, position 36), in all heads; the largest error is ..."
-    )
-    assert "q37_q64" in found.summary
+    assert found.summary.startswith("right in a first step, wrong ")
+    assert how in found.summary
 
 
 def test_a_field_that_a_layer_changes_is_named(make_case: Any) -> None:
@@ -215,9 +156,8 @@ def test_metadata_that_cannot_be_compared_leave_the_finding(make_case: Any) -> N
     assert found.summary.startswith("right in a first step, wrong ")
 
 
-@pytest.mark.parametrize("mutant", ["keeps-the-pages-of-a-request", "predicts-lengths"])
-def test_requests_that_go_on_are_judged_in_a_decode_loop(make_case: Any, mutant: str) -> None:
-    rows, session = begun(mutant, make_case((1, 33), (5, 40), (33, 33), (1, 129)))
+def test_requests_that_go_on_are_judged_in_a_decode_loop(make_case: Any) -> None:
+    rows, session = begun("keeps-the-pages-of-a-request", make_case((1, 33), (5, 40), (33, 33), (1, 129)))
     found = histories.check_decode_loop(rows, session)
     assert isinstance(found, Broken)
     assert "of a decode loop" in found.summary
@@ -242,7 +182,7 @@ def test_a_group_that_a_builder_refuses_is_examined_without_the_other_kind_of_la
 
 
 def test_every_way_is_chosen(make_case: Any) -> None:
-    cases = [make_case((1, length), (2, 9)) for length in range(20, 50)]
+    cases = [make_case((1, length), (2, 9)) for length in range(20, 40)]
     chosen = [histories.history_of(*begun(ReferenceBackend, case)) for case in cases]
     assert {len(history.before) for history in chosen} == {1, 2}
     assert {len(history.layers) for history in chosen} == {0, 1, 3}
@@ -260,30 +200,19 @@ cases:
 """
 
 
-def named_case(folder: Any) -> Any:
-    (folder / "named.yaml").write_text(NAMED)
-    (case,) = load_suite(str(folder / "named.yaml"))
-    return case
-
-
-@pytest.mark.parametrize("backend", [ReferenceBackend, SDPABackend])
+@pytest.mark.parametrize("backend", [ReferenceBackend, SDPABackend, "writes-for-sharing-layers"])
 def test_a_case_names_the_batches_before_and_the_layers_beside(tmp_path: Any, backend: Any) -> None:
-    rows, session = begun(backend, named_case(tmp_path))
+    (tmp_path / "named.yaml").write_text(NAMED)
+    (case,) = load_suite(str(tmp_path / "named.yaml"))
+    rows, session = begun(backend, case)
     history = histories.history_of(rows, session)
     assert "after the batch (q40s60) and the batch (8q1s200)" in history.in_words
-    roles = [beside.layer.role for beside in history.layers]
-    shared = ["a layer with logits_soft_cap 5.0 that shares its cache"] if backend is ReferenceBackend else []
-    assert roles == [
+    shared = [] if backend is SDPABackend else ["a layer with logits_soft_cap 5.0 that shares its cache"]
+    assert [beside.layer.role for beside in history.layers] == [
         "a layer with sliding_window 8",
-        *shared,
+        *shared,  # torch_sdpa has no soft cap
         "a layer with head_size 32 in another group",
         "a second layer of the same kind",
     ]
     assert all(beside.rows is not None and bool(beside.rows.is_right.all()) for beside in history.layers)
-    assert check_step(rows, session, history) is None
-
-
-@pytest.mark.parametrize("mutant", ["keeps-the-mask-in-metadata", "writes-for-sharing-layers"])
-def test_layers_that_a_case_names_are_judged(tmp_path: Any, mutant: str) -> None:
-    rows, session = begun(mutant, named_case(tmp_path))
-    assert isinstance(check_step(rows, session, histories.history_of(rows, session)), Broken)
+    assert (check_step(rows, session, history) is None) is not isinstance(backend, str)

@@ -59,25 +59,6 @@ def test_a_finding_has_figures_and_times(question):
     assert (found.timing.cache, found.timing.ceilings, found.timing.kernels) == ("warm", CEILINGS, ())
 
 
-def test_ceilings_are_measured_once_a_dtype(question, make_case, measured):
-    check = TimingCheck(TimingConditions(CPU, SETTINGS, steady))
-    for _ in range(2):
-        check.examine(load("reference"), *question)
-    problem = build_problem(make_case((1, 21), (1, 40), dtype="float16"), 0)
-    check.examine(load("reference"), problem, truth_of(problem, CPU, refuse_blindness=False))
-    assert measured == ["float32", "float16"]
-
-
-def test_a_check_that_is_not_run_takes_no_memory(question, monkeypatch):
-    made = []
-    monkeypatch.setattr(timing, "CacheFlush", lambda device: made.append(device) or CacheFlush(device))
-    check = TimingCheck(TimingConditions(CPU, SETTINGS, steady))
-    assert made == []
-    check.examine(load("reference"), *question)
-    check.examine(load("reference"), *question)
-    assert made == [CPU]
-
-
 @pytest.mark.parametrize(("settings", "flushes"), [(SETTINGS, 1), (replace(SETTINGS, warm=True), 0)])
 def test_ceilings_are_measured_as_cold_as_samples_are(question, monkeypatch, settings, flushes):
     flushed = []
@@ -125,12 +106,6 @@ def test_a_device_that_was_held_back_is_noted(question, monkeypatch, state, note
     assert len(called) == 1
 
 
-def test_kernels_are_recorded_on_request(question):
-    settings = TimingSettings(limit_s=60, min_samples=2, max_samples=2, kernels=True)
-    found = TimingCheck(TimingConditions(CPU, settings)).examine(load("torch_sdpa"), *question)
-    assert any("scaled_dot_product" in kernel.name for kernel in found.timing.kernels)
-
-
 def test_a_clock_that_was_replaced_is_named(question, monkeypatch):
     monkeypatch.setattr(timing, "replaced_clocks", lambda: ("time.perf_counter_ns",))
     found = TimingCheck(TimingConditions(CPU, SETTINGS, steady)).examine(load("reference"), *question)
@@ -153,6 +128,26 @@ def test_a_cascade_is_timed_where_it_is_one_call(features, is_timed, make_case):
     assert (CHECKS["timing"].not_applicable(make_case(path="cascade"), features) is None) is is_timed
 
 
-def test_the_kernels_that_a_library_chose_are_measured_too(question):
-    found = TimingCheck(TimingConditions(CPU, SETTINGS, steady)).examine(load("torch_sdpa:math"), *question)
+def test_the_kernels_that_ran_and_those_that_a_library_chose_are_recorded(question):
+    settings = replace(SETTINGS, kernels=True)
+    found = TimingCheck(TimingConditions(CPU, settings)).examine(load("torch_sdpa:math"), *question)
+    kernels = found.timing.kernels
+    assert any("scaled_dot_product" in kernel.name for kernel in kernels)
+    assert all(kernel.name.startswith("aten::") for kernel in kernels)
+    durations = [kernel.duration_ns for kernel in kernels]
+    assert durations == sorted(durations, reverse=True)
     assert found.chosen_kernels == ("math",)
+
+
+def test_ceilings_are_measured_once_a_dtype_and_memory_is_taken_at_the_first_batch(
+    question, make_case, measured, monkeypatch
+):
+    made = []
+    monkeypatch.setattr(timing, "CacheFlush", lambda device: made.append(device) or CacheFlush(device))
+    check = TimingCheck(TimingConditions(CPU, SETTINGS, steady))
+    assert made == []
+    problem = build_problem(make_case((1, 21), (1, 40), dtype="float16"), 0)
+    for each in (question, question, (problem, truth_of(problem, CPU, refuse_blindness=False))):
+        check.examine(load("reference"), *each)
+    assert measured == ["float32", "float16"]
+    assert made == [CPU]

@@ -59,50 +59,40 @@ def test_references_are_taken_before_a_backend_is_imported(tmp_path, preloaded):
     assert done.stdout.splitlines()[-1:] == ["time.perf_counter_ns True"], done.stderr
 
 
-class TestCudaApi:
+def test_every_call_of_cuda_is_for_its_own_device_and_stream(monkeypatch):
     """The functions of ``torch.cuda``, replaced by fakes that record their arguments."""
+    taken = []
 
-    @pytest.fixture
-    def journal(self, monkeypatch):
-        taken = []
+    def stand_in(name, answer=None):
+        return lambda *args: taken.append((name, *args)) or answer
 
-        def stand_in(name, answer=None):
-            def act(*args):
-                taken.append((name, *args))
-                return answer
+    @contextmanager
+    def on_device(index):
+        taken.append(("enter", index))
+        yield
+        taken.append(("leave", index))
 
-            return act
-
-        @contextmanager
-        def on_device(index):
-            taken.append(("enter", index))
-            yield
-            taken.append(("leave", index))
-
-        answers = {"current_stream": "main", "query": 0, "elapsed_time": 0.5}
-        names = (*answers, "synchronize", "set_stream", "_sleep", "record")
-        references = {name: stand_in(name, answers.get(name)) for name in names}
-        references |= {"device": on_device, "Event": SimpleNamespace}
-        monkeypatch.setattr(Cuda, "references", lambda _device: SimpleNamespace(**references))
-        properties = {1: SimpleNamespace(clock_rate=1_600_000)}
-        monkeypatch.setattr(torch.cuda, "get_device_properties", properties.__getitem__)
-        return taken
-
-    def test_every_call_is_for_its_own_device_and_stream(self, journal):
-        api = Cuda(1)
-        api.synchronize()
-        api.hold(1000)
-        assert api.current() == "main"
-        api.make_current("side")
-        event = api.record("side")
-        assert event.enable_timing is True
-        assert journal == [
-            ("synchronize", 1),
-            *(("enter", 1), ("_sleep", 2000), ("leave", 1)),
-            *(("current_stream", 1), ("set_stream", "side"), ("record", event, "side")),
-        ]
-        assert api.is_done(event) is False
-        assert api.elapsed_ms(event, event) == 0.5
+    answers = {"current_stream": "main", "query": 0, "elapsed_time": 0.5}
+    names = (*answers, "synchronize", "set_stream", "_sleep", "record")
+    references = {name: stand_in(name, answers.get(name)) for name in names}
+    references |= {"device": on_device, "Event": SimpleNamespace}
+    monkeypatch.setattr(Cuda, "references", lambda _device: SimpleNamespace(**references))
+    properties = {1: SimpleNamespace(clock_rate=1_600_000)}
+    monkeypatch.setattr(torch.cuda, "get_device_properties", properties.__getitem__)
+    api = Cuda(1)
+    api.synchronize()
+    api.hold(1000)
+    assert api.current() == "main"
+    api.make_current("side")
+    event = api.record("side")
+    assert event.enable_timing is True
+    assert taken == [
+        ("synchronize", 1),
+        *(("enter", 1), ("_sleep", 2000), ("leave", 1)),
+        *(("current_stream", 1), ("set_stream", "side"), ("record", event, "side")),
+    ]
+    assert api.is_done(event) is False
+    assert api.elapsed_ms(event, event) == 0.5
 
 
 def test_a_flush_reads_twice_the_cache_and_leaves_nothing_to_be_written_back(monkeypatch, device, cached):

@@ -56,17 +56,6 @@ def test_the_truth_is_that_of_the_new_contents(name, make_case):
         assert float((budget.norm / truth.budget.norm).log2().abs().max()) < 1
 
 
-def test_rows_that_several_requests_share_stay_shared(make_case):
-    shared = [
-        RequestSpec(query_len=2, seq_len=40, shared_prefix=32),
-        RequestSpec(query_len=1, seq_len=35, shared_prefix=32),
-    ]
-    problem = contents(build_problem(make_case(*shared), 0)).next().problem()
-    first, second = (request.base for request in problem.requests)
-    assert torch.equal(problem.keys[first : first + 32], problem.keys[second : second + 32])
-    assert torch.equal(problem.values[first : first + 32], problem.values[second : second + 32])
-
-
 def test_latent_rows_turn_their_sign_by_request_unless_requests_share_rows(make_case):
     apart = contents(build_problem(make_case(*SMALL, **LATENT), 0))
     turned = {tuple(apart.next().transform.request_sign.tolist()) for _ in range(100)}
@@ -113,12 +102,6 @@ def test_problems_on_which_honest_kernels_overflow_are_left_out(make_case, monke
         FreshContents(problem, None, CPU)
 
 
-def test_two_makers_make_different_contents(make_case):
-    problem = build_problem(make_case(*SMALL), 0)
-    one, other = contents(problem), contents(problem)
-    assert one.bases[1].problem.seed != other.bases[1].problem.seed
-
-
 @pytest.mark.parametrize("kv_cache_dtype", ["fp8_e4m3", "fp8_e5m2"])
 def test_what_a_cache_of_codes_can_hold_it_can_hold_still(kv_cache_dtype, make_case):
     cache = {"kv_cache_dtype": kv_cache_dtype, "k_scale": 0.37, "v_scale": 1.9}
@@ -136,12 +119,6 @@ def test_zero_is_never_negative():
     moved = order.of(torch.tensor([[[0.0, 2.0]]]))
     assert moved.tolist() == [[[-2.0, 0.0]]]
     assert not torch.signbit(moved[0, 0, 1])
-
-
-def test_heads_of_a_group_are_moved_with_their_keys():
-    order = SignedOrder(torch.tensor([[1, 0], [0, 1]]), torch.tensor([[1, 1], [-1, 1]]))
-    rows = torch.arange(8.0).reshape(1, 4, 2)
-    assert order.of(rows).tolist() == [[[1, 0], [3, 2], [-4, 5], [-6, 7]]]
 
 
 @pytest.mark.parametrize(

@@ -58,47 +58,6 @@ def test_right_answers_pass(bench):
     assert bench.judge.num_judged == 5
 
 
-def test_the_answer_of_an_earlier_call_is_known_again(plain, bench):
-    earlier = [bench.source.next() for _ in range(3)]
-    for contents in earlier:
-        bench.put(contents, bench.right(contents))
-    found = bench.refusal(bench.source.next(), bench.right(earlier[1]))
-    assert plain(found.meaning) == snapshot(
-        "it is the right answer to the contents of 2 calls before: results are kept, and found again by address or by a fingerprint of the inputs"
-    )
-    assert plain(found.summary) == snapshot(
-        "forward: the output of call 4 is wrong: 5 of 5 rows are wrong, the first is row 0 (request 0, position 20), in all heads; the largest error is ..."
-    )
-    found = bench.refusal(bench.source.next(), bench.right(earlier[2]))
-
-
-def test_an_unwritten_output_is_distinguished_from_a_wrong_one(bench):
-    out = GuardedBuffer((5, 8, 64), 5, torch.float32, CPU)
-    assert "nothing was written" in bench.refusal(bench.source.next(), out.rows).meaning
-    contents = bench.source.next()
-    found = bench.refusal(contents, torch.zeros_like(bench.right(contents)))
-    assert found.meaning is None
-    assert found.figures["rows_wrong"] == 5
-
-
-def test_an_output_that_comes_later_is_found(bench, monkeypatch):
-    contents = bench.source.next()
-    live = torch.zeros_like(bench.right(contents))
-    monkeypatch.setattr(contents_module, "sleep", lambda _seconds: live.copy_(bench.right(contents)))
-    assert bench.refusal(contents, torch.zeros_like(live), live=live).meaning == snapshot(
-        "the output was written after the clock had stopped: work is left to a thread, or another stream"
-    )
-
-
-def test_a_lower_precision_is_named(bench):
-    contents = bench.source.next()
-    found = bench.refusal(contents, bench.right(contents).bfloat16().float())
-    assert found.meaning == snapshot(
-        "it is near the right answer: under the clock a lower precision than the layer's, or a shortcut"
-    )
-    assert found.figures["budget_share"] > 1
-
-
 @pytest.mark.parametrize(("budgets", "is_wrong"), [(0.8, False), (1.2, True)])
 def test_the_budget_is_that_of_numerics(budgets, is_wrong, make_case):
     bench = Bench(make_case((1, 21), (4, 19), dtype="float32"))
@@ -148,52 +107,25 @@ def test_of_many_rows_some_are_judged_and_at_last_all(plain, bench, monkeypatch)
         first.judge(contents, bench.rows, TimedAnswer(wrong.clone(), None, wrong))
 
 
-class Own(torch.Tensor):
-    """A subclass that runs code of its own."""
+@pytest.fixture
+def out():
+    buffer = GuardedBuffer((3, 2, 4), 2, torch.float32, CPU)
+    buffer.rows.fill_(7.0)
+    return buffer
 
-    @classmethod
-    def __torch_function__(cls, *arguments, **keywords):
-        return super().__torch_function__(*arguments, **keywords)
+
+def copied(returned, out):
+    return copy_answer(returned, out, None, 2, {}, must_be_buffer=True)
 
 
-class TestForm:
-    """``copy_answer``."""
+def test_the_buffer_is_copied_as_it_is(out):
+    answer = copied(torch.nn.Parameter(out.handed_out()), out)  # a subclass without code of its own
+    out.rows.fill_(8.0)
+    assert answer.fault is None
+    assert answer.output.tolist() == torch.full((2, 2, 4), 7.0).tolist()
+    assert answer.has_changed()
 
-    def answer(self, returned, out, *, spans=None, must_be_buffer=True):
-        return copy_answer(returned, out, None, 2, spans or {}, must_be_buffer=must_be_buffer)
 
-    @pytest.fixture
-    def out(self):
-        buffer = GuardedBuffer((3, 2, 4), 2, torch.float32, CPU)
-        buffer.rows.fill_(7.0)
-        return buffer
-
-    def test_the_buffer_is_copied_as_it_is(self, out):
-        answer = self.answer(out.handed_out(), out)
-        out.rows.fill_(8.0)
-        assert answer.fault is None
-        assert answer.output.tolist() == torch.full((2, 2, 4), 7.0).tolist()
-        assert answer.has_changed()
-
-    @pytest.mark.parametrize("returned", [None, "output", torch.zeros(3, 2, 4)])
-    def test_what_is_not_the_buffer_is_a_fault(self, out, returned):
-        assert self.answer(returned, out).fault is not None
-
-    def test_a_subclass_without_own_code_is_a_tensor(self, out):
-        assert self.answer(torch.nn.Parameter(out.handed_out()), out).fault is None
-
-    def test_a_subclass_is_a_fault(self, out):
-        answer = self.answer(out.handed_out().as_subclass(Own), out)
-        assert answer.fault == snapshot("forward returned a Own; the contract requires a torch.Tensor")
-        assert answer.meaning == snapshot(
-            "a subclass may be computed when it is looked at, after the clock has stopped"
-        )
-
-    def test_own_memory_is_fine_but_not_that_of_an_input(self, out):
-        query = torch.zeros(3, 2, 4)
-        start = query.untyped_storage().data_ptr()
-        spans = {"query": (start, start + query.untyped_storage().nbytes())}
-        assert self.answer(torch.ones(3, 2, 4), out, spans=spans, must_be_buffer=False).fault is None
-        answer = self.answer(query, out, spans=spans, must_be_buffer=False)
-        assert answer.fault == snapshot("forward returned memory of query, which it was lent to read")
-        assert answer.meaning == snapshot("an input is handed back as output")
+@pytest.mark.parametrize("returned", [None, "output", torch.zeros(3, 2, 4)])
+def test_what_is_not_the_buffer_is_a_fault(out, returned):
+    assert copied(returned, out).fault is not None

@@ -60,22 +60,6 @@ def test_a_part_that_is_not_served_is_left_out_and_noted(measure):
     )
 
 
-def test_an_exception_at_a_part_names_it(measure):
-    made = measure(raising(lambda common: common.num_reqs == 2))
-    with pytest.raises(StageError) as caught:
-        made.latencies()
-    assert caught.value.raised.in_words == snapshot(
-        "forward of the decode part alone raised RuntimeError: not this batch"
-    )
-
-
-def test_an_exception_at_a_neighbour_names_it(measure):
-    made = measure(raising(lambda common: int(common.seq_lens.max()) == 39))
-    with pytest.raises(StageError) as caught:
-        made.compare_neighbours()
-    assert caught.value.raised.stage == "forward of the same batch, a token shorter"
-
-
 class TestOverhead:
     """What a clock adds, on a simulated device whose events take 2 us, and the replay of a graph 3 us."""
 
@@ -102,17 +86,13 @@ class TestOverhead:
         monkeypatch.setattr(check, "recorder_for", lambda _device: made)
         return made
 
-    def test_events_and_replays_are_measured_apart(self, gpu, recorder):
+    def test_events_are_measured_and_apart_from_them_replays_where_there_are_any(self, gpu, recorder):
         gpu.hold = lambda ns: gpu.work(ns + 1_500)  # the least that any kernel takes
         found = check.measure_overhead(torch.device("cuda", 0), lambda: gpu.work(700_000))
         assert (found.empty_ns, found.replay_ns) == (pytest.approx(2_000, abs=10), pytest.approx(3_000, abs=10))
-
-    def test_where_nothing_can_be_captured_events_are_measured_all_the_same(self, gpu, recorder):
         recorder.refusal = CaptureError((Violation("error", "no graphs here"),))
         found = check.measure_overhead(torch.device("cuda", 0))
         assert (found.empty_ns, found.replay_ns) == (pytest.approx(2_000, abs=10), None)
-
-    def test_the_hosts_clock_has_none(self, recorder):
         assert check.measure_overhead(CPU) is None
 
     def test_no_sample_is_a_guard_however_little_time_there_is(self, gpu, monkeypatch, make_case):
@@ -135,51 +115,57 @@ class TestOverhead:
         assert forward.samples_ns == tuple([pytest.approx(22_000, abs=10)] * 3)
 
 
-class TestNeighbours:
-    """``compare_neighbours``, by ratios made by hand."""
-
-    @pytest.fixture
-    def seen(self, monkeypatch):
-        def of(*ratios):
-            distances, left = [], list(ratios)
-
-            def compare(distance, _own, _neighbour):
-                distances.append(distance)
-                return Neighbour(distance, left[0], left.pop(0))
-
-            monkeypatch.setattr(check, "compare", compare)
-            return distances
-
-        return of
-
-    def test_the_first_that_is_as_fast_is_enough(self, measure, seen):
-        distances = seen(1.1)
-        made = measure()
+def test_an_exception_names_the_part_or_the_neighbour_at_which_it_came(measure):
+    made = measure(raising(lambda common: common.num_reqs == 2))
+    with pytest.raises(StageError) as caught:
+        made.latencies()
+    assert caught.value.raised.stage == "forward of the decode part alone"
+    made = measure(raising(lambda common: int(common.seq_lens.max()) == 39))
+    with pytest.raises(StageError) as caught:
         made.compare_neighbours()
-        assert (distances, made.notes) == ([1], ())
+    assert caught.value.raised.stage == "forward of the same batch, a token shorter"
 
-    def test_one_that_is_as_fast_clears_the_batch(self, measure, seen):
-        distances = seen(9.0, 1.2)
-        made = measure()
-        made.compare_neighbours()
-        assert distances == [1, 8]
-        assert made.notes == snapshot(("forward takes 9 times as long where requests are a token shorter",))
 
-    def test_less_than_twice_is_a_note(self, measure, seen):
-        seen(9.0, 1.5)
-        made = measure()
-        made.compare_neighbours()
-        assert made.notes[1] == snapshot("forward takes 1.5 times as long where requests are 8 tokens shorter")
+FAR = "forward takes 9 times as long where requests are a token shorter"
+BEHIND = "forward takes {} times as long where requests are 8 tokens shorter"
 
-    def test_all_far_slower_is_a_special_case(self, measure, seen):
-        seen(9.0, 3.0)
-        with pytest.raises(FindingError) as caught:
-            measure().compare_neighbours()
-        assert str(caught.value) == snapshot("forward takes 3 times as long where requests are 8 tokens shorter")
-        assert "special-cased" in caught.value.finding.meaning
 
-    def test_without_neighbours_there_is_no_note(self, measure, seen):
-        distances = seen()
-        made = measure(requests=((1, 1),))
-        made.compare_neighbours()
-        assert (distances, made.notes) == ([], ())
+@pytest.fixture
+def compared_as(monkeypatch):
+    """``compared_as(*ratios)``: neighbours take so many times as long; returns the list of distances compared."""
+
+    def replaced(*ratios):
+        distances, left = [], list(ratios)
+
+        def compare(distance, _own, _neighbour):
+            distances.append(distance)
+            return Neighbour(distance, left[0], left.pop(0))
+
+        monkeypatch.setattr(check, "compare", compare)
+        return distances
+
+    return replaced
+
+
+@pytest.mark.parametrize(
+    ("requests", "ratios", "notes"),
+    [
+        pytest.param(((1, 1),), (), (), id="no neighbours"),
+        pytest.param(((1, 21), (4, 40)), (1.1,), (), id="the first that is as fast is enough"),
+        pytest.param(((1, 21), (4, 40)), (9.0, 1.2), (FAR,), id="one that is as fast clears the batch"),
+        pytest.param(((1, 21), (4, 40)), (9.0, 1.5), (FAR, BEHIND.format(1.5)), id="less than twice is a note"),
+    ],
+)
+def test_a_neighbour_that_is_slower_is_noted(measure, compared_as, requests, ratios, notes):
+    distances = compared_as(*ratios)
+    made = measure(requests=requests)
+    made.compare_neighbours()
+    assert distances == [1, 8][: len(ratios)]
+    assert made.notes == notes
+
+
+def test_a_batch_all_of_whose_neighbours_are_far_slower_is_a_special_case(measure, compared_as):
+    compared_as(9.0, 3.0)
+    with pytest.raises(FindingError, match=BEHIND.format(3)) as caught:
+        measure().compare_neighbours()
+    assert "special-cased" in caught.value.finding.meaning

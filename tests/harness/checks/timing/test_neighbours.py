@@ -49,29 +49,28 @@ def lengths(problem):
     return [(request.query_len, request.num_keys) for request in problem.requests]
 
 
-def test_a_mixed_batch_is_taken_apart(make_case):
-    problem = build_problem(make_case((1, 37), (5, 40), (33, 33), (1, 130), padding=(2, 3)), 0)
-    parts = parts_of(problem)
-    assert {name: lengths(part) for name, part in parts.items()} == {
-        "decode": [(1, 37), (1, 130)],
-        "prefill": [(5, 40), (33, 33)],
-    }
-    for part in parts.values():
-        assert part.num_blocks == problem.num_blocks
-        assert (part.case.batch.padding.requests, part.case.batch.padding.tokens) == (0, 0)
-        assert part.layer == problem.layer
+ENCODER = {"attn_type": AttentionType.ENCODER_ONLY, "causal": False}
+PARTS = {"decode": [(1, 37), (1, 130)], "prefill": [(5, 40), (33, 33)]}
 
 
 @pytest.mark.parametrize(
-    ("requests", "layer"),
+    ("requests", "layer", "expected"),
     [
-        (((1, 37), (1, 130)), {}),
-        (((5, 40), (33, 33)), {}),
-        (((1, 1), (5, 5)), {"attn_type": AttentionType.ENCODER_ONLY, "causal": False}),  # no cache, so no decodes
+        (((1, 37), (5, 40), (33, 33), (1, 130)), {"padding": (2, 3)}, PARTS),
+        (((1, 37), (1, 130)), {}, {}),
+        (((5, 40), (33, 33)), {}, {}),
+        (((1, 1), (5, 5)), ENCODER, {}),  # no cache, so no decodes
     ],
 )
-def test_other_batches_have_no_parts(requests, layer, make_case):
-    assert parts_of(build_problem(make_case(*requests, **layer), 0)) == {}
+def test_a_mixed_batch_is_taken_apart(requests, layer, expected, make_case):
+    problem = build_problem(make_case(*requests, **layer), 0)
+    parts = parts_of(problem)
+    assert {name: lengths(part) for name, part in parts.items()} == expected
+    for part in parts.values():
+        assert (part.num_blocks, part.case.batch.padding.tokens) == (problem.num_blocks, 0)
+
+
+SHARED = tuple(RequestSpec(query_len=1, seq_len=length, shared_prefix=32) for length in (33, 40))
 
 
 @pytest.mark.parametrize(
@@ -85,20 +84,12 @@ def test_other_batches_have_no_parts(requests, layer, make_case):
         (((1, 1), (33, 33)), 1, None),
         (((1, 2),), 1, None),
         (((4, 4),), 8, None),
+        (SHARED, 1, [(1, 33), (1, 39)]),  # a prefix that is shared stays whole
     ],
 )
 def test_a_neighbour_is_shorter(requests, distance, expected, make_case):
-    problem = build_problem(make_case(*requests), 0)
-    neighbour = neighbour_of(problem, distance)
+    neighbour = neighbour_of(build_problem(make_case(*requests), 0), distance)
     assert (None if neighbour is None else lengths(neighbour)) == expected
-    if neighbour is not None:
-        assert neighbour.num_blocks == problem.num_blocks
-
-
-def test_a_prefix_that_is_shared_stays_whole(make_case):
-    shared = [RequestSpec(query_len=1, seq_len=n, shared_prefix=32) for n in (33, 40)]
-    neighbour = neighbour_of(build_problem(make_case(*shared), 0), 1)
-    assert lengths(neighbour) == [(1, 33), (1, 39)]
 
 
 def test_encoder_rows_are_shortened_with_the_context(make_case):

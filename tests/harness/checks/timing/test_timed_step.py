@@ -13,10 +13,8 @@ from attncheck.harness.checks.timing import clock as clock_module
 from attncheck.harness.checks.timing.check import LatestAnswer, TimedStep
 from attncheck.harness.checks.timing.clock import EventClock
 from attncheck.harness.checks.timing.contents import FreshContents
-from attncheck.harness.driver.foreign_code import StageError
 from attncheck.harness.driver.session import Session
 from attncheck.harness.problem.problem import build_problem
-from attncheck.reports.run_file.timings import ClockOverhead
 
 CPU = torch.device("cpu")
 
@@ -100,52 +98,6 @@ def test_what_a_call_of_nothing_takes_is_no_part_of_a_host_time(case, monkeypatc
     assert [step.take() for _ in range(3)] == [5000] * 3
 
 
-def test_rows_are_not_there_while_metadata_are_built(case):
-    kept, seen = {}, []
-
-    class Impl(ReferenceImpl):
-        def forward(self, layer, query, *arguments, **keywords):
-            kept["query"] = query
-            seen.append(("forward", query.clone()))
-            return super().forward(layer, query, *arguments, **keywords)
-
-    class Builder(ReferenceBuilder):
-        def build(self, *arguments, **keywords):
-            if kept:
-                seen.append(("build", kept["query"].clone()))
-            return super().build(*arguments, **keywords)
-
-    step = step_of(backend_of(Impl, Builder), case)
-    seen.clear()
-    for _ in range(2):
-        step.take()
-    (_, first), (_, ahead), (_, second) = seen[-3:]
-    assert [name for name, _ in seen[-3:]] == ["forward", "build", "forward"]
-    assert torch.equal(ahead[:5], first[:5])
-    assert not torch.equal(ahead[:5], second[:5])
-
-
-def test_addresses_stay_and_contents_do_not(case):
-    lent = []
-
-    class Impl(ReferenceImpl):
-        def forward(self, layer, query, key, value, kv_cache, metadata, output, **keywords):
-            common = metadata.common
-            tensors = (query, key, value, kv_cache, output, common.seq_lens, common.block_table_tensor)
-            lent.append(([each.data_ptr() for each in tensors], query.clone(), kv_cache.clone(), output.clone()))
-            return super().forward(layer, query, key, value, kv_cache, metadata, output=output, **keywords)
-
-    step = step_of(backend_of(Impl), case)
-    lent.clear()
-    for _ in range(4):
-        step.take()
-    assert all(where == lent[0][0] for where, *_ in lent)
-    for position in (1, 2):
-        assert not torch.equal(lent[0][position], lent[1][position])
-        assert not torch.equal(lent[1][position], lent[2][position])
-    assert all(torch.isnan(output[:5]).all() for *_, output in lent)  # poison
-
-
 @pytest.mark.parametrize("next_call", ["take", "finish"])
 def test_what_comes_behind_a_right_answer_is_seen_at_the_next_call(case, next_call):
     class Impl(ReferenceImpl):
@@ -176,26 +128,6 @@ def test_inputs_and_metadata_are_only_lent(case):
     )
 
 
-def test_what_is_raised_has_its_stage(case):
-    class Impl(ReferenceImpl):
-        def forward(self, *arguments, **keywords):
-            raise RuntimeError("no such kernel")
-
-    with pytest.raises(StageError) as caught:
-        step_of(backend_of(Impl), case).take()
-    assert caught.value.raised.in_words == snapshot("forward raised RuntimeError: no such kernel")
-
-
-def test_steps_of_one_memory_look_after_each_other_s_answers(case):
-    own = step_of(backend_of(), case)
-    other = TimedStep("other", own._session, own._contents, Clock([]), lambda: None, own._latest, own.memory)
-    for step in (own, other, own, other):
-        step.take()
-    own.finish()
-    other.finish()
-    assert other.memory is own.memory
-
-
 def test_one_call_can_be_looked_at_by_other_means(case):
     calls = []
 
@@ -212,19 +144,6 @@ def test_one_call_can_be_looked_at_by_other_means(case):
     bare()
     assert calls == [False]
     step.finish()  # what it left in the buffer is not judged
-
-
-def test_what_an_empty_pair_of_events_takes_is_no_part_of_a_time(case, device):
-    device.event_ns = 2_000
-
-    class Impl(ReferenceImpl):
-        def forward(self, *arguments, **keywords):
-            device.work(50_000)
-            return super().forward(*arguments, **keywords)
-
-    step = step_of(backend_of(Impl), case)
-    step._clock, step._overhead = device.clock, ClockOverhead(empty_ns=2_000, replay_ns=3_000)
-    assert [step.take() for _ in range(10)][-1] == pytest.approx(50_000, abs=10)
 
 
 def test_a_reader_learns_what_the_clock_of_a_device_met(case):
