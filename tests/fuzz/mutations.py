@@ -85,7 +85,7 @@ def damaged(chance: Random, contents: Sequence[bytes]) -> bytes:
     return data
 
 
-def reshaped(chance: Random, tree: Any, values: Sequence[Any] = (*TEXTS, *VALUES)) -> Any:
+def reshaped(chance: Random, tree: Any) -> Any:
     """Return a copy of ``tree``, of dicts, lists and scalars, with up to four edits of its values."""
     root = [copy.deepcopy(tree)]
     for _ in range(chance.randint(1, 4)):
@@ -93,7 +93,7 @@ def reshaped(chance: Random, tree: Any, values: Sequence[Any] = (*TEXTS, *VALUES
         owner, key = chance.choice(places)
         match chance.choice(("value", "value", "value", "everywhere", "delete", "rename", "repeat", "copy", "nest")):
             case "value":
-                owner[key] = copy.deepcopy(chance.choice(values))
+                owner[key] = copy.deepcopy(chance.choice((*TEXTS, *VALUES)))
             case "everywhere":
                 old, new = owner[key], chance.choice(TEXTS)
                 for other, name in places if isinstance(old, str) else ():
@@ -114,9 +114,9 @@ def reshaped(chance: Random, tree: Any, values: Sequence[Any] = (*TEXTS, *VALUES
     return root[0]
 
 
-def written(chance: Random, tree: Any, *indents: int | None) -> bytes:
-    """Return ``tree`` as JSON, which is YAML too, with or without escapes, indented by one of ``indents``."""
-    text = json.dumps(tree, ensure_ascii=chance.random() < 0.5, indent=chance.choice(indents or (None,)))
+def written(chance: Random, tree: Any, indent: int | None = None) -> bytes:
+    """Return ``tree`` as JSON, which is YAML too, with or without escapes."""
+    text = json.dumps(tree, ensure_ascii=chance.random() < 0.5, indent=indent)
     return text.encode(errors="surrogatepass")
 
 
@@ -124,7 +124,7 @@ def changed(chance: Random, trees: Sequence[Any], files: Sequence[bytes], small:
     """Return a reshaped tree of ``trees``, or damaged contents: seldom one of ``files``, else one of ``small``."""
     kind = chance.randrange(8)
     if kind < 4:
-        return written(chance, reshaped(chance, chance.choice(trees)), None, 1)
+        return written(chance, reshaped(chance, chance.choice(trees)), chance.choice((None, 1)))
     return damaged(chance, files if kind == 4 else small)
 
 
@@ -170,9 +170,9 @@ def answered(read: Callable[[Path], T], path: Path, data: bytes) -> T | None:
         assert time.process_time() - start < MOST_SECONDS
 
 
-def obeyed(text: str, *, but: str = "\n\t") -> set[str]:
+def obeyed(text: str) -> set[str]:
     """Return the characters of ``text`` that a terminal or a reader of bidirectional text obeys."""
-    return {character for character in set(text) - set(but) if unicodedata.category(character) in ("Cc", "Cf")}
+    return {character for character in set(text) - {"\n", "\t"} if unicodedata.category(character) in ("Cc", "Cf")}
 
 
 @contextmanager

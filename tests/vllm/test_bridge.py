@@ -69,15 +69,10 @@ def test_the_config_says_what_the_plain_one_says_without_a_download_or_a_trace(c
     assert config.compilation_config.static_forward_context == {"layer.7": "a layer"}
     assert config.compilation_config.cudagraph_mode.name == "NONE"
     assert config.speculative_config is None
-
-
-def test_a_builder_that_is_captured_believes_in_graphs():
-    plain = plain_config(**SIZES)
     plain.compilation_config.cudagraph_capture_sizes = [1, 8]
     plain.compilation_config.max_cudagraph_capture_size = 8
     compilation = their_config(plain).compilation_config
-    assert compilation.cudagraph_mode.name == "FULL"
-    assert compilation.cudagraph_capture_sizes == [1, 8]
+    assert (compilation.cudagraph_mode.name, compilation.cudagraph_capture_sizes) == ("FULL", [1, 8])
     assert compilation.max_cudagraph_capture_size == 8
 
 
@@ -146,23 +141,19 @@ def test_what_a_gpu_platform_refuses_is_refused_there_and_taken_on_a_cpu(cpu_att
 
 
 @pytest.mark.parametrize(
-    ("attn_type", "spec"),
+    ("attn_type", "window", "spec"),
     [
-        ("decoder", "FullAttentionSpec"),
-        ("encoder_only", "EncoderOnlyAttentionSpec"),
-        ("encoder_decoder", "CrossAttentionSpec"),
+        ("decoder", None, "FullAttentionSpec"),
+        ("decoder", 17, "SlidingWindowSpec"),
+        ("encoder_only", None, "EncoderOnlyAttentionSpec"),
+        ("encoder_decoder", None, "CrossAttentionSpec"),
     ],
 )
-def test_each_kind_of_layer_has_the_spec_vllm_gives_it(cpu_attn, attn_type, spec):
-    impl = made(cpu_attn, None, None, "auto", None, attn_type)
-    theirs = their_spec(impl.layer, cpu_attn.their_backend, impl.config, SPEC)
-    assert (type(theirs).__name__, theirs.block_size, theirs.num_kv_heads) == (spec, 32, 2)
-
-
-def test_a_window_s_spec_has_the_pages_asked_for(cpu_attn):
-    impl = made(cpu_attn, None, 17)
+def test_each_kind_of_layer_has_the_spec_vllm_gives_it(cpu_attn, attn_type, window, spec):
+    impl = made(cpu_attn, None, window, "auto", None, attn_type)
     theirs = their_spec(impl.layer, cpu_attn.their_backend, impl.config, replace(SPEC, block_size=64))
-    assert (type(theirs).__name__, theirs.block_size, theirs.sliding_window) == ("SlidingWindowSpec", 64, 17)
+    assert (type(theirs).__name__, theirs.block_size, theirs.num_kv_heads) == (spec, 64, 2)
+    assert getattr(theirs, "sliding_window", None) == window
 
 
 def test_a_builder_s_group_is_the_contract_s_layer_with_its_scales(cpu_attn, scaled):
@@ -219,22 +210,15 @@ def test_a_builder_declares_of_graphs_what_vllm_s_declares(name, updates_drafts)
     assert builder.supports_update_block_table is False
     assert builder.get_varlen_cudagraph_max_query_len(builder.vllm_config, SPEC) is None
     assert backend.supports_device_cpu_query_lens_mismatch() is True
-
-
-def test_updates_of_metadata_reach_vllm_s_builder():
-    builder = registry.load("vllm:TRITON_ATTN").backend.get_builder_cls()(SPEC, ["layer.1"], plain_config(**SIZES), CPU)
-    builder.update_draft_decode_metadata(None)  # vLLM's updates nothing
+    if updates_drafts:
+        builder.update_draft_decode_metadata(None)  # vLLM's updates nothing
     builder.theirs = Mock()
     builder.update_block_table("metadata", "table", "slots")
     builder.theirs.update_block_table.assert_called_once_with("metadata", "table", "slots")
 
 
 @pytest.mark.parametrize(
-    ("name", "why"),
-    [
-        ("FLEX_ATTENTION", "reshape_and_cache_flash"),
-        ("FLASH_ATTN", "compute capabilities of GPUs"),
-    ],
+    ("name", "why"), [("FLEX_ATTENTION", "reshape_and_cache_flash"), ("FLASH_ATTN", "compute capabilities of GPUs")]
 )
 def test_what_this_build_cannot_run_is_unavailable_with_the_reason(name, why):
     (reason, *_) = registry.load(f"vllm:{name}").backend.unavailable_reasons("cpu")

@@ -1,15 +1,12 @@
 """All classes of the installed vLLM at once, and those of a plugin package that is installed beside it."""
 
 import os
-import subprocess
-import sys
 from textwrap import dedent
 
 import pytest
 
 from attncheck.harness.workers.limits import Limit
 from attncheck.harness.workers.survey import survey
-from attncheck.reports.run_file.store import read_run
 
 pytestmark = [pytest.mark.vllm, pytest.mark.filterwarnings("default")]
 
@@ -76,14 +73,10 @@ theirs = their_plugin:platform
 """
 
 
-def the_installed():
-    return {each.name.removeprefix("vllm:"): each for each in survey("vllm", "cpu", (), Limit(300))}
-
-
 def test_every_name_of_the_registries_is_told_and_declares_what_its_class_says():
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, MambaAttentionBackendEnum
 
-    found = the_installed()
+    found = {each.name.removeprefix("vllm:"): each for each in survey("vllm", "cpu", (), Limit(300))}
     assert set(found) == {*AttentionBackendEnum.__members__, *MambaAttentionBackendEnum.__members__}
     assert {"CPU_ATTN", "TRITON_ATTN", "TRITON_ATTN_DIFFKV"} <= {
         name for name, each in found.items() if not each.reason
@@ -101,7 +94,7 @@ def test_every_name_of_the_registries_is_told_and_declares_what_its_class_says()
 
 @pytest.fixture
 def plugin(tmp_path):
-    """The folder of a package of plugins, as an installer leaves it, with vLLM's own environment around it."""
+    """``PYTHONPATH`` with the folder of a package of plugins, as an installer leaves it."""
     package, info = tmp_path / "their_plugin", tmp_path / "their_plugin-1.0.dist-info"
     package.mkdir()
     info.mkdir()
@@ -109,25 +102,13 @@ def plugin(tmp_path):
     (package / "attention.py").write_text(dedent(ATTENTION), encoding="utf-8")
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: their-plugin\nVersion: 1.0\n", encoding="utf-8")
     (info / "entry_points.txt").write_text(ENTRY_POINTS, encoding="utf-8")
-    path = os.pathsep.join(part for part in (str(tmp_path), os.environ.get("PYTHONPATH", "")) if part)
-    return {**os.environ, "PYTHONPATH": path, "VLLM_LOGGING_LEVEL": "ERROR"}
+    return os.pathsep.join(part for part in (str(tmp_path), os.environ.get("PYTHONPATH", "")) if part)
 
 
-def test_classes_of_plugins_are_examined_under_their_names(plugin, tmp_path):
-    file = tmp_path / "run.jsonl"
-    command = "attncheck run --backend vllm:* --suite smoke --case decode.float32 --check numerics"
+def test_classes_of_plugins_are_examined_under_their_names(run_vllm, plugin, tmp_path):
+    words = "--backend vllm:* --suite smoke --case decode.float32 --check numerics"
     sizes = ("--set", "cache.block_size=32", "--set", "cache.layout=HND")
-    done = subprocess.run(
-        [sys.executable, "-m", *command.split(), *sizes, "--output", str(file)],
-        capture_output=True,
-        text=True,
-        check=False,
-        env=plugin,
-        cwd=tmp_path,
-        timeout=600,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    run = read_run(file)
+    run, _ = run_vllm(tmp_path / "run.jsonl", *words.split(), *sizes, PYTHONPATH=plugin)
     passed = {record.backend for record in run.records if (record.check, record.outcome) == ("numerics", "passed")}
     assert {"vllm:CUSTOM", "vllm:THEIR_ATTN", "vllm:their_plugin.attention:Chosen", "vllm:CPU_ATTN"} <= passed
     surveyed = {each.name: each for each in run.header.surveyed}

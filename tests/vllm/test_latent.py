@@ -1,8 +1,5 @@
 """vLLM's latent backends through its own ``MLAAttention``: what they get right, and faults planted in them."""
 
-import os
-import subprocess
-import sys
 from collections import Counter
 from pathlib import Path
 
@@ -12,7 +9,6 @@ import torch
 import attncheck
 from attncheck.backends import registry
 from attncheck.errors import BackendLoadError
-from attncheck.reports.run_file.store import read_run
 
 pytestmark = [pytest.mark.vllm, pytest.mark.filterwarnings("default")]
 
@@ -55,9 +51,8 @@ def backend(impl):
     return type(impl.__name__, (CPUMLABackend,), members)
 
 
-Right, StaleLengths, WritesWithoutASlot, ContextLost = map(
-    backend, (Right, StaleLengths, WritesWithoutASlot, ContextLost)
-)
+impls = (Right, StaleLengths, WritesWithoutASlot, ContextLost)
+Right, StaleLengths, WritesWithoutASlot, ContextLost = map(backend, impls)
 """
 
 FAULTS = {
@@ -86,38 +81,15 @@ def test_a_fault_in_a_subclass_is_found_by_the_check_it_is_about(faulty, name):
         assert {record.outcome for record in run.records} == {"passed"}
 
 
-def examined(output, *arguments, **environment):
-    """The run of a command that ends well."""
-    command = [
-        sys.executable,
-        "-m",
-        "attncheck",
-        "run",
-        "--suite",
-        SUITE,
-        "--expect",
-        EXPECTED,
-        "--output",
-        str(output),
-    ]
-    done = subprocess.run(
-        [*command, *arguments],
-        capture_output=True,
-        text=True,
-        check=False,
-        env=os.environ | {"VLLM_LOGGING_LEVEL": "ERROR"} | environment,
-        timeout=900,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return read_run(output).records
+KNOWN = ("--suite", SUITE, "--expect", EXPECTED)
 
 
 @pytest.mark.parametrize(("name", "size"), [("CPU_MLA", 16), ("AMX_MLA", 32)])
-def test_the_cpu_s_classes_are_right_but_for_what_is_known(tmp_path, name, size):
+def test_the_cpu_s_classes_are_right_but_for_what_is_known(run_vllm, tmp_path, name, size):
     if missing := registry.load(f"vllm:{name}").backend.unavailable_reasons("cpu"):
         assert (name, torch.cpu._is_avx512_bf16_supported()) == ("AMX_MLA", False)
         pytest.skip(missing[0])
-    records = examined(tmp_path / "run.jsonl", "--backend", f"vllm:{name}")
+    records = run_vllm(tmp_path / "run.jsonl", *KNOWN, "--backend", f"vllm:{name}")[0].records
     assert {record.outcome for record in records} == {"passed", "unsupported", "xfailed"}
     passed = {(record.case_id, record.check) for record in records if record.outcome == "passed"}
     for case in ("decode", "prefill", "mixed", "extend", "drafts", "scale", "values", "shared-prefix"):
@@ -126,8 +98,9 @@ def test_the_cpu_s_classes_are_right_but_for_what_is_known(tmp_path, name, size)
     assert levels == {"NEVER"}
 
 
-def test_triton_s_class_is_right_interpreted_but_for_what_is_known(tmp_path):
-    records = examined(tmp_path / "run.jsonl", "--backend", "vllm:TRITON_MLA", "--case", "triton-*")
+def test_triton_s_class_is_right_interpreted_but_for_what_is_known(run_vllm, tmp_path):
+    words = (*KNOWN, "--backend", "vllm:TRITON_MLA", "--case", "triton-*")
+    records = run_vllm(tmp_path / "run.jsonl", *words)[0].records
     assert Counter(record.outcome for record in records)["xfailed"] == 3
     passed = {record.case_id for record in records if record.outcome == "passed" and record.check == "numerics"}
     assert passed >= {f"triton-{kind}" for kind in ("decode", "mixed", "parts", "drafts", "block", "codes", "padded")}

@@ -1,8 +1,5 @@
 """The real vLLM: every known departure shows, nothing else differs, and the kept run has it. Run by `tox run -e vllm`."""
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -17,7 +14,6 @@ from attncheck.reports.run_file.store import read_run
 pytestmark = [pytest.mark.vllm, pytest.mark.filterwarnings("default")]
 
 ROOT = Path(__file__).resolve().parents[2]
-ENVIRONMENT = {**os.environ, "VLLM_LOGGING_LEVEL": "ERROR"}
 
 
 @pytest.fixture(scope="session")
@@ -45,25 +41,17 @@ def test_nothing_differs_but_what_is_known_and_all_of_that_shows(vllm, setting, 
     assert seen.counts["equal"] > 0 or subject.key in ("CommonAttentionMetadata", "subclass_attention_backend")
 
 
-def test_names_that_are_said_to_be_gone_are_gone(vllm):
+def test_every_departure_is_of_a_subject_and_what_is_gone_is_not_there(vllm):
+    assert set(DEPARTURES.known) <= {subject.key for subject in SUBJECTS}
     for subject in SUBJECTS:
         if DEPARTURES.why_gone(subject.key):
             assert vllm.find(subject.name, subject.generation) is None
 
 
-def test_every_departure_is_of_a_subject():
-    assert set(DEPARTURES.known) <= {subject.key for subject in SUBJECTS}
-
-
-def test_the_command_line_examines_it_and_ends_as_the_kept_run(tmp_path):
-    path = tmp_path / "run.jsonl"
-    words = ["run", "--provider", "vllm", "--output", str(path)]
-    done = subprocess.run(
-        [sys.executable, "-m", "attncheck", *words], env=ENVIRONMENT, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "differs " not in done.stdout.partition("equal: every question")[0]
-    found, kept = read_run(path), read_run(ROOT / "docs" / "evidence" / "vllm-0.32.0" / "utilities.jsonl.xz")
+def test_the_command_line_examines_it_and_ends_as_the_kept_run(run_vllm, tmp_path):
+    found, printed = run_vllm(tmp_path / "run.jsonl", "--provider", "vllm")
+    assert "differs " not in printed.partition("equal: every question")[0]
+    kept = read_run(ROOT / "docs" / "evidence" / "vllm-0.32.0" / "utilities.jsonl.xz")
     assert {record.outcome for record in found.records} == {"passed", "unsupported"}
     assert {each.case_id: each.outcome for each in found.records} == {
         each.case_id: each.outcome for each in kept.records

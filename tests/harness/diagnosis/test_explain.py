@@ -21,6 +21,7 @@ CPU = torch.device("cpu")
 BATCH = (1, 130), (33, 200), (1, 61), (20, 20)
 """Rows 0 and 34 decode, rows 1 to 33 extend, rows 35 to 54 are a whole prompt."""
 
+DECODES = "the 2 wrong rows, all with query_len 1"
 FITS, FITS_LSE = EVIDENCE.format("output"), EVIDENCE.format("LSE")
 
 
@@ -54,7 +55,7 @@ def meaning(judge: Any) -> Callable[..., str]:
     return found
 
 
-@pytest.mark.parametrize("every", [6, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("every", [15, pytest.param(1, marks=pytest.mark.slow)])
 def test_a_question_with_the_right_answer_explains_nothing(every: int) -> None:
     """Wherever a hypothesis equals the truth, an output that is merely imprecise must not be blamed on it."""
     met = 0
@@ -75,14 +76,14 @@ def test_a_question_with_the_right_answer_explains_nothing(every: int) -> None:
         output = truth.out + noise * 1.3 / worst
         explanation = explain(problem, truth, output, share_of_budget(output - truth.out, truth.budget))
         assert not vacuous.intersection(likely_causes(explanation)), (case.id, explanation)
-    assert met > 5
+    assert met > 1
 
 
 @pytest.mark.parametrize(
     ("rows", "heads", "which"),
     [
         (slice(None), slice(None), "all rows"),
-        ([0, 34], slice(None), "the 2 wrong rows, all with query_len 1"),
+        ([0, 34], slice(None), DECODES),
         ([0], slice(None), "the one wrong row, of request 0"),
         (slice(1, 34), slice(None), "the 33 wrong rows, all with query_len > 1 and context"),
         (slice(None), slice(4, 8), ", only heads 4 to 7 (those of KV head 1)"),
@@ -186,14 +187,11 @@ def test_not_a_number_is_explained_by_its_place(ask: Any) -> None:
     output = truth.out.clone()
     output[1] = 1.0
     assert asked.explained(output) == "a row that sees nothing must be 0"
+    padded = ask((1, 20), padding=(0, 2))
+    assert "or a padding row of the inputs" in padded.explained(padded.truth.out * float("nan"))
 
 
-def test_padding_rows_are_suspected_only_where_there_are_some(ask: Any) -> None:
-    asked = ask((1, 20), padding=(0, 2))
-    assert "or a padding row of the inputs" in asked.explained(asked.truth.out * float("nan"))
-
-
-def without_sinks(self: Any, *args: Any) -> None:
+def lse_without_sinks(self: Any, *args: Any) -> None:
     """Leave the sinks out of the LSE alone."""
     where(slice(None), sinks=None)(self, *args)
     lse = args[7].clone()
@@ -201,28 +199,32 @@ def without_sinks(self: Any, *args: Any) -> None:
     args[7].copy_(lse)
 
 
-def test_sinks_missing_in_the_lse_alone_are_distinguished_from_sinks_ignored(make_case: Any, meaning: Any) -> None:
-    case = make_case(*BATCH, sinks=True)
-    alone = "the sinks are in the output but not in the LSE"
-    assert meaning(without_sinks, case, "lse") == f"{alone}{FITS_LSE} all rows"
-    ignored = where(slice(None), sinks=None)
-    assert meaning(ignored, case, "lse") == f"the sinks are ignored{FITS_LSE} all rows"
+def partly_to_base_two(self: Any, *args: Any) -> None:
+    ReferenceImpl.attend(self, *args)
+    args[7][[0, 34]] /= torch.tensor(2.0).log()
 
 
-def test_a_base_of_the_logarithm_may_be_wrong_in_some_rows(make_case: Any, meaning: Any) -> None:
-    def attend(self: Any, *args: Any) -> None:
-        ReferenceImpl.attend(self, *args)
-        args[7][[0, 34]] /= torch.tensor(2.0).log()
-
-    cause = "the logarithm is to base 2 (declare lse_base, or multiply by ln 2)"
-    assert meaning(attend, make_case(*BATCH), "lse") == f"{cause}{FITS_LSE} the 2 wrong rows, all with query_len 1"
+def lse_in_bfloat16(self: Any, *args: Any) -> None:
+    ReferenceImpl.attend(self, *args)
+    args[7].copy_(args[7].bfloat16())
 
 
-def test_a_log_sum_exp_of_coarse_scores_is_inexact(make_case: Any, meaning: Any) -> None:
-    def attend(self: Any, *args: Any) -> None:
-        ReferenceImpl.attend(self, *args)
-        args[7].copy_(args[7].bfloat16())
-
-    assert meaning(attend, make_case(*BATCH), "lse") == (
-        "the precision is too low: the error has the size of that with scores and sums kept in bfloat16, for example"
-    )
+@pytest.mark.parametrize(
+    ("attend", "layer", "cause"),
+    [
+        (lse_without_sinks, {"sinks": True}, f"the sinks are in the output but not in the LSE{FITS_LSE} all rows"),
+        (where(slice(None), sinks=None), {"sinks": True}, f"the sinks are ignored{FITS_LSE} all rows"),
+        (
+            partly_to_base_two,
+            {},
+            f"the logarithm is to base 2 (declare lse_base, or multiply by ln 2){FITS_LSE} {DECODES}",
+        ),
+        (
+            lse_in_bfloat16,
+            {},
+            "the precision is too low: the error has the size of that with scores and sums kept in bfloat16, for example",
+        ),
+    ],
+)
+def test_what_is_wrong_with_an_lse_is_named(make_case: Any, meaning: Any, attend: Any, layer: Any, cause: str) -> None:
+    assert meaning(attend, make_case(*BATCH, **layer), "lse") == cause

@@ -1,4 +1,4 @@
-"""A number of the layer that is wrong by a factor is named with the factor, in every dtype."""
+"""Numbers wrong by a factor, other heads and exchanged pages are named; what wrong rows share is described."""
 
 import re
 from dataclasses import replace
@@ -7,6 +7,9 @@ from typing import Any
 import pytest
 import torch
 
+from attncheck.harness.diagnosis.patterns import pattern, shared_by, which_heads
+from attncheck.harness.problem.problem import STALE_ROWS, build_problem, foreign_slots, rows_in_pool, stale_rows
+from attncheck.harness.truth.unpaged import share_of_budget
 from attncheck.reference import Precision
 from attncheck.reports.run_file.causes import likely_causes
 
@@ -70,3 +73,125 @@ def test_overflow_under_a_cap_is_recognised_by_the_scores(ask: Any) -> None:
     assert asked.explained(out).startswith(explanation)
     out[tuple((~far).nonzero()[0])] = torch.nan
     assert explanation not in asked.explained(out)
+
+
+# The contents of a pool are known slot by slot, and pages that are exchanged are named.
+
+
+@pytest.mark.parametrize("first_block", [None, 8388600])
+def test_the_contents_of_a_pool_are_known_slot_by_slot(make_case: Any, first_block: int | None) -> None:
+    cache = {"first_block": first_block}
+    problem = build_problem(make_case((1, 40), (3, 21), cache=cache, num_kv_heads=1, head_size=16), 0)
+    read = rows_in_pool(problem)
+    assert read(torch.tensor([-1])) is None
+    assert read(torch.tensor([problem.num_blocks * 16])) is None
+    tail = foreign_slots(problem)["the unused tail of a last page"]
+    found = read(torch.cat([problem.key_slots, tail]))
+    assert found is not None
+    for rows, own, stale in zip(found, (problem.keys, problem.values), stale_rows(problem), strict=True):
+        assert torch.equal(rows[: len(own)], own)
+        assert torch.equal(rows[len(own) :], stale[torch.arange(len(tail)) % STALE_ROWS])
+    if first_block:
+        untouched = read(torch.tensor([16 * 1234567]))
+        assert untouched is not None
+        assert not any(bool(rows.any()) for rows in untouched)
+
+
+@pytest.mark.parametrize(
+    ("order", "cause"),
+    [
+        (lambda pages: (*pages[:-2], pages[-1], pages[-2]), "the last two pages of the block table are exchanged"),
+        (lambda pages: (pages[-1], *pages[1:-1], pages[0]), "the first and the last page of the block table are"),
+        (lambda pages: (pages[0], pages[2], pages[1], *pages[3:]), "pages 1 and 2 of the block table are exchanged"),
+        (lambda pages: pages[::-1], "all pages, in reversed order, of the block table are exchanged"),
+    ],
+)
+def test_exchanged_pages_are_named(ask: Any, order: Any, cause: str) -> None:
+    asked = ask((1, 100), (6, 90), (20, 120), alibi=True)
+    problem, truth = asked
+    size, slots = problem.cache.block_size, []
+    for request in problem.requests:
+        pages = order(request.pages)
+        slots += [pages[position // size] * size + position % size for position in range(request.num_keys)]
+    found = rows_in_pool(problem)(torch.tensor(slots))
+    assert found is not None
+    out, _ = replace(truth.rows, keys=found[0], values=found[1]).attend(truth.params)
+    assert likely_causes(asked.explained(out))[0].startswith(cause)
+
+
+# What wrong rows, heads, channels and keys share is described in words; the rows are counted by hand here. Rows 0;
+# 1 to 5; 6 to 38; 39 are at positions 36; 35 to 39; 0 to 32; 129. Pages of 16.
+
+
+def mask(size: int, *places: int) -> torch.Tensor:
+    return torch.isin(torch.arange(size), torch.tensor(places))
+
+
+@pytest.mark.parametrize(
+    ("rows", "words"),
+    [
+        ((0, 39), "with query_len 1"),
+        (range(6, 39), "without context"),
+        (range(1, 6), "with query_len > 1 and context"),
+        (range(1, 40), "of requests other than request 0"),
+        ((0, 5, 38, 39), "last of their requests"),
+        ((6, 22, 38), "whose position is a multiple of 16"),
+        ((21, 37), "whose position is 15 modulo 16"),
+        ((0, 1, 6, 14, 22, 30, 38, 39), "whose number in the request is a multiple of 8"),
+        ((6, 14, 22, 30, 38), "whose position is a multiple of 8"),
+        ((38,), "with row of the request 32"),
+        ((0, 1, 2, 3, 4, 5, 39), "with context"),
+        ((0, 2, 3, 4, 5, 39), "with position >= 36"),
+        (range(9), "with number in the batch <= 8"),
+        ((0, 9, 23), None),
+    ],
+)
+def test_rows_are_described_by_what_the_others_do_not_have(make_case: Any, rows: Any, words: str | None) -> None:
+    wrong = mask(40, *rows)
+    shared = shared_by(build_problem(make_case(), 0), wrong, ~wrong)
+    assert shared == words
+
+
+@pytest.mark.parametrize(
+    ("heads", "words"),
+    [
+        ((4, 5, 6, 7), "only heads 4 to 7 (those of KV head 1)"),
+        ((0, 4), "only heads 0, 4 (the first of each KV head)"),
+        ((3, 7), "only heads 3, 7 (the last of each KV head)"),
+        ((6,), "only head 6"),
+    ],
+)
+def test_heads_are_described_by_their_group(make_case: Any, heads: tuple[int, ...], words: str) -> None:
+    assert which_heads(build_problem(make_case(), 0), mask(8, *heads)) == words
+
+
+def test_rows_heads_and_channels_are_described_together(ask: Any) -> None:
+    problem, truth = ask()
+    error = torch.zeros_like(truth.out)
+    error[6:39, 2, 48:] = 1.0
+    shares = share_of_budget(error, truth.budget)
+    assert pattern(problem, truth, error, shares) == (
+        "wrong are rows without context, only head 2, only channels 48 to 63"
+    )
+    assert pattern(problem, truth, torch.ones_like(error), shares + 2) is None
+
+
+@pytest.mark.parametrize(("factor", "amount"), [(0.6, "too little"), (1.6, "too much")])
+def test_keys_of_other_weights_are_named(ask: Any, factor: float, amount: str) -> None:
+    asked = ask((1, 120), (20, 150), (1, 140))
+    problem, truth = asked
+    keys = truth.rows.keys.clone()
+    for request in problem.requests:
+        keys[request.base + 64 : request.base + request.num_keys] *= factor
+    output, _ = replace(truth.rows, keys=keys).attend(truth.params)
+    assert asked.explained(output).startswith(f"not known; the heaviest keys weigh {amount}")
+
+
+@pytest.mark.parametrize(("size", "words"), [(3.0, "wrong are rows with position 38, only head 1"), (1.1, None)])
+def test_errors_near_the_budget_name_no_place(ask: Any, size: float, words: str | None) -> None:
+    """Of errors that hardly exceed the budget, chance chooses the row and the head."""
+    problem, truth = ask()
+    shares = torch.zeros(truth.out.shape[:2], dtype=torch.float64)
+    shares[4, 1] = size
+    error = size * shares.sign()[..., None] * truth.budget.peak[..., None].expand_as(truth.out)
+    assert pattern(problem, truth, error, shares) == words

@@ -1,15 +1,17 @@
-"""Parts of a batch: each key lies in exactly one, at the slot that its part's table and length give."""
+"""Random numbers, spans of visible keys, and parts of a batch: each key lies in one part, at the slot that it gives."""
 
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from attncheck.errors import SpecError
-from attncheck.harness.problem.pages import layout_of_layer
+from attncheck.harness.problem.pages import RandomStream, layout_of_layer, visible_span
 from attncheck.harness.problem.problem import Problem, build_problem
-from attncheck.reference import compute_slot_mapping
+from attncheck.reference import AttentionParams, compute_slot_mapping, visible
 from attncheck.reference.spec import BlockTableSpec, DCPOptions, RequestSpec, SplitKVOptions
 
 PAGE = 16
@@ -152,3 +154,56 @@ def test_another_layer_has_other_null_pages(make_case: Any, other: int | None) -
     width = [max(17, window)] * 2
     nulls = [max(0, r.first_position - w + 1) // PAGE for r, w in zip(both.requests, width, strict=True)]
     assert [row[: len(own)].count(0) for row, own in zip(both.block_table.tolist(), named, strict=True)] == nulls
+
+
+# Random numbers: fixed for ever, uniform enough, independent of each other.
+
+
+def test_the_stream_is_what_it_was_on_every_other_machine() -> None:
+    # Philox4x64-10 with a key from SHA-256; these numbers are the definition, not a measurement.
+    first = RandomStream("pinned").int8(2, 3)
+    assert first.tolist() == [[-43, -30, -99], [-103, -61, 88]]
+
+
+def test_other_parts_give_another_stream() -> None:
+    assert RandomStream(0, "a").int8(64).tolist() != RandomStream(1, "a").int8(64).tolist()
+    assert RandomStream("1", "2").int8(64).tolist() != RandomStream("12").int8(64).tolist()
+
+
+def test_int8_is_centred_and_never_minus_128() -> None:
+    values = RandomStream("many").int8(1 << 16)
+    assert values.min() == -127
+    assert values.max() == 127
+    assert abs(float(values.double().mean())) < 1.0
+    assert abs(float(values.double().std()) - 73.6) < 1.0  # sqrt((255**2 - 1) / 12)
+
+
+def test_uniform_fills_a_float32_mantissa() -> None:
+    values = RandomStream("many").uniform(1 << 14)
+    assert -2 <= float(values.min()) < -1.99
+    assert 1.99 < float(values.max()) < 2
+    assert abs(float(values.mean())) < 0.05
+    mantissas = values.to(torch.float32).view(torch.int32) & 0xFF
+    assert len(mantissas.unique()) == 256, "the last bits are in use"
+
+
+# Spans of visible keys
+
+
+DISTANCES = st.integers(-1, 6)
+ROWS = st.lists(st.tuples(st.integers(0, 12), st.integers(-15, 2)), min_size=1, max_size=8)
+"""Keys of the row's request, and the row's distance from their end: it may come before the first, or after the last."""
+
+
+@given(st.booleans(), st.tuples(DISTANCES, DISTANCES), st.none() | st.integers(1, 6), st.integers(0, 2), ROWS)
+def test_a_span_holds_exactly_the_keys_the_predicate_shows(causal, window, chunk, lookback, rows):
+    params = AttentionParams(1, 1, 8, causal=causal, window=window, attn_chunk_size=chunk, attn_chunk_lookback=lookback)
+    lengths = torch.tensor([num_keys for num_keys, _ in rows])
+    positions = lengths + torch.tensor([distance for _, distance in rows])
+    first, last = visible_span(params, positions, lengths)
+    for row, position in enumerate(positions.tolist()):
+        num_keys = int(lengths[row])
+        sees = visible(params, torch.tensor([[position]]), torch.arange(num_keys)[None])
+        assert list(range(int(first[row]), int(last[row]) + 1)) == sees[0].nonzero().flatten().tolist()
+        alone = visible_span(params, positions[row], num_keys)
+        assert alone == (first[row], last[row])

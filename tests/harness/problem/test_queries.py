@@ -1,12 +1,16 @@
-"""Inputs that reveal faults: needles have the intended weights, and are where off-by-one errors show."""
+"""Inputs that reveal faults: needles, signatures that can be read back, and trees of drafts."""
 
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
+from attncheck.backends.paged_metadata import tree_mask
 from attncheck.harness.problem import queries as inputs
 from attncheck.harness.problem.problem import Problem, build_problem
+from attncheck.harness.problem.queries import CHANNELS, Coordinate, ancestors, decode, sign, token_tree
 
 
 def weights(problem: Problem, request: int) -> torch.Tensor:
@@ -77,3 +81,61 @@ def test_how_many_rows_are_taken_at_once_changes_nothing(
     whole = build_problem(case, 0).query
     monkeypatch.setattr(inputs, "_ROWS_AT_ONCE", 4)
     assert torch.equal(build_problem(case, 0).query, whole)
+
+
+# Signatures
+
+
+@given(
+    kind=st.sampled_from(["key", "value"]),
+    request=st.integers(0, 1023),
+    position=st.integers(0, 131071),
+    heads=st.integers(1, 32),
+)
+def test_a_signature_reads_back(kind: str, request: int, position: int, heads: int) -> None:
+    rows = 0.3 * torch.ones(1, heads, 64, dtype=torch.float64)
+    sign(rows, kind, torch.tensor([request]), torch.tensor([position]))
+    for head in range(heads):
+        assert Coordinate(kind, request, position, head) in decode(rows[0, head])
+
+
+def test_no_channel_is_constant_and_no_row_repeats() -> None:
+    rows = 0.3 * torch.ones(512, 2, CHANNELS, dtype=torch.float64)
+    sign(rows, "value", torch.arange(512) // 128, torch.arange(512) % 128)
+    assert rows.flatten(0, 1).unique(dim=0).shape[0] == 1024
+    assert float(rows.sign().mean(dim=(0, 1)).abs().max()) < 0.25
+
+
+def test_magnitudes_stay_and_short_rows_carry_nothing() -> None:
+    rows = torch.linspace(-2, 2, CHANNELS, dtype=torch.float64).reshape(1, 1, -1)
+    before = rows.clone()
+    sign(rows, "key", torch.tensor([1]), torch.tensor([2]))
+    assert torch.equal(rows.abs(), before.abs())
+    assert decode(torch.ones(CHANNELS - 1)) == ()
+
+
+# Trees, as a problem has them by parents, equal those that a builder reads.
+
+
+@st.composite
+def parents(draw: st.DrawFn) -> tuple[int, ...]:
+    """Of up to nine rows, listed by depth."""
+    chosen, depths = [-1], [0]
+    for row in range(1, draw(st.integers(1, 9))):
+        parent = draw(st.sampled_from([i for i in range(row) if depths[i] + 1 >= depths[-1]]))
+        chosen.append(parent)
+        depths.append(depths[parent] + 1)
+    return tuple(chosen)
+
+
+@settings(max_examples=100, deadline=None)
+@given(parents())
+def test_a_row_sees_itself_and_its_ancestors_here_and_in_what_a_builder_reads(tree: tuple[int, ...]) -> None:
+    mask = ancestors(tree)
+    assert torch.equal(tree_mask(token_tree(tree)), mask)
+    for row, parent in enumerate(tree):
+        line, node = {row}, parent
+        while node >= 0:
+            line.add(node)
+            node = tree[node]
+        assert set(mask[row].nonzero().flatten().tolist()) == line

@@ -14,20 +14,19 @@ def drawn():
     return drawn_batches(0)
 
 
-def test_the_same_seed_draws_the_same_batches_and_another_seed_others(drawn):
-    assert drawn_batches(0) == drawn
-    assert drawn_batches(1) != drawn
-
-
-def test_what_is_drawn_is_distinct_small_first_and_covers_every_dimension(drawn):
+def test_what_is_drawn_is_the_same_each_time_distinct_small_first_and_covers_every_dimension(drawn):
+    assert drawn_batches(0) == drawn != drawn_batches(1)
     assert len({(b.query_lens, b.seq_lens, b.block_size, b.padding_tokens, b.causal) for b in drawn}) > 50
     assert [batch.size for batch in drawn] == sorted(batch.size for batch in drawn)
-    assert any(batch.has_padding_requests for batch in drawn)
-    assert any(batch.padding_tokens for batch in drawn)
-    assert any(not batch.causal for batch in drawn)
-    assert any(batch.index_dtype == torch.int64 for batch in drawn)
-    assert any(max(batch.query_lens) == 1 for batch in drawn)
-    assert any(list(batch.query_lens) != sorted(batch.query_lens) for batch in drawn)
+    for holds in (
+        lambda batch: batch.has_padding_requests,
+        lambda batch: batch.padding_tokens,
+        lambda batch: not batch.causal,
+        lambda batch: batch.index_dtype == torch.int64,
+        lambda batch: max(batch.query_lens) == 1,
+        lambda batch: list(batch.query_lens) != sorted(batch.query_lens),
+    ):
+        assert any(map(holds, drawn))
 
 
 def test_metadata_match_the_batch(drawn):
@@ -53,18 +52,13 @@ def test_slots_follow_from_the_table_and_no_block_has_two_owners():
         assert made.slot_mapping.tolist() == slots + [-1] * batch.padding_tokens
 
 
-def test_batches_of_a_suite_are_distinct_and_keep_padding():
+def test_batches_of_a_suite_are_distinct_keep_padding_and_lack_impossible_and_huge_ones(make_case):
     cases = load_suite("padding").cases
     found = batches_of([*cases, *cases])
     assert len(found) < len(cases)
     assert len({(b.query_lens, b.seq_lens, b.block_size, b.padding_tokens) for b in found}) == len(found)
     padded = next(batch for batch in found if batch.name == "padding/one-padding")
-    assert padded.query_lens == (1, 1, 1, 0)
-    assert padded.seq_lens == (40, 40, 40, 0)
-    assert padded.padding_tokens == 1
-
-
-def test_batches_with_more_new_tokens_than_tokens_and_huge_ones_are_left_out(make_case):
+    assert (padded.query_lens, padded.seq_lens, padded.padding_tokens) == ((1, 1, 1, 0), (40, 40, 40, 0), 1)
     short, huge = make_case((5, 3)), make_case(*[(1, 2)] * (MAX_REQUESTS + 1))
     assert [batch.query_lens for batch in batches_of([short, huge, make_case((2, 3))])] == [(2,)]
 

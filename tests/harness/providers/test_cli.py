@@ -97,23 +97,13 @@ def test_a_run_file_is_reported(form: str, capsys: pytest.CaptureFixture[str]) -
 
 
 @pytest.mark.parametrize(
-    ("ref", "why"),
-    [
-        ("broken.py", "No module named 'nowhere'"),
-        ("absent.py", "cannot read absent.py"),
-        ("no.such.module", "no module 'no' is installed"),
-        ("what is this", "neither a module's name nor a Python file"),
-        ("none.py", "offers none of these functions"),
-    ],
-)
-def test_what_is_no_provider_ends_with_2(ref: str, why: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run("--provider", ref) == 2
-    assert why in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
     ("words", "why"),
     [
+        (("--provider", "broken.py"), "No module named 'nowhere'"),
+        (("--provider", "absent.py"), "cannot read absent.py"),
+        (("--provider", "no.such.module"), "no module 'no' is installed"),
+        (("--provider", "what is this"), "neither a module's name nor a Python file"),
+        (("--provider", "none.py"), "offers none of these functions"),
         (("--case", "slice*"), "no case of small.yaml matches 'slice*'"),
         (("--check", "utilities"), "give --provider"),
         (("--provider", "right.py", "--check", "numerics"), "leaves out"),
@@ -123,14 +113,18 @@ def test_what_is_no_provider_ends_with_2(ref: str, why: str, capsys: pytest.Capt
         (("--provider", "right.py", "--provider", "./right.py"), "two of the providers are called 'right'"),
     ],
 )
-def test_wrong_questions(words: tuple[str, ...], why: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_wrong_questions_end_with_2(words: tuple[str, ...], why: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(*words) == 2
     assert why in capsys.readouterr().err
 
 
-def test_functions_are_chosen_by_pattern() -> None:
+def test_functions_are_chosen_by_pattern_which_a_case_may_resemble() -> None:
     assert run("--provider", "wrong.py", "--case", "PAD*", "--in-process", "--output", "chosen.jsonl") == 0
     assert [record.case_id for record in read_run("chosen.jsonl").records] == ["PAD_SLOT_ID"]
+    like = SUITE.replace("small", "like").replace("id: mixed", "id: split_prefill_chunk")
+    Path("like.yaml").write_text(like, encoding="utf-8")
+    words = ("--backend", "reference", "--suite", "like.yaml", "--case", "split_prefill_chunk")
+    assert run("--provider", "right.py", *words, "--dry-run") == 0
 
 
 def test_beside_a_backend_both_are_examined(capsys: pytest.CaptureFixture[str]) -> None:
@@ -139,14 +133,6 @@ def test_beside_a_backend_both_are_examined(capsys: pytest.CaptureFixture[str]) 
     assert "passed: 1 backend, 2 cases: 2 right; 1 provider, 1 function: 1 passed" in capsys.readouterr().out
     records = [(record.backend, record.check) for record in read_run("both.jsonl").records]
     assert records == [("reference", "numerics")] * 2 + [("right", "utilities")]
-
-
-def test_a_pattern_of_a_case_may_resemble_a_function() -> None:
-    Path("like.yaml").write_text(
-        SUITE.replace("small", "like").replace("id: mixed", "id: split_prefill_chunk"), encoding="utf-8"
-    )
-    words = ("--backend", "reference", "--suite", "like.yaml", "--case", "split_prefill_chunk")
-    assert run("--provider", "right.py", *words, "--dry-run") == 0
 
 
 def test_an_expected_difference_is_no_failure() -> None:

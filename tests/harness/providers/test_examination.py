@@ -59,10 +59,7 @@ def test_the_reference_itself_is_equal_in_every_question_and_nothing_is_missing(
     seen = {subject.key: examine_subject(ours, subject, SubjectSetting(ALWAYS, CPU)) for subject in SUBJECTS}
     assert {key: each.first for key, each in seen.items() if each.first} == {}
     assert all(each.counts == {"equal": each.questions} and each.questions for each in seen.values())
-
-
-def test_a_subject_that_is_not_there_is_missing():
-    assert {examine_subject(provider(), subject, SETTING) for subject in SUBJECTS} == {None}
+    assert {examine_subject(provider(), subject, SETTING) for subject in SUBJECTS} == {None}  # which has nothing
 
 
 def raises_for_uniform(made, *_, require_uniform=False, **__):
@@ -112,12 +109,9 @@ def test_a_wrong_answer_is_reported_with_its_place(name, function, place, count)
     assert places(seen) == {place}
     assert 0 < seen.counts["differs"] < seen.questions
     assert count in (None, seen.counts["differs"])
-
-
-def test_a_difference_states_question_and_values():
-    seen = examine(SPLIT, then(SPLIT, lambda made, *_, **__: (*made[:3], made[3] + 1)))
-    assert seen.first.question == "one prompt (q 9 / s 9): decode_threshold 1, require_uniform False"
-    assert str(seen.first.differences[0]) == "returned[3]: expected 9; got 10"
+    if place == "returned[3]":
+        assert seen.first.question == "one prompt (q 9 / s 9): decode_threshold 1, require_uniform False"
+        assert str(seen.first.differences[0]) == "returned[3]: expected 9; got 10"
 
 
 def test_a_padding_request_explains_nothing_about_the_others():
@@ -219,12 +213,9 @@ def test_a_departure_that_shows_in_only_some_of_the_answers_it_predicts_is_stale
 def test_where_the_bound_is_known_it_is_that_bound_or_the_truth(longest, is_right, is_shown):
     seen = examine(PIECES, with_longest(split_attn_metadata, longest), LOOSE)
     assert (seen.first is None, bool(seen.shown)) == (is_right, is_shown)
-
-
-def test_an_upper_bound_is_counted_and_no_failure():
-    seen = examine(PIECES, with_longest(split_attn_metadata, lambda own, _: own + 3))
-    assert seen.counts == {"equal": seen.questions}
-    assert seen.bounds > 0
+    unknown = examine(PIECES, with_longest(split_attn_metadata, lambda own, _: own + 3))
+    assert unknown.counts == {"equal": unknown.questions}  # an upper bound, which is counted and no failure
+    assert unknown.bounds > 0
 
 
 @pytest.mark.parametrize("shown", [(), (CAUSAL,), (LOOSE,), (CAUSAL, LOOSE)])

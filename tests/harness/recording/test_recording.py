@@ -163,7 +163,7 @@ def test_made_up_batches_and_drafts_are_not_counted_and_other_block_tables_are(s
     assert [case.weight for case in serve(drive)] == [2, 2]
 
 
-def test_padding_shared_pages_and_drafts(serve: Serve) -> None:
+def test_padding_shared_pages_drafts_and_a_cascade(serve: Serve) -> None:
     def drive(builder: Builder) -> None:
         # Requests 0 and 2 share two pages; the third page of request 2 is not full before the step.
         batch = metadata([(4, 60), (4, 90), (4, 38), (0, 0)], [[7, 8, 9], [3, 4, 5], [7, 8, 9]], num_actual_tokens=16)
@@ -174,13 +174,9 @@ def test_padding_shared_pages_and_drafts(serve: Serve) -> None:
     assert [request.shared_prefix for request in case.batch.requests] == [32, 0, 32]
     assert (case.batch.padding.requests, case.batch.padding.tokens) == (1, 4)
     assert (case.id, case.batch.path.name) == ("verify-001", "spec_decode")
-
-
-def test_a_cascade_is_recorded_as_one(serve: Serve) -> None:
-    shared = [[7, 8, 9], [7, 8, 9]]
-    (case,) = serve(lambda builder: builder.build(32, metadata([(1, 60), (1, 90)], shared)))
-    assert case.batch.path.name == "cascade"
-    assert [request.shared_prefix for request in case.batch.requests] == [32, 32]
+    (cascade,) = serve(lambda builder: builder.build(32, metadata([(1, 60), (1, 90)], [[7, 8, 9], [7, 8, 9]])))
+    assert cascade.batch.path.name == "cascade"
+    assert [request.shared_prefix for request in cascade.batch.requests] == [32, 32]
 
 
 def test_kinds_of_layers_are_cases_of_their_own(serve: Serve) -> None:

@@ -1,24 +1,32 @@
 """The evaluation of a case: each thing that a backend does becomes a record of the right outcome."""
 
+import contextlib
 import gc
 import weakref
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Iterator
+from dataclasses import fields, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 import torch
 from inline_snapshot import snapshot
+from pydantic import ValidationError
 
 from attncheck.backends.candidates.reference import ReferenceBackend, ReferenceImpl
 from attncheck.errors import BackendUnavailableError
+from attncheck.harness.checks.findings import Broken, Finding, Holds, Measurements, NotExamined, TimingSettings
 from attncheck.harness.problem.sizes import needed_bytes, shortage
 from attncheck.harness.run import evaluate
-from attncheck.harness.run.evaluate import Examiner, RunPlan
+from attncheck.harness.run.evaluate import THREAD_VARIABLES, Examiner, RunPlan, current_device
+from attncheck.harness.run.outcomes import Circumstances, record_of
 from attncheck.harness.truth.truth import truth_of
 from attncheck.reference.spec import DEFAULT_CHECKS, PathSpec, SplitKVOptions
+from attncheck.reports.run_file import records
+from attncheck.reports.run_file.graph_levels import GraphLevels
 from attncheck.reports.run_file.records import Record
+from attncheck.reports.run_file.timings import Timing
 
 PASSED = dict.fromkeys(DEFAULT_CHECKS, "passed")
 
@@ -221,3 +229,118 @@ def test_truths_are_computed_once_for_all_examiners(
     assert computed == ["case", "case"]
     assert records() == first
     assert computed == ["case", "case"]
+
+
+# What a finding measured is in its record, in the field of the same name.
+
+
+LEVELS = GraphLevels(declared="ALWAYS", measured=None, recorder="cuda")
+TIMING = Timing(latencies=())
+MEASURED: dict[str, Any] = {"graph": LEVELS, "chosen_kernels": ("flash", "math"), "timing": TIMING}
+
+
+def recorded(finding: Finding) -> Record:
+    circumstances = Circumstances(seed=0, environment="abcdefabcdef", attncheck_version="0.1.0")
+    question = SimpleNamespace(suite="smoke", id="one", hash="0123456789ab")
+    backend: Any = SimpleNamespace(name="a", ref="a", version="", features=frozenset())
+    return record_of(circumstances, question, backend, "cudagraph", finding, 0.5)
+
+
+def test_every_measurement_has_a_field_in_records_of_what_was_examined() -> None:
+    measured = {field.name for field in fields(Measurements)}
+    for outcome in (records.Passed, records.Failed, records.XFailed, records.XPassed):
+        assert measured <= outcome.model_fields.keys()
+    for finding in (Holds(**MEASURED), Broken("no", **MEASURED)):
+        record = recorded(finding)
+        assert (records.graph_of(record), records.timing_of(record)) == (LEVELS, TIMING)
+        assert records.chosen_kernels_of(record) == ("flash", "math")
+
+
+def test_what_was_not_examined_has_levels_and_no_times() -> None:
+    assert records.graph_of(recorded(NotExamined(("no kernel",), graph=LEVELS))) == LEVELS
+    with pytest.raises(ValidationError):
+        recorded(NotExamined(("no kernel",), timing=TIMING))
+
+
+# Settings of the process while a backend runs: float32 products, threads, the current device.
+
+
+@pytest.fixture
+def observing(with_impl: Any) -> Any:
+    """``observing(read, seen)``: a backend that appends what ``read`` returns to ``seen`` in each call."""
+
+    def observing(read: Any, seen: list[Any]) -> Any:
+        def attend(self: Any, *args: Any) -> None:
+            seen.append(read())
+            ReferenceImpl.attend(self, *args)
+
+        return with_impl(attend=attend)
+
+    return observing
+
+
+def test_float32_stays_float32_and_the_callers_setting_comes_back(make_case: Any, examine: Any, observing: Any) -> None:
+    seen: list[str] = []
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("medium")
+    try:
+        examine(observing(torch.get_float32_matmul_precision, seen), make_case(), checks=("numerics",))
+        assert torch.get_float32_matmul_precision() == "medium"
+    finally:
+        torch.set_float32_matmul_precision(before)
+    assert set(seen) == {"highest"}
+
+
+def test_a_precision_set_per_backend_is_no_obstacle_and_comes_back(make_case: Any, examine: Any) -> None:
+    products = torch.backends.cuda.matmul, torch.backends.mkldnn.matmul
+    before = [product.fp32_precision for product in products]
+    try:
+        for product in products:
+            product.fp32_precision = "tf32"
+        with pytest.raises(RuntimeError, match="mix of the legacy and new APIs"):
+            torch.get_float32_matmul_precision()
+        assert examine(ReferenceBackend, make_case(), checks=("numerics",))["numerics"].outcome == "passed"
+        assert [product.fp32_precision for product in products] == ["tf32", "tf32"]
+    finally:
+        torch.set_float32_matmul_precision("highest")
+        for product, precision in zip(products, before, strict=True):
+            product.fp32_precision = precision
+    assert torch.get_float32_matmul_precision() == "highest"
+
+
+@pytest.mark.parametrize("variable", [None, *THREAD_VARIABLES])
+def test_checks_but_timing_have_one_thread_unless_the_user_states_more(
+    variable: str | None, monkeypatch: pytest.MonkeyPatch, make_case: Any, examine: Any, observing: Any
+) -> None:
+    for name in THREAD_VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    if variable is not None:
+        monkeypatch.setenv(variable, "3")
+    seen: list[int] = []
+    backend, case = observing(torch.get_num_threads, seen), make_case((1, 20))
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        examine(backend, case, checks=("numerics",))
+        assert set(seen) == {1 if variable is None else 3}
+        seen.clear()
+        examine(backend, case, checks=("timing",), timing=TimingSettings(limit_s=60, min_samples=1, max_samples=1))
+        assert set(seen) == {3}
+        assert torch.get_num_threads() == 3
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_a_gpu_is_the_current_device_while_a_backend_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    entered = []
+
+    @contextlib.contextmanager
+    def device(which: torch.device) -> Iterator[None]:
+        entered.append(str(which))
+        yield
+
+    monkeypatch.setattr(torch.cuda, "device", device)
+    for name in ("cpu", "cuda:1"):
+        with current_device(torch.device(name)):
+            pass
+    assert entered == ["cuda:1"]

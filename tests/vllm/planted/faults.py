@@ -16,8 +16,8 @@ from vllm.v1.attention.backends.cpu_attn import (
 from vllm.v1.attention.backends.triton_attn import TritonAttentionBackend, TritonAttentionImpl
 
 
-class Impl(CPUAttentionBackendImpl):
-    """The right impl; a fault overrides one step."""
+class Spoiled:
+    """An impl whose constructor ends with :meth:`spoil`."""
 
     def __init__(self, *args, **kwargs):
         """Make the impl, and change it."""
@@ -26,6 +26,10 @@ class Impl(CPUAttentionBackendImpl):
 
     def spoil(self):
         """Change what the constructor has kept."""
+
+
+class Impl(Spoiled, CPUAttentionBackendImpl):
+    """The right impl; a fault overrides one step."""
 
     def forward(self, layer, query, key, value, kv_cache, attn_metadata, output, *args, **kwargs):
         """Attend with the arguments that :meth:`given` returns."""
@@ -141,22 +145,13 @@ SubnormalsFlushed = _backend(_lends(given=_without_subnormals))
 NotANumberUnderACap = _backend(_lends(answered=_not_a_number))
 
 
-class TritonImpl(TritonAttentionImpl):
+class TritonImpl(Spoiled, TritonAttentionImpl):
     """The right impl; a fault changes one attribute."""
-
-    def __init__(self, *args, **kwargs):
-        """Make the impl, and change it."""
-        super().__init__(*args, **kwargs)
-        self.spoil()
-
-    def spoil(self):
-        """Change what the constructor has kept."""
 
 
 def _triton(name, change):
     return _backend(_spoilt(name, change, TritonImpl), None, TritonAttentionBackend)
 
 
-TritonRight = _backend(TritonImpl, None, TritonAttentionBackend)
 TritonWindowLonger = _triton("sliding_window", lambda pair: (pair[0] + 1, pair[1]) if pair[0] > 0 else pair)
 TritonSinksIgnored = _triton("sinks", lambda sinks: None)

@@ -1,15 +1,13 @@
 """Each fault planted in vLLM's backends fails beside what is known of them, and the first finding names it."""
 
-import os
-import subprocess
-import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from attncheck.reports.analysis.findings import findings
-from attncheck.reports.run_file.store import read_run
 
 pytestmark = [pytest.mark.vllm, pytest.mark.filterwarnings("default")]
 
@@ -42,26 +40,21 @@ TRITON = {
 PAGES = ("--set", "cache.block_size=32", "--set", "cache.layout=HND")
 
 
-def first_findings(folder: Path, fault: str, known: str, cases: tuple[str, ...], *words: str) -> tuple[int, list[str]]:
-    """The exit status of a run under the documented expectations, and the titles of what they do not cover."""
-    ref = f"vllm:{FAULTS}:{fault}"
-    text = (EXPECTED / known).read_text(encoding="utf-8")
-    backend = next(line for line in text.splitlines() if line.startswith("- backend: "))
-    (folder / "expect.yaml").write_text(text.replace(backend, f"- backend: {ref}"), encoding="utf-8")
-    selection = [word for case in cases for word in ("--case", case)]
-    files = ("--expect", str(folder / "expect.yaml"), "--output", str(folder / "run.jsonl"))
-    done = subprocess.run(
-        [sys.executable, "-m", "attncheck", "run", "--backend", ref, *selection, *words, *files],
-        capture_output=True,
-        text=True,
-        check=False,
-        env={**os.environ, "VLLM_LOGGING_LEVEL": "ERROR"},
-        timeout=600,
-    )
-    run = read_run(folder / "run.jsonl")
-    new = [found.title for found in findings(run.records, run.header) if not found.is_expected]
-    assert run.records, done.stdout + done.stderr
-    return done.returncode, new
+@pytest.fixture
+def first_findings(run_vllm: Any, tmp_path: Path) -> Callable[..., list[str]]:
+    """``first_findings(fault, known, cases, *words)``: the titles of what the documented expectations do not cover."""
+
+    def first_findings(fault: str, known: str, cases: tuple[str, ...], *words: str) -> list[str]:
+        ref = f"vllm:{FAULTS}:{fault}"
+        text = (EXPECTED / known).read_text(encoding="utf-8")
+        backend = next(line for line in text.splitlines() if line.startswith("- backend: "))
+        (tmp_path / "expect.yaml").write_text(text.replace(backend, f"- backend: {ref}"), encoding="utf-8")
+        selection = [word for case in cases for word in ("--case", case)]
+        selected = ("--backend", ref, *selection, *words, "--expect", str(tmp_path / "expect.yaml"))
+        run, _ = run_vllm(tmp_path / "run.jsonl", *selected, code=0 if fault == "Right" else 1)
+        return [found.title for found in findings(run.records, run.header) if not found.is_expected]
+
+    return first_findings
 
 
 def suites(cases: tuple[str, ...]) -> tuple[str, ...]:
@@ -69,24 +62,22 @@ def suites(cases: tuple[str, ...]) -> tuple[str, ...]:
     return tuple(word for name in dict.fromkeys(case.partition("/")[0] for case in cases) for word in ("--suite", name))
 
 
-def test_without_a_fault_nothing_is_new(tmp_path: Path) -> None:
+def test_without_a_fault_nothing_is_new(first_findings: Any) -> None:
     cases = (*PLAIN, *WINDOW, *CAPS, *FP8, "smoke/alibi", "smoke/padded-tokens", "smoke/padded-mixed")
-    assert first_findings(tmp_path, "Right", "vllm-cpu-attn.yaml", cases, *suites(cases), *PAGES) == (0, [])
+    assert first_findings("Right", "vllm-cpu-attn.yaml", cases, *suites(cases), *PAGES) == []
 
 
 @pytest.mark.parametrize("fault", CPU)
-def test_a_fault_in_the_cpu_backend(tmp_path: Path, fault: str) -> None:
+def test_a_fault_in_the_cpu_backend(first_findings: Any, fault: str) -> None:
     cases, cause = CPU[fault]
     if cases == FP8 and not torch.cpu._is_avx512_supported():
         pytest.skip("vLLM has no kernel for an FP8 cache on a CPU without AVX-512")
-    status, new = first_findings(tmp_path, fault, "vllm-cpu-attn.yaml", cases, *suites(cases), *PAGES)
-    assert status == 1
+    new = first_findings(fault, "vllm-cpu-attn.yaml", cases, *suites(cases), *PAGES)
     assert new[0].removeprefix("perhaps: ").startswith(cause), new
 
 
 @pytest.mark.parametrize("fault", TRITON)
-def test_a_fault_in_the_triton_backend(tmp_path: Path, fault: str) -> None:
+def test_a_fault_in_the_triton_backend(first_findings: Any, fault: str) -> None:
     cases, cause = TRITON[fault]
-    status, new = first_findings(tmp_path, fault, "vllm-triton-attn.yaml", cases, "--suite", "vllm_interpreted")
-    assert status == 1
+    new = first_findings(fault, "vllm-triton-attn.yaml", cases, "--suite", "vllm_interpreted")
     assert new[0].removeprefix("perhaps: ").startswith(cause), new
