@@ -164,7 +164,7 @@ _OWN_FIELDS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def header() -> RunHeader:
     """The header of a run of two suites, three checks and two backends; vary it with ``model_copy``."""
     return RunHeader(
@@ -181,7 +181,7 @@ def header() -> RunHeader:
     )
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def make_record() -> Callable[..., Record]:
     """``make_record("failed", case_id="b", ...)`` returns a record of that outcome with defaults for other fields."""
 
@@ -210,7 +210,7 @@ def make_record() -> Callable[..., Record]:
     return make
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def write_run() -> Callable[..., Path]:
     """``write_run(path, header, *records)`` writes a complete run file with ``errors`` and returns its path."""
 

@@ -1,17 +1,19 @@
-"""Examine the backends of a run in processes: a schedule, and lanes of one process each."""
+"""Examine the backends of a run: a schedule, and slots that take questions from it, each in a thread of its own."""
 
 import contextlib
+import queue
+import threading
 import time
-from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Generator, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Collection, Generator, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from itertools import cycle, islice
-from typing import Literal, TypeVar
+from typing import Literal, NamedTuple, Protocol
 
 import attncheck
 from attncheck.cases.model import Case
-from attncheck.errors import QuestionError
+from attncheck.errors import ClusterError, QuestionError
 from attncheck.harness.driver.observation import Raised
 from attncheck.harness.problem.sizes import needed_bytes
 from attncheck.harness.run.outcomes import (
@@ -33,7 +35,6 @@ from attncheck.harness.workers.process import (
     RefusedError,
     WorkerError,
     WorkerProcess,
-    wait_for_answers,
 )
 from attncheck.harness.workers.worker import CaseServer, Examined, Stage
 from attncheck.reports.run_file.causes import cause_of_end
@@ -57,12 +58,6 @@ WAITING = "the wait for this case"
 FIRST_STAGES = ("declarations", PREPARATION)
 """The stages of a case before its checks."""
 
-T = TypeVar("T")
-Waiting = Generator[WorkerProcess | None, None, T]
-"""A generator that yields the process whose answer it waits for, or None after it has made progress."""
-
-Work = Waiting[None]
-
 
 @dataclass(frozen=True)
 class Stopped:
@@ -78,7 +73,7 @@ def request_records(
     circumstances: Circumstances,
     limit_of: Callable[[str, float], Limit],
     take: Callable[[Record], None],
-) -> Waiting[Examined | WorkerError | Stopped]:
+) -> Examined | WorkerError | Stopped:
     """Send ``question``, call ``take`` with each record, and return the last answer, or how the process ended.
 
     ``limit_of``: returns the time limit of a stage, from its name and the seconds that the reference took for the case.
@@ -93,16 +88,13 @@ def request_records(
     due = {check: identity_of(circumstances, case, backend, check) for check in checks}
     try:
         while True:
-            match answer := process.answer(limit):
-                case None:
-                    yield process
+            match answer := process.receive(limit):
                 case Stage(name=name) if name in stages:
                     stage, limit = name, limit_of(name, answer.reference_s)
                     del stages[: stages.index(name) + 1]  # a stage that begins again would renew its limit
                 case Passed() | Failed() | Errored() | Unsupported() | Unavailable() if _is_about(answer, due):
                     del due[answer.check]
                     take(answer)
-                    yield None
                 case Examined(lost=Crashed() as record) if _is_about(record, due):
                     return answer
                 case Examined(lost=None) if not due or (answer.blind is not None and stage in FIRST_STAGES):
@@ -128,19 +120,11 @@ _BUDGET_S = 600.0
 """Seconds after which the search among the earlier cases stops."""
 
 
-@dataclass(frozen=True)
-class Replayed:
-    """The result of sending questions to a new process.
+Replay = Callable[[Sequence["BackendQuestion"]], tuple[Record, ...] | None]
+"""Sends questions to a new process, one by one; returns the records of the last one, or None if it ended the process.
 
-    ``has_ended``: the last one ended it. ``records``: of the last one.
-    """
-
-    has_ended: bool
-    records: tuple[Record, ...] = ()
-
-
-Replay = Callable[[Sequence["BackendQuestion"]], Waiting[Replayed]]
-"""Sends questions to a new process, one by one; yields as :data:`Waiting` does."""
+If another one ended it, there are no records.
+"""
 
 
 @dataclass(frozen=True)
@@ -157,7 +141,7 @@ def find_recurrence(
     question: "BackendQuestion",
     earlier: Sequence["BackendQuestion"],
     clock: Callable[[], float] = time.monotonic,
-) -> Waiting[Recurrence]:
+) -> Recurrence:
     """Try the case again, first alone in a new process; if that succeeds, after the earlier cases.
 
     ``earlier``: the known questions to the process that ended before ``question``. If all together make a process
@@ -167,23 +151,28 @@ def find_recurrence(
         QuestionError, WorkerError, OSError: from ``replay``, if no process can be started.
     """
     deadline = clock() + _BUDGET_S
-    first = yield from replay([question])
-    if first.has_ended:
+    first = replay([question])
+    if first is None:
         return Recurrence("always")
     suspects = list(earlier)
-    is_behind = bool(suspects) and (yield from replay([*suspects, question])).has_ended
-    if not is_behind:
-        return Recurrence("flaky", records=first.records)
+    if not suspects or replay([*suspects, question]) is not None:
+        return Recurrence("flaky", records=first)
     is_shown = True
     while len(suspects) > 1 and clock() < deadline:
         middle = len(suspects) // 2
-        is_shown = (yield from replay([*suspects[middle:], question])).has_ended
+        is_shown = replay([*suspects[middle:], question]) is None
         suspects = suspects[middle:] if is_shown else suspects[:middle]
     if len(suspects) == 1 and not is_shown:  # the other half caused no end, which does not prove that this case does
-        is_shown = (yield from replay([*suspects, question])).has_ended
+        is_shown = replay([*suspects, question]) is None
     after = suspects[0].case.key if len(suspects) == 1 and is_shown else ""
-    return Recurrence("after", after, first.records)
+    return Recurrence("after", after, first)
 
+
+_LOOK_EVERY_S = 0.2
+"""Seconds after which an idle slot looks again whether its help is needed."""
+
+_ENDING_S = 30.0
+"""Seconds that slots may take to end."""
 
 _START_S = 5.0
 """Estimated seconds that one more process of a backend needs until its first case."""
@@ -223,12 +212,20 @@ def untimed(plan: RunPlan, backends: Iterable[BackendDescription]) -> list[Backe
     ]
 
 
-class Schedule:
-    """Hands out ``questions`` by index, the first ones first.
+class Chosen(NamedTuple):
+    """A backend for a slot. ``is_first``: no other slot is at work for it. ``following``: the next one to begin."""
 
-    One lane begins a backend. Once all are begun, other lanes help where enough questions are left. A process measures
-    a CUDA-graph level once, so the cases that share one stay in one lane. Only one case that needs much memory runs at
-    a time.
+    ref: str
+    is_first: bool
+    following: str | None
+
+
+class Schedule:
+    """Hands out ``questions`` to slots, in threads, by index, the first ones first.
+
+    One slot begins a backend. Once all are begun, other slots help where enough questions are left. A process measures
+    a CUDA-graph level once, so the cases that share one stay in one slot. If the slots share memory, only one case
+    that needs much of it runs at a time.
     """
 
     def __init__(
@@ -236,253 +233,309 @@ class Schedule:
         questions: Sequence[BackendQuestion],
         clock: Callable[[], float] = time.monotonic,
         costs: Costs | None = None,
+        *,
+        shares_memory: bool = True,
     ) -> None:
-        self._questions, self._clock = questions, clock
+        self._questions, self._clock, self._shares_memory = questions, clock, shares_memory
         self._cost_s = [each.cost(costs) if costs else None for each in questions]
         self._waiting: dict[str, list[int]] = {}
         for index, each in enumerate(questions):
             if each.backend.is_loaded:
                 self._waiting.setdefault(each.backend.ref, []).append(index)
+        self._num_due = sum(map(len, self._waiting.values()))
         self._began: dict[str, float] = {}
-        self._lanes: Counter[str] = Counter()
+        self._slots: Counter[str] = Counter()
         self._over: Counter[str] = Counter()
         self._owners: dict[Hashable, int] = {}
         self._refused: set[tuple[str, int]] = set()
-        self._large: BackendQuestion | None = None
+        self._large: int | None = None
+        self._is_closed = False
+        self._changed = threading.Condition()
 
-    def to_begin(self, lane: int) -> str | None:
-        """Return the first backend that no lane has begun and ``lane`` may begin, or None."""
-        waiting = (ref for ref, left in self._waiting.items() if left and (ref, lane) not in self._refused)
+    def choose(self, slot: int) -> Chosen | None:
+        """Wait until there is a backend for ``slot``, and return it; return None if all questions are over."""
+        with self._changed:
+            while self._num_due and not self._is_closed:
+                first = self._to_begin(slot)
+                ref = first or self._to_help(slot)
+                if ref is not None:
+                    self._began.setdefault(ref, self._clock())
+                    self._slots[ref] += 1
+                    return Chosen(ref, first is not None, self._to_begin(slot))
+                self._changed.wait(_LOOK_EVERY_S)
+            return None
+
+    def take(self, ref: str, slot: int) -> int | None:
+        """Take the next question to the backend ``ref``, or return None if none is left for ``slot``.
+
+        Waits as long as the next ones need much memory, and such a case is under examination.
+        """
+        with self._changed:
+            while (indices := self._open(ref, slot)) and not self._is_closed:
+                for index in indices:
+                    is_large = self._shares_memory and needed_bytes(self._questions[index].case) > SMALL_BYTES
+                    if not is_large or self._large is None:
+                        self._waiting[ref].remove(index)
+                        self._large = index if is_large else self._large
+                        if (group := self._questions[index].group) is not None:
+                            self._owners[group] = slot
+                        return index
+                self._changed.wait()
+            return None
+
+    def left(self, ref: str) -> list[BackendQuestion]:
+        """Return the questions to the backend ``ref`` that no slot has taken."""
+        with self._changed:
+            return [self._questions[index] for index in self._waiting.get(ref, ())]
+
+    def finish(self, index: int, *, is_over: bool = True) -> None:
+        """Count a question that was taken as examined; if it is not over, another slot may take it and its group."""
+        question = self._questions[index]
+        with self._changed:
+            self._large = None if self._large == index else self._large
+            if is_over:
+                self._over[question.backend.ref] += 1
+                self._num_due -= 1
+            else:
+                self._owners.pop(question.group, None)
+                self._waiting[question.backend.ref].insert(0, index)
+            self._changed.notify_all()
+
+    def leave(self, ref: str, slot: int, *, is_refused: bool = False) -> None:
+        """Count ``slot`` as no longer at work for the backend ``ref``. ``is_refused``: it never gets it again."""
+        with self._changed:
+            self._slots[ref] -= 1
+            if not self._slots[ref]:
+                del self._began[ref]  # another slot may begin it
+            if is_refused:
+                self._refused.add((ref, slot))
+            self._changed.notify_all()
+
+    def close(self) -> None:
+        """Hand out nothing more."""
+        with self._changed:
+            self._is_closed = True
+            self._changed.notify_all()
+
+    def _to_begin(self, slot: int) -> str | None:
+        waiting = (ref for ref, left in self._waiting.items() if left and (ref, slot) not in self._refused)
         return next((ref for ref in waiting if ref not in self._began), None)
 
-    def begin(self, ref: str) -> None:
-        """Count one more lane as at work for the backend ``ref``."""
-        self._began.setdefault(ref, self._clock())
-        self._lanes[ref] += 1
-
-    def leave(self, ref: str) -> None:
-        """Count one lane less as at work for the backend ``ref``."""
-        self._lanes[ref] -= 1
-
-    def to_help(self, lane: int) -> str | None:
+    def _to_help(self, slot: int) -> str | None:
         """Return a backend with enough questions left to justify starting one more process, or None."""
         for ref, began in self._began.items():
-            took = self._clock() - began
-            over = self._over[ref]
-            lanes = self._lanes[ref]
-            if (ref, lane) in self._refused or not lanes:
+            if (ref, slot) in self._refused:
                 continue
-            left = self._open(ref, lane)
+            took = self._clock() - began
+            over, slots = self._over[ref], self._slots[ref]
+            left = self._open(ref, slot)
             known = [cost for index in left if (cost := self._cost_s[index]) is not None]
             if len(known) >= _SAMPLE:
                 each_s = sum(known) / len(known)
             elif over >= _SAMPLE or took >= 2 * _START_S:
-                each_s = took * lanes / (over + 1)
+                each_s = took * slots / (over + 1)
             else:
                 continue
-            if each_s * len(left) / (lanes + 1) > _START_S:
+            if each_s * len(left) / (slots + 1) > _START_S:
                 return ref
         return None
 
-    def has_left(self, ref: str, lane: int) -> bool:
-        """Return whether ``lane`` may take one more question of the backend ``ref``, now or later."""
-        return bool(self._open(ref, lane))
-
-    def left(self, ref: str) -> list[BackendQuestion]:
-        """Return the questions to the backend ``ref`` that no lane has taken."""
-        return [self._questions[index] for index in self._waiting.get(ref, ())]
-
-    def take(self, ref: str, lane: int) -> int | None:
-        """Take the next question to the backend ``ref``; return None if there is none, or it must wait for memory."""
-        for index in self._open(ref, lane):
-            question = self._questions[index]
-            is_large = needed_bytes(question.case) > SMALL_BYTES
-            if is_large and self._large is not None:
-                continue
-            self._waiting[ref].remove(index)
-            if is_large:
-                self._large = question
-            if (group := question.group) is not None:
-                self._owners[group] = lane
-            return index
-        return None
-
-    def finish(self, question: BackendQuestion) -> None:
-        """Count a question that was taken as examined."""
-        self._over[question.backend.ref] += 1
-        if self._large is question:
-            self._large = None
-
-    def refuse(self, ref: str, lane: int) -> None:
-        """Exclude ``lane`` from the backend ``ref``; if no other lane is at work for it, another one may begin it."""
-        self._refused.add((ref, lane))
-        self.leave(ref)
-        if not self._lanes[ref]:
-            del self._began[ref]
-
-    def _open(self, ref: str, lane: int) -> list[int]:
+    def _open(self, ref: str, slot: int) -> list[int]:
         waiting = self._waiting.get(ref, ())
-        return [index for index in waiting if self._owners.get(self._questions[index].group, lane) == lane]
+        return [index for index in waiting if self._owners.get(self._questions[index].group, slot) == slot]
 
 
 @dataclass
 class Place:
-    """The state of one question; ``records`` holds those not yet yielded. ``due``: checks without a record.
+    """The state of one question. ``due``: checks without a record.
 
-    ``blind``: why the case could not be examined at all. ``began``: monotonic time at which its examination began.
+    ``records``: those not yet yielded; None follows the last one, or an error that ends the run. ``blind``: why the
+    case could not be examined at all. ``began``: monotonic time at which its examination began.
+    ``losses``: why nodes were lost at it.
     """
 
     question: BackendQuestion
+    circumstances: Circumstances
     due: list[str]
-    records: deque[Record] = field(default_factory=deque)
+    records: "queue.SimpleQueue[Record | Exception | None]" = field(default_factory=queue.SimpleQueue)
     blind: str | None = None
-    is_over: bool = False
     began: float | None = None
+    losses: list[str] = field(default_factory=list)
+
+    def end(self, stopped: Stopped, checks: Iterable[str]) -> None:
+        """Put a record for each of ``checks``, which ``stopped`` prevented, or that does not apply."""
+        from attncheck.harness.checks.case_checks import not_applicable  # here, since it imports torch
+
+        backend, case = self.question.backend, self.question.case
+        for check in tuple(checks):
+            self.due.remove(check)
+            if (skipped := not_applicable(check, case, backend.features)) is not None:
+                self.records.put(record_of(self.circumstances, case, backend, check, skipped, 0.0))
+            else:
+                self.records.put(ended(self.circumstances, case, backend, check, stopped.stage, stopped.end))
+
+    def waiting(self) -> Iterator[Record]:
+        """Yield the records that are there."""
+        with contextlib.suppress(queue.Empty):
+            while not isinstance(record := self.records.get_nowait(), Exception | None):
+                yield record
 
 
-@dataclass
-class _Lane:
-    """One process at a time. ``ref``: its backend. ``place``: its question; None while a process starts.
+class Slot(Protocol):
+    """Examines questions one after another. All methods are called in one thread, except :meth:`stop`."""
 
-    ``twins``: a pool for backends that another lane has begun, or for all backends if the lane has a GPU of its own.
-    """
+    def begin(self, chosen: Chosen) -> bool:
+        """Prepare for the questions to a backend; return whether it can be examined here."""
 
-    number: int
-    workers: WorkerPool
-    ref: str | None = None
-    twins: WorkerPool | None = None
-    place: Place | None = None
-    work: Work | None = None
+    def examine(self, place: Place, left: Sequence[BackendQuestion]) -> bool:
+        """Put the records of a question into its place; return False if another slot must examine it.
+
+        ``left``: the questions to the same backend that no slot has taken.
+
+        Raises:
+            ClusterError: this slot is lost.
+        """
+
+    def leave(self, ref: str) -> None:
+        """End the work for a backend."""
+
+    def stop(self) -> None:
+        """End what the other methods wait for."""
 
 
-class Lanes:
-    """Examines ``places`` with ``examine``, using up to ``count`` processes at once, from ``workers`` and its twins.
+class Slots:
+    """Examines the questions of ``places``, each slot in a thread."""
 
-    If ``workers`` has several GPUs, lanes are distributed over them; the first uses ``workers`` itself. ``leave``:
-    called when a lane is done with a backend, whose process then ends by itself. If None, all processes stay.
-    """
+    def __init__(self, places: Sequence[Place], slots: Sequence[Slot], schedule: Schedule) -> None:
+        self._places, self._schedule = places, schedule
+        self._slots: dict[threading.Thread, Slot] = {}
+        for number, slot in enumerate(slots):
+            thread = threading.Thread(target=self._work, args=(number, slot), name=f"slot {number}", daemon=True)
+            self._slots[thread] = slot
+        self._beginning: set[Slot] = set()
+        self._lost: list[ClusterError] = []
 
-    def __init__(
-        self,
-        places: Sequence[Place],
-        count: int,
-        workers: WorkerPool,
-        examine: Callable[[Place, WorkerPool, Sequence[BackendQuestion]], Work],
-        leave: Callable[[str], None] | None,
-        costs: Costs | None = None,
-    ) -> None:
-        """``examine`` also gets the questions to the same backend that no lane has taken."""
-        self._places = places
-        self._workers = workers
-        self._examine = examine
-        self._on_leaving = leave
-        self._schedule = Schedule([place.question for place in places], costs=costs)
-        gpus = islice(cycle(workers.gpus), 1, count)
-        pools = [workers, *map(workers.twin, gpus)] if len(workers.gpus) > 1 else [None] * count
-        self._lanes = [_Lane(number, workers, twins=pool) for number, pool in enumerate(pools)]
-
-    def run(self) -> Iterator[tuple[Place, Record | None]]:
-        """Yield every record with its place, and each place once more without a record when it is over.
+    def run(self) -> Generator[Record, None, None]:
+        """Yield the records in the order of the places.
 
         After an interrupt, the records that wait for an earlier place are yielded first.
         """
         try:
+            for thread in self._slots:
+                thread.start()
             for place in self._places:
-                while place.records or not place.is_over:
-                    while place.records:
-                        yield place, place.records.popleft()
-                    if not place.is_over:
-                        self._go_on()
-                yield place, None
+                while (record := place.records.get()) is not None:
+                    if isinstance(record, Exception):
+                        raise record
+                    yield record
+            self._end(self._beginning)  # a process that is to help is no longer needed
         except KeyboardInterrupt:
-            yield from ((place, record) for place in self._places for record in place.records)
+            waiting = [record for place in self._places for record in place.waiting()]
+            self._end(self._slots.values())  # the ends of their processes are no findings
+            yield from waiting
             raise
-        for lane in self._lanes:
-            self._leave(lane)
+        finally:
+            self._end(self._slots.values())
 
-    def _go_on(self) -> None:
-        """Advance every lane as far as possible; if none can advance, wait for an answer."""
-        waiting: list[WorkerProcess] = []
-        has_moved = False
-        for lane in self._lanes:
-            if lane.work is None and not self._take(lane):
-                continue
-            try:
-                process = next(lane.work) if lane.work is not None else None
-            except StopIteration:
-                lane.work = process = None
-                if lane.place is not None:
-                    lane.place.is_over = True
-                    self._schedule.finish(lane.place.question)
-            has_moved |= process is None
-            waiting += [] if process is None else [process]
-        if not has_moved:
-            if not waiting:
-                raise RuntimeError("questions are left, and no lane is at work")
-            wait_for_answers(waiting)
+    def _end(self, stopped: Collection[Slot]) -> None:
+        """Stop the slots in ``stopped``, and wait until all have ended; one whose process a driver holds is left."""
+        self._schedule.close()
+        deadline = time.monotonic() + _ENDING_S
+        while (left := [each for each in self._slots if each.is_alive()]) and time.monotonic() < deadline:
+            for thread in left:
+                if self._slots[thread] in stopped:
+                    self._slots[thread].stop()
+            left[0].join(_LOOK_EVERY_S)
 
-    def _take(self, lane: _Lane) -> bool:
-        """Give ``lane`` a question, or a process to start; return False if there is none for it now."""
-        lane.place = None
-        while lane.ref is None or (index := self._schedule.take(lane.ref, lane.number)) is None:
-            if lane.ref is not None and self._schedule.has_left(lane.ref, lane.number):
-                return False  # the remaining questions wait for memory
-            self._leave(lane)
-            ref = self._schedule.to_begin(lane.number)
-            if ref is not None and lane.twins in (None, self._workers):
-                self._begin(lane, ref)
-                continue
-            ref = ref or self._schedule.to_help(lane.number)
-            if ref is None:
-                return False
-            lane.work = self._help(lane, ref)
+    def _work(self, number: int, slot: Slot) -> None:
+        """Examine questions until none is left."""
+        try:
+            while (chosen := self._schedule.choose(number)) is not None:
+                self._work_for(chosen, number, slot)
+        except ClusterError as lost:
+            self._lost.append(lost)
+            if len(self._lost) == len(self._slots):
+                self._fail(lost)
+        except Exception as error:  # noqa: BLE001 (the main thread raises it, unless it has stopped this slot)
+            self._fail(error)
+
+    def _work_for(self, chosen: Chosen, number: int, slot: Slot) -> None:
+        can_begin, ref = True, chosen.ref
+        try:
+            self._beginning.add(slot)
+            can_begin = slot.begin(chosen)
+            self._beginning.discard(slot)
+            while can_begin and (index := self._schedule.take(ref, number)) is not None:
+                if not self._examine(index, slot):
+                    return
+            if can_begin:
+                slot.leave(ref)
+        finally:
+            self._schedule.leave(ref, number, is_refused=not can_begin)
+
+    def _examine(self, index: int, slot: Slot) -> bool:
+        is_over, place = False, self._places[index]
+        try:
+            is_over = slot.examine(place, self._schedule.left(place.question.backend.ref))
+        finally:
+            self._schedule.finish(index, is_over=is_over)
+        if is_over:
+            place.records.put(None)
+        return is_over
+
+    def _fail(self, error: Exception) -> None:
+        for place in self._places:
+            place.records.put(error)
+
+
+class ProcessSlot:
+    """Examines in one process at a time, of ``workers`` or of a twin for backends that another slot has begun.
+
+    ``own``: the pool for all backends, of a slot with a GPU of its own.
+    """
+
+    def __init__(self, examiner: "ProcessExaminer", workers: WorkerPool, own: WorkerPool | None = None) -> None:
+        self._examiner, self._workers, self._own = examiner, workers, own
+        self._at_work: WorkerPool | None = None
+
+    def begin(self, chosen: Chosen) -> bool:
+        """Start the process, or one ahead for the following backend. If the start fails, other slots examine."""
+        ref = chosen.ref
+        if chosen.is_first and self._own in (None, self._workers):
+            process = self._workers.process(ref)
+            if process is not None and process.has_ended:
+                self._workers.discard(ref)  # it ended before its first case, so no case is lost
+            if chosen.following is not None:
+                with contextlib.suppress(OSError):  # it is raised again when the backend is begun
+                    self._workers.prepare(chosen.following)
+            self._at_work = self._workers
             return True
-        lane.place = self._places[index]
-        lane.work = self._examine(lane.place, lane.workers, self._schedule.left(lane.ref))
+        self._at_work = self._own = self._own or self._workers.twin()
+        try:
+            if self._own.process(ref) is None:
+                self._own.restart(ref)
+        except (QuestionError, WorkerError, OSError):
+            self._own.discard(ref)
+            return False
         return True
 
-    def _begin(self, lane: _Lane, ref: str) -> None:
-        """Switch to a backend that no lane has begun, and prepare the process of the next one."""
-        lane.ref, lane.workers = ref, self._workers
-        self._schedule.begin(ref)
-        process = self._workers.process(ref)
-        if process is not None and process.has_ended:
-            self._workers.discard(ref)  # it ended before its first case, so no case is lost
-        if (following := self._schedule.to_begin(lane.number)) is not None:
-            self._workers.prepare(following)
+    def examine(self, place: Place, left: Sequence[BackendQuestion]) -> bool:
+        """Examine one question through the process of its backend."""
+        assert self._at_work is not None
+        self._examiner.examine(place, self._at_work, left)
+        return True
 
-    def _help(self, lane: _Lane, ref: str) -> Work:
-        """Start one more process of a backend. If that fails, other lanes examine the rest."""
-        lane.twins = lane.twins or self._workers.twin()
-        lane.ref, lane.workers = ref, lane.twins
-        self._schedule.begin(ref)
-        try:
-            if lane.workers.process(ref) is None:
-                yield from start(lane.workers, ref)
-        except (QuestionError, WorkerError, OSError):
-            lane.workers.discard(ref)
-            self._schedule.refuse(ref, lane.number)
-            lane.ref = None
+    def leave(self, ref: str) -> None:
+        """Let the process end by itself."""
+        assert self._at_work is not None
+        self._at_work.finish(ref)
+        self._examiner.warming.finish(ref)
+        self._at_work = None
 
-    def _leave(self, lane: _Lane) -> None:
-        if lane.ref is not None and self._on_leaving is not None:
-            self._schedule.leave(lane.ref)
-            lane.workers.finish(lane.ref)
-            self._on_leaving(lane.ref)
-        lane.ref = None
-
-
-def start(workers: WorkerPool, ref: str) -> Waiting[WorkerProcess]:
-    """Start a process of ``ref``, wait until it has described the backend, and return it.
-
-    Raises:
-        QuestionError, OSError: it cannot be started, or does not load the backend as the first process did.
-        WorkerError: attncheck itself failed in it.
-    """
-    process = workers.prepare(ref)
-    while process is not None and not process.is_ready(workers.limits.of_description):
-        yield process
-    return workers.restart(ref)
+    def stop(self) -> None:
+        """End the process."""
+        if (workers := self._at_work) is not None:
+            workers.stop()
 
 
 # If the process ends, the checks of the case without a record are `crashed` or `timed_out`, unless they do not apply,
@@ -501,35 +554,35 @@ _OUTPUT_BYTES = 4096
 
 
 class ProcessExaminer:
-    """Examines questions within ``limits``. ``circumstances``: those of the records that it makes itself."""
+    """Examines questions within ``limits``, in several threads."""
 
-    def __init__(self, circumstances: Circumstances, limits: TimeLimits, warming: WarmingAhead) -> None:
-        self.circumstances = circumstances
-        self._limits, self._warming = limits, warming
+    def __init__(self, limits: TimeLimits, warming: WarmingAhead) -> None:
+        self._limits, self.warming = limits, warming
         self._unstartable: dict[str, str] = {}
         self._spent: defaultdict[str, float] = defaultdict(float)
         self._tried: set[tuple[str, str]] = set()
+        self._lock = threading.Lock()  # for what the slots of a backend share
 
-    def begin_round(self, number: int) -> None:
-        """Set the round of the following records, and allow another attempt for processes that could not be started."""
-        self.circumstances = replace(self.circumstances, round=number)
+    def begin_round(self) -> None:
+        """Allow another attempt for processes that could not be started."""
         self._unstartable.clear()
 
-    def work(self, place: Place, workers: WorkerPool, left: Sequence[BackendQuestion]) -> Work:
+    def examine(self, place: Place, workers: WorkerPool, left: Sequence[BackendQuestion]) -> None:
         """Examine one question through the process of its backend in ``workers``. ``left``: the following questions."""
         backend, case = place.question.backend, place.question.case
-        self._warming.before(backend.ref, [(each.case, each.checks) for each in (place.question, *left)], workers)
-        self._spent[backend.ref] += 0.0  # counts it as begun
+        self.warming.before(backend.ref, [(each.case, each.checks) for each in (place.question, *left)], workers)
+        with self._lock:
+            self._spent[backend.ref] += 0.0  # counts it as begun
         rest = self._left(place)
         if rest.seconds <= 0:
             used = "earlier cases used up" if self._spent[backend.ref] else "the start of the run left nothing of"
             cause = f"the case did not run, because {used} {rest.words}; give more time, or select fewer cases"
-            self._end(place, Stopped("", ProcessEnd(cause, limit_s=self._limits.backend_s)), place.due)
+            place.end(Stopped("", ProcessEnd(cause, limit_s=self._limits.backend_s)), place.due)
             return
         place.began = time.monotonic()
         if backend.ref not in self._unstartable:
             try:
-                error = yield from self._examine(place, workers)
+                error = self._examine(place, workers)
             except (QuestionError, OSError) as refused:
                 cause = f"its process has ended, and no other could be started: {refused}"
                 self._unstartable[backend.ref] = cause
@@ -537,13 +590,14 @@ class ProcessExaminer:
                 if error is not None:
                     raised = Raised(OURSELVES, WorkerError.__name__, error.fault.error, error.fault.traceback)
                     for check in place.due:
-                        place.records.append(record_of(self.circumstances, case, backend, check, raised, 0.0))
+                        place.records.put(record_of(place.circumstances, case, backend, check, raised, 0.0))
                     place.due.clear()
         if place.due:
-            self._end(place, Stopped("the start", ProcessEnd(self._unstartable[backend.ref])), place.due)
-        self._spent[backend.ref] += time.monotonic() - place.began
+            place.end(Stopped("the start", ProcessEnd(self._unstartable[backend.ref])), place.due)
+        with self._lock:
+            self._spent[backend.ref] += time.monotonic() - place.began
 
-    def _examine(self, place: Place, workers: WorkerPool) -> Waiting[WorkerError | None]:
+    def _examine(self, place: Place, workers: WorkerPool) -> WorkerError | None:
         """Make the checks that are due; return the failure of attncheck if it failed in two processes.
 
         A process that lost the device is replaced for the remaining checks. A process in which attncheck failed is
@@ -554,12 +608,12 @@ class ProcessExaminer:
         """
         faults: list[WorkerError] = []
         while place.due and len(faults) < _TRIES:
-            fault = yield from self._examine_once(place, workers)
+            fault = self._examine_once(place, workers)
             if fault is not None:
                 faults.append(fault)
         return faults[-1] if place.due else None
 
-    def _examine_once(self, place: Place, workers: WorkerPool) -> Waiting[WorkerError | None]:
+    def _examine_once(self, place: Place, workers: WorkerPool) -> WorkerError | None:
         """Add the records of the checks that are due; return how attncheck failed in the process, if it did.
 
         Raises:
@@ -568,16 +622,16 @@ class ProcessExaminer:
         ref = place.question.backend.ref
         case = place.question.case
         due = place.due
-        process = workers.process(ref) or (yield from start(workers, ref))
+        process = workers.process(ref) or workers.restart(ref)
         earlier = tuple(process.examined)
 
         def take(record: Record) -> None:
             if record.check in due:  # not if it was already made before a fault
                 due.remove(record.check)
-                place.records.append(_with_output(record, process, case))
+                place.records.put(_with_output(record, process, case))
 
         question = replace(place.question, checks=tuple(due))
-        end = yield from request_records(process, question, self.circumstances, partial(self._limit, place), take)
+        end = request_records(process, question, place.circumstances, partial(self._limit, place), take)
         goes_on = False
         if isinstance(end, Examined):
             if (record := end.lost) is None:
@@ -591,19 +645,18 @@ class ProcessExaminer:
             return end
         if end.stage.startswith(f"check {CUDAGRAPH}"):
             workers.stop_sharing_probes(ref)
-        yield from self._settle(place, workers, end, earlier, goes_on=goes_on)
-        yield None  # the records are written before a process is started
+        self._settle(place, workers, end, earlier, goes_on=goes_on)
         return None
 
     def _settle(
         self, place: Place, workers: WorkerPool, stopped: Stopped, earlier: Sequence[BackendQuestion], *, goes_on: bool
-    ) -> Work:
+    ) -> None:
         """Add the record of the check that ended the process, and of the remaining ones unless the case ``goes_on``.
 
         Each new finding of a backend is tried again, unless only timings were due. If the case then succeeds, the
         remaining checks get the records of that try.
         """
-        found = yield from self._recurrence(place, workers, stopped, earlier)
+        found = self._recurrence(place, workers, stopped, earlier)
         made: dict[str, Record] = {}
         if found is not None:
             stopped = replace(stopped, end=replace(stopped.end, recurrence=found.word, after=found.after))
@@ -611,41 +664,46 @@ class ProcessExaminer:
         for index, check in enumerate(tuple(place.due)):
             if index and check in made:
                 place.due.remove(check)
-                place.records.append(made[check])
+                place.records.put(made[check])
             elif index == 0 or not goes_on:
-                self._end(place, stopped, [check])
+                place.end(stopped, [check])
 
     def _recurrence(
         self, place: Place, workers: WorkerPool, stopped: Stopped, earlier: Sequence[BackendQuestion]
-    ) -> Waiting[Recurrence | None]:
+    ) -> Recurrence | None:
         """Try the case again; return None if it is not tried, or no process can be started."""
         ref, end = place.question.backend.ref, stopped.end
         finding = (ref, cause_of_end(end.cause, stopped.stage, end.output))
-        is_known = finding in self._tried or len(self._tried) >= _MOST_TRIED
-        if is_known or place.question.checks == (TIMING,) or self._left(place).seconds <= 0:
+        if place.question.checks == (TIMING,) or self._left(place).seconds <= 0:
             return None
-        self._tried.add(finding)
+        with self._lock:
+            if finding in self._tried or len(self._tried) >= _MOST_TRIED:
+                return None
+            self._tried.add(finding)
         replay = partial(self._replay, place, workers)
         try:
-            return (yield from find_recurrence(replay, place.question, earlier))
+            return find_recurrence(replay, place.question, earlier)
         except (QuestionError, WorkerError, OSError):  # the next case reports it
             workers.discard(ref)
             return None
 
-    def _replay(self, place: Place, workers: WorkerPool, questions: Sequence[BackendQuestion]) -> Waiting[Replayed]:
-        """Send ``questions`` to a new process; see :mod:`attncheck.harness.workers.executor`."""
+    def _replay(
+        self, place: Place, workers: WorkerPool, questions: Sequence[BackendQuestion]
+    ) -> tuple[Record, ...] | None:
+        """Send ``questions`` to a new process, as a :data:`Replay` does."""
         ref = place.question.backend.ref
         workers.discard(ref)
-        process = yield from start(workers, ref)
+        process = workers.restart(ref)
         records: list[Record] = []
         limit_of = partial(self._limit, place)
         for question in questions:
             records.clear()
-            end = yield from request_records(process, question, self.circumstances, limit_of, records.append)
+            end = request_records(process, question, place.circumstances, limit_of, records.append)
             if not isinstance(end, Examined) or end.lost is not None:
                 workers.discard(ref)
-                return Replayed(question is questions[-1] and not isinstance(end, WorkerError))
-        return Replayed(False, tuple(_with_output(record, process, place.question.case) for record in records))
+                is_shown = question is questions[-1] and not isinstance(end, WorkerError)
+                return None if is_shown else ()
+        return tuple(_with_output(record, process, place.question.case) for record in records)
 
     def _left(self, place: Place) -> Limit:
         at_work_s = 0.0 if place.began is None else time.monotonic() - place.began
@@ -659,24 +717,6 @@ class ProcessExaminer:
         words = f"what was left of {left.words}, less than the usual limit; the backend may only be slow"
         return Limit(max(left.seconds, 0.0), words)
 
-    def _end(self, place: Place, stopped: Stopped, checks: Sequence[str]) -> None:
-        place.records += ended_records(self.circumstances, place.question, tuple(checks), stopped)
-        place.due[:] = [check for check in place.due if check not in checks]
-
-
-def ended_records(
-    circumstances: Circumstances, question: BackendQuestion, checks: Iterable[str], stopped: Stopped
-) -> Iterator[Record]:
-    """Yield a record for each of ``checks``, which ``stopped`` prevented, or that does not apply."""
-    from attncheck.harness.checks.case_checks import not_applicable  # here, since it imports torch and is rarely needed
-
-    backend, case = question.backend, question.case
-    for check in checks:
-        if (skipped := not_applicable(check, case, backend.features)) is not None:
-            yield record_of(circumstances, case, backend, check, skipped, 0.0)
-        else:
-            yield ended(circumstances, case, backend, check, stopped.stage, stopped.end)
-
 
 def _with_output(record: Record, process: WorkerProcess, case: Case) -> Record:
     """Return the record of a failure or error with the end of what its process printed during the case so far."""
@@ -689,16 +729,61 @@ def _with_output(record: Record, process: WorkerProcess, case: Case) -> Record:
 # process takes its times, the run has no other process.
 
 
-class Supervisor:
-    """Examines a plan's cases through the processes of ``workers``, whose backends are ``descriptions``.
+class Examination:
+    """Examines questions of a plan through slots. ``blind``: cases that could not be examined at all, each once."""
 
-    ``blind``: cases that could not be examined at all, each once.
-    """
+    def __init__(self, plan: RunPlan, descriptions: Sequence[BackendDescription], environment: Environment) -> None:
+        self._plan, self._descriptions = plan, descriptions
+        self._circumstances = Circumstances(plan.seed, environment.digest, attncheck.__version__)
+        self.blind: list[QuestionError] = []
+        self._faulty: set[str] = set()
+
+    def examine_all(
+        self,
+        questions: Sequence[BackendQuestion],
+        slots: Sequence[Slot],
+        number: int = 0,
+        costs: Costs | None = None,
+        *,
+        shares_memory: bool = True,
+    ) -> Generator[Record, None, None]:
+        """Yield the records of ``questions`` in round ``number``, in their order.
+
+        Raises:
+            WorkerError: attncheck itself failed in a process that was to replace another.
+            ClusterError: all slots are lost.
+        """
+        places = [self._place(each, number) for each in questions]
+        schedule = Schedule(questions, costs=costs, shares_memory=shares_memory)
+        try:
+            yield from Slots(places, slots, schedule).run()
+        finally:
+            for place in places:
+                self._note(place)
+
+    def _place(self, question: BackendQuestion, number: int = 0) -> Place:
+        """Return the place of a question; if its backend is not loaded, it holds all its records."""
+        place = Place(question, replace(self._circumstances, round=number), list(question.checks))
+        if not question.backend.is_loaded:
+            for check in place.due:
+                place.records.put(absent(place.circumstances, question.case, question.backend, check))
+            place.records.put(None)
+        return place
+
+    def _note(self, place: Place) -> None:
+        key = place.question.case.key
+        if place.blind is not None and key not in self._faulty:
+            self._faulty.add(key)
+            self.blind.append(QuestionError(place.blind))
+
+
+class Supervisor(Examination):
+    """Examines a plan's cases through the processes of ``workers``, whose backends are ``descriptions``."""
 
     def __init__(
         self,
         plan: RunPlan,
-        descriptions: tuple[BackendDescription, ...],
+        descriptions: Sequence[BackendDescription],
         workers: WorkerPool,
         environment: Environment,
         *,
@@ -708,19 +793,15 @@ class Supervisor:
     ) -> None:
         """``jobs``: processes at work at once, except for the check ``timing``.
 
-        ``costs``: what checks took in earlier runs.
-
-        ``warms``: whether other processes compile kernels ahead of the run.
+        ``costs``: what checks took in earlier runs. ``warms``: whether other processes compile kernels ahead of the
+        run.
         """
-        self.blind: list[QuestionError] = []
-        self._plan, self._descriptions, self._workers = plan, descriptions, workers
-        self._faulty: set[str] = set()
+        super().__init__(plan, descriptions, environment)
+        self._workers, self._jobs, self._costs = workers, jobs, costs
         self._at_work: str | None = None
         self._unexamined: dict[str, set[str]] = {}
-        self._jobs, self._costs = jobs, costs
         self._warming = WarmingAhead(plan, workers, min(jobs, len(workers.gpus) or 1), is_on=warms)
-        circumstances = Circumstances(plan.seed, environment.digest, attncheck.__version__)
-        self._examiner = ProcessExaminer(circumstances, workers.limits, self._warming)
+        self._examiner = ProcessExaminer(workers.limits, self._warming)
 
     def run(self) -> Generator[Record, None, None]:
         """Yield every record, by round, backend and case; records of checks other than ``timing`` come first.
@@ -736,8 +817,8 @@ class Supervisor:
 
     def examine_case(
         self, backend: BackendDescription, case: Case, checks: tuple[str, ...], *, is_drawn: bool = False
-    ) -> Iterator[Record]:
-        """Yield the records of these checks of one case; a process that works for another backend ends first.
+    ) -> list[Record]:
+        """Return the records of these checks of one case; a process that works for another backend ends first.
 
         ``is_drawn``: no suite of the run contains the case.
 
@@ -747,14 +828,24 @@ class Supervisor:
         if self._at_work not in (None, backend.ref):
             self._workers.finish(self._at_work)
         self._at_work = backend.ref
-        return self._examine_all([BackendQuestion(backend, case, checks, is_drawn)], keeps_process=True)
+        self._examiner.begin_round()
+        place = self._place(BackendQuestion(backend, case, checks, is_drawn))
+        if backend.is_loaded:
+            self._examiner.examine(place, self._workers, ())
+        self._note(place)
+        return list(place.waiting())
 
     def _run_untimed(self) -> Iterator[Record]:
         questions = untimed(self._plan, self._descriptions)
         if not questions:
             self._warming.before_times(each.ref for each in self._descriptions if each.is_loaded)
             return  # the processes have not run a case yet
-        yield from self._examine_all(questions, jobs=self._jobs)
+        gpus = islice(cycle(self._workers.gpus), 1, self._jobs)
+        own: list[WorkerPool | None] = [None] * self._jobs
+        if len(self._workers.gpus) > 1:
+            own = [self._workers, *map(self._workers.twin, gpus)]
+        slots = [ProcessSlot(self._examiner, self._workers, each) for each in own]
+        yield from self.examine_all(questions, slots, costs=self._costs)
 
     def _run_round(self, number: int) -> Iterator[Record]:
         """Yield the records of one round of timings.
@@ -770,37 +861,9 @@ class Supervisor:
         for backend, part in rotated(parts, number):
             if backend.is_loaded:
                 self._workers.isolate(backend.ref)
+            self._examiner.begin_round()
             timed = [BackendQuestion(backend, case, checks) for case, checks in part.questions]
-            for record in self._examine_all(timed, part.round):
+            for record in self.examine_all(timed, [ProcessSlot(self._examiner, self._workers)], part.round):
                 if number == 0 and record.outcome not in EXAMINED:
                     self._unexamined.setdefault(backend.ref, set()).add(record.case)
                 yield record
-
-    def _examine_all(
-        self, questions: Sequence[BackendQuestion], number: int = 0, *, jobs: int = 1, keeps_process: bool = False
-    ) -> Iterator[Record]:
-        """Yield the records of round ``number`` in the order of ``questions``, with ``jobs`` processes at work at once.
-
-        ``keeps_process``: the process of the backend does not end.
-        """
-        self._examiner.begin_round(number)
-        places = [Place(each, list(each.checks)) for each in questions]
-        for place in places:
-            if not place.question.backend.is_loaded:
-                self._miss(place)
-        leave = None if keeps_process else self._warming.finish
-        lanes = Lanes(places, jobs, self._workers, self._examiner.work, leave, self._costs)
-        for place, record in lanes.run():
-            if record is not None:
-                yield record
-            elif place.blind is not None and place.question.case.key not in self._faulty:
-                self._faulty.add(place.question.case.key)
-                self.blind.append(QuestionError(place.blind))
-
-    def _miss(self, place: Place) -> None:
-        backend = place.question.backend
-        case = place.question.case
-        circumstances = self._examiner.circumstances
-        for check in place.due:
-            place.records.append(absent(circumstances, case, backend, check))
-        place.is_over = True

@@ -4,7 +4,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import closing, suppress
+from contextlib import closing
 from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
@@ -24,7 +24,9 @@ from attncheck.harness.workers.process import (
     ProcessEndedError,
     RefusedError,
     Show,
+    Starter,
     StartWorker,
+    StoppedError,
     WorkerError,
     WorkerProcess,
     start_worker,
@@ -128,7 +130,7 @@ class WorkerPool:
         self.gpus: tuple[Gpu, ...] = ()
         self._gpu: Gpu | None = None
         self._inherited = passed_environment(os.environ, self._settings.pass_env)
-        self._show, self._spare, self._start_worker = show, spare, start
+        self._show, self._spare, self._start_worker = show, spare, Starter(start)
         self._imports = imports or Imports()
         self._watch = MemoryWatch(self._settings.memory.host)
         if spare is not None:
@@ -143,6 +145,8 @@ class WorkerPool:
         self._assignment: Assignment | None = None
         self._unshared: set[str] = set()
         self._twins: list[WorkerPool] = []
+        self._lock = threading.RLock()  # for the processes, which several threads start and end
+        self._is_stopped = False
 
     def __enter__(self) -> Self:
         return self
@@ -165,7 +169,8 @@ class WorkerPool:
 
         ``gpu``: the one that its processes see; None if they see the same as those of this pool.
         """
-        twin = WorkerPool(self._show, settings=self._settings, start=self._start_worker)
+        twin = WorkerPool(self._show, settings=self._settings)
+        twin._start_worker = self._start_worker
         alone = gpu.variables if gpu else {}
         twin._environments = {ref: {**each, **alone} for ref, each in self._environments.items()}
         twin._gpu, twin._infos, twin._assignment = gpu, self._infos, self._assignment
@@ -177,7 +182,9 @@ class WorkerPool:
     def with_settings(self, settings: WorkerSettings) -> "WorkerPool":
         """Return a pool that replaces this one, which has only chosen a device so far."""
         spare, self._spare = self._spare, None
-        return WorkerPool(self._show, spare, self._imports, settings, self._start_worker)
+        pool = WorkerPool(self._show, spare, self._imports, settings)
+        pool._start_worker = self._start_worker
+        return pool
 
     def start(self, refs: Iterable[str]) -> None:
         """Start the missing processes of ``refs``, as many as there is memory for; they load their backends."""
@@ -185,17 +192,25 @@ class WorkerPool:
             if len(self._processes) < self._room:
                 self._start(ref)
 
-    def prepare(self, ref: str) -> WorkerProcess | None:
+    def prepare(self, ref: str) -> None:
         """Start the process of ``ref`` if it is missing, so that :meth:`restart` returns soon.
 
-        Return the process, which may still be loading the backend, or None if it cannot be started.
+        Raises:
+            OSError: it cannot be started.
         """
-        if ref not in self._processes and self._assignment is not None:
-            with suppress(OSError):  # restart() raises it when it matters
+        with self._lock:
+            if ref not in self._processes:
                 self._start(ref)
                 self._call_for_description(ref)
                 self._prepared.add(ref)
-        return self._processes.get(ref)
+
+    def stop(self) -> None:
+        """End the processes at once, and start no others; a thread that waits for one gets an error."""
+        with self._lock:
+            self._is_stopped = True
+            processes = tuple(self._processes.values())
+        for process in processes:
+            process.kill()
 
     def choose_device(self, wishes: Sequence[str], wanted: str | None) -> tuple[str, tuple[str, ...], Environment]:
         """Return the device of the run, notes on the choice, and the environment there, from one of the processes.
@@ -298,14 +313,22 @@ class WorkerPool:
 
         Raises:
             QuestionError: it does not load the backend as the first one did, or describes it differently.
+            OSError: it cannot be started.
+            StoppedError: the pool was stopped.
             WorkerError: attncheck itself failed in it.
         """
         if ref not in self._prepared:
             self.discard(ref)
-        (found,) = self._described([ref])
+        with self._lock:
+            if self._is_stopped:
+                raise StoppedError
+            self.prepare(ref)
+            self._prepared.discard(ref)
+            process = self._processes[ref]
+        found = description_of(process, self.limits.of_description)
         if loaded(found).info != self._infos[ref]:
             raise QuestionError(f"{ref} has changed since the run began")
-        return self._processes[ref]
+        return process
 
     def start_extra(self, ref: str) -> WorkerProcess:
         """Start one more process of ``ref`` and assign the run to it; the caller closes it. It writes no dump."""
@@ -316,8 +339,10 @@ class WorkerPool:
 
     def discard(self, ref: str) -> None:
         """End the process of ``ref`` at once."""
-        self._prepared.discard(ref)
-        if (process := self._processes.pop(ref, None)) is not None:
+        with self._lock:
+            self._prepared.discard(ref)
+            process = self._processes.pop(ref, None)
+        if process is not None:
             process.close()
 
     def finish(self, ref: str) -> None:
@@ -327,9 +352,10 @@ class WorkerPool:
         before.
         """
         self._await_finishing()
-        if (process := self._processes.pop(ref, None)) is not None:
-            process.finish()
-            self._finishing.append(process)
+        with self._lock:
+            if (process := self._processes.pop(ref, None)) is not None:
+                process.finish()
+                self._finishing.append(process)
         if self._assignment is not None and self._assignment.device != "cpu":
             self._await_finishing()
 
@@ -346,12 +372,13 @@ class WorkerPool:
             self.discard(ref)
 
     def _await_finishing(self) -> None:
-        while self._finishing:
-            self._finishing.pop().close()
+        with self._lock:
+            finishing, self._finishing = self._finishing, []
+        for process in finishing:
+            process.close()
 
     def _described(self, refs: Sequence[str]) -> list[BackendDescription | QuestionError]:
-        assigned = self._prepared & set(refs)
-        self._prepared = self._prepared - set(refs)
+        assigned: set[str] = set()
         found = []
         for index, ref in enumerate(refs):
             due = [each for each in refs[index:] if each not in self._processes]
@@ -578,6 +605,7 @@ class WarmingAhead:
         self._gpus = gpus
         self._is_on = is_on
         self._seen: dict[str, _Seen] = {}
+        self._lock = threading.Lock()
 
     def before(self, ref: str, left: Sequence[Question], workers: WorkerPool) -> None:
         """Record that the run reaches the first of ``left``, the questions that remain for ``ref``; may start warmers.
@@ -587,17 +615,18 @@ class WarmingAhead:
         if not self._is_on:
             return
         now = time.monotonic()
-        seen = self._seen.get(ref)
-        if seen is None:
-            seen = self._seen[ref] = _Seen(kernel_count(), now)
-        elif seen.warmers is not None:
-            seen.warmers.skip(left[0][0])
-        elif now - seen.began > _SLOW_S and kernel_count() > seen.kernels:
-            seen.warmers = self._start(workers, ref, left[1:], self._gpus)
-        seen.began = now
+        with self._lock:
+            seen = self._seen.get(ref)
+            if seen is None:
+                seen = self._seen[ref] = _Seen(kernel_count(), now)
+            elif seen.warmers is not None:
+                seen.warmers.skip(left[0][0])
+            elif now - seen.began > _SLOW_S and kernel_count() > seen.kernels:
+                seen.warmers = self._start(workers, ref, left[1:], self._gpus)
+            seen.began = now
 
     def finish(self, ref: str) -> None:
-        """End the warmers of the backend ``ref``, which a lane has examined; call it before the lane's next backend."""
+        """End the warmers of the backend ``ref``, which is examined; call it before the next one."""
         seen = self._seen.pop(ref, None)
         if seen is not None and seen.warmers is not None:
             seen.warmers.close()

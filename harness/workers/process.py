@@ -17,6 +17,7 @@ import time
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -481,6 +482,24 @@ def flush_c_streams() -> None:
 StartWorker = Callable[[Mapping[str, str]], StartedWorker]
 """Starts a worker with this environment."""
 
+
+class Starter:
+    """Calls ``start`` in the main thread, or in one that stays as long as this object.
+
+    The kernel kills a worker when the thread that started it ends.
+    """
+
+    def __init__(self, start: StartWorker) -> None:
+        self._start = start
+        self._thread = ThreadPoolExecutor(1, "starts workers")
+
+    def __call__(self, environment: Mapping[str, str]) -> StartedWorker:
+        """Start a worker with this environment."""
+        if threading.current_thread() is threading.main_thread():
+            return self._start(environment)
+        return self._thread.submit(self._start, environment).result()
+
+
 _LOOK_EVERY_MS = 200
 """Milliseconds between checks of a silent process."""
 _LONGEST_PAUSE_S = 1.0
@@ -512,6 +531,10 @@ class WorkerError(InternalError):
         self.fault = fault
         super().__init__(f"{fault.error} (in the process of {ref})")
         self.add_note(fault.traceback)
+
+
+class StoppedError(InternalError):
+    """The run was stopped, so that no further process is started."""
 
 
 class RefusedError(QuestionError):
@@ -590,10 +613,6 @@ class WorkerProcess:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def fileno(self) -> int:
-        """Return the descriptor of the pipe that answers come from."""
-        return self._reading
-
     @property
     def identity(self) -> int:
         """The id of the process, and of its session."""
@@ -625,24 +644,13 @@ class WorkerProcess:
                 rest = rest[os.write(self._writing, rest) :]
 
     def call(self, limit: "Limit | None", method: Callable[..., Result], *arguments: Any) -> Result:
-        """Return what a method without events returns; raises like :meth:`answer`."""
+        """Return what a method without events returns; raises like :meth:`receive`."""
         self.send(method, *arguments)
         result: Result = self.receive(limit)
         return result
 
     def receive(self, limit: "Limit | None" = None) -> Any:
-        """Wait for the next event or the result, and return it; see :meth:`answer`."""
-        while (answer := self.answer(limit)) is None:
-            wait_for_answers([self])
-        return answer
-
-    def is_ready(self, limit: "Limit | None" = None) -> bool:
-        """Return whether :meth:`receive` returns or raises at once, or almost at once; see :meth:`answer`."""
-        is_there = b"\n" in self._received or self.has_ended or bool(self._poll.poll(0))
-        return is_there or self._is_late(limit)
-
-    def answer(self, limit: "Limit | None" = None) -> Any:
-        """Return the next event of the latest call, or its result; None if there is none yet.
+        """Wait for the next event of the latest call, or its result, and return it.
 
         A process that exceeds ``limit``, counted from the first call without an answer, is killed with its children.
 
@@ -653,12 +661,15 @@ class WorkerProcess:
                 raise it again.
         """
         try:
-            return self._answer(limit)
+            while (answer := self._answer(limit)) is None:
+                self._poll.poll(_LOOK_EVERY_MS)
         except ProcessEndedError as ended:
             self._end = ended
             raise
+        return answer
 
     def _answer(self, limit: "Limit | None") -> Any:
+        """Return the next answer, or None if there is none yet."""
         from attncheck.harness.workers.protocol import EVENT, RESULT, HarnessFailure, read_answer
 
         if self._end is not None:
@@ -778,11 +789,3 @@ class WorkerProcess:
         if code == -signal.SIGKILL and self._ended_for:
             return self._ended_for
         return exit_words(code, self._peak_bytes, self._oom_kills)
-
-
-def wait_for_answers(processes: Iterable[WorkerProcess]) -> None:
-    """Wait until one of ``processes`` has sent something, but at most ``_LOOK_EVERY_MS``."""
-    poll = select.poll()
-    for process in processes:
-        poll.register(process, select.POLLIN)
-    poll.poll(_LOOK_EVERY_MS)

@@ -1,13 +1,11 @@
 """Backends examined by actors of a Ray cluster."""
 
-import heapq
 import logging
 import os
 import platform
 import socket
 import traceback
-from collections import Counter, deque
-from collections.abc import Callable, Generator, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,11 +14,20 @@ from typing import TYPE_CHECKING, Any, Self
 import attncheck
 from attncheck.errors import AttncheckError, ClusterError, MissingExtraError, QuestionError
 from attncheck.harness.run.options import RaySettings
-from attncheck.harness.run.outcomes import BackendDescription, Circumstances, ProcessEnd
+from attncheck.harness.run.outcomes import BackendDescription, ProcessEnd
 from attncheck.harness.run.run import file_digest
 from attncheck.harness.run.selection import RunPlan
 from attncheck.harness.truth.shared_folder import truths_folder
-from attncheck.harness.workers.executor import WAITING, BackendQuestion, Stopped, Supervisor, ended_records, untimed
+from attncheck.harness.workers.executor import (
+    WAITING,
+    BackendQuestion,
+    Chosen,
+    Examination,
+    Place,
+    Stopped,
+    Supervisor,
+    untimed,
+)
 from attncheck.harness.workers.limits import WorkerSettings
 from attncheck.harness.workers.pool import WorkerPool, assignment_of
 from attncheck.harness.workers.process import WorkerError
@@ -108,15 +115,12 @@ class RayActor:
             self._described[ref] = str(found) if isinstance(found, QuestionError) else found
         return [self._described[ref] for ref in digests]
 
-    def examine(self, question: BackendQuestion, digest: str) -> ActorRecords | Refused | HarnessFailure:
-        """Examine one question. ``digest``: of the file that the reference of its backend names.
-
-        Returns Refused if the backend differs from the one of the run.
-        """
+    def examine(self, question: BackendQuestion) -> ActorRecords | Refused | HarnessFailure:
+        """Examine one question. Returns Refused if the backend, or one of its files, differs from that of the run."""
         assert self._supervisor is not None
         backend, num_blind = question.backend, len(self._supervisor.blind)
         try:
-            if backend.is_loaded and (reason := self._reason_against(backend, digest)):
+            if backend.is_loaded and (reason := self._reason_against(backend)):
                 return Refused(reason=reason)
             records = tuple(self._supervisor.examine_case(backend, question.case, question.checks))
         except WorkerError as error:
@@ -128,10 +132,10 @@ class RayActor:
         """End the processes of the backends, and their children."""
         self._pool.close(at_once=True)
 
-    def _reason_against(self, backend: BackendDescription, digest: str) -> str:
+    def _reason_against(self, backend: BackendDescription) -> str:
         """Return how a backend differs from the one of the run, or "" if it is the same."""
         if backend.ref not in self._described:
-            self.describe({backend.ref: digest})
+            self.describe({backend.ref: file_digest(backend.ref)})
         found = self._described[backend.ref]
         if isinstance(found, str):
             return found
@@ -139,7 +143,7 @@ class RayActor:
 
 
 # This is the only module that calls ray, which is imported on connecting. A lost node is replaced by a new actor, which
-# waits until the cluster has room for it.
+# waits until the cluster has room for it. Its question goes to any node.
 
 _PATIENCE_S = 600.0
 """Seconds that a run waits until the cluster has room for its first actor, or for another one."""
@@ -158,17 +162,98 @@ class Lost:
     cause: str
 
 
-Answer = ActorRecords | Refused | HarnessFailure | Lost | None
-"""The result of a node; None if it has joined the run and has no question yet."""
+_TRIES = 3
+"""Nodes that may be lost at one question before its checks are ``crashed``."""
 
 
-@dataclass(eq=False)
-class Node:
-    """One actor. ``name``: of its machine. ``chosen``: the device it examines on; None until it has joined the run."""
+class RaySlot:
+    """Examines on one node of ``cluster`` at a time, through an actor. ``is_over``: it takes no part any more."""
 
-    actor: Any
-    name: str = "a node"
-    chosen: DeviceChosen | None = None
+    def __init__(self, cluster: "RayCluster") -> None:
+        self.actor: Any = None
+        self.name = "a node"
+        self._cluster = cluster
+        self._has_joined = self._is_over = False
+
+    def join(self) -> DeviceChosen | None:
+        """Start an actor, and wait until it joins the run; return None if it takes no part.
+
+        Raises:
+            ClusterError: no node joins the run in time, or the connection to the cluster is lost.
+        """
+        self.actor = self._cluster.new_actor()
+        answer = self._get(self._cluster.call_to_join(self.actor))
+        chosen, words = None, ""
+        if isinstance(answer, Lost):
+            words = f"was lost: {answer.cause}"
+        elif isinstance(answer, HarnessFailure):  # the node has another version of attncheck or ray
+            words = f"takes no part: {answer.error}"
+        else:
+            self.name, reason = answer["name"], answer.get("refused", "")
+            if not reason:
+                chosen = DeviceChosen.model_validate_json(answer["chosen"])
+                reason = self._cluster.accept(self, chosen)
+            words = f"takes no part: {reason}" if reason else ""
+        if words:
+            self._leave(words, is_over=True)
+            return None
+        self._has_joined = True
+        return chosen
+
+    def begin(self, _chosen: Chosen) -> bool:
+        """Wait until a node joins the run, unless there is one."""
+        if not self._has_joined and (self._is_over or self.join() is None):
+            raise self._cluster.error(f"no node is left; {self._cluster.last_words}")
+        return True
+
+    def examine(self, place: Place, _left: Sequence[BackendQuestion]) -> bool:
+        """Examine a question; return False if the node is lost, or refuses the backend."""
+        question = place.question
+        if len(place.losses) == _TRIES:
+            stopped = Stopped(WAITING, ProcessEnd(f"its node was lost {_TRIES} times: {place.losses[-1]}"))
+            place.end(stopped, question.checks)
+            return True
+        match answer := self._get(self.actor.examine.remote(question)):
+            case Lost():
+                place.losses.append(answer.cause)
+                self._leave(f"was lost: {answer.cause}")
+            case Refused():
+                self._leave(f"takes no part: {answer.reason}", is_over=True)
+            case HarnessFailure():
+                raise WorkerError(question.backend.ref, answer)
+            case ActorRecords():
+                place.blind = answer.blind
+                for line in answer.records:
+                    place.records.put(_record(line))
+        return self._has_joined
+
+    def leave(self, _ref: str) -> None:
+        """Do nothing: the node ends the process of a backend when it gets a question to another one."""
+
+    def stop(self) -> None:
+        """End the actor at once."""
+        if self.actor is not None:
+            self._cluster.ray.kill(self.actor)
+
+    def _get(self, reference: Any) -> Any:
+        """Wait for the result of a call, and return it, or why there is none."""
+        ray = self._cluster.ray
+        try:
+            while not ray.wait([reference], timeout=_PATIENCE_S)[0]:
+                if not self._cluster.joined:
+                    raise self._cluster.error(f"no node has joined the run within {_PATIENCE_S:g} s")
+            return ray.get(reference)
+        except ray.exceptions.RayTaskError as error:
+            return HarnessFailure(error=_cause(error), traceback=str(error))
+        except ray.exceptions.RayError as error:
+            return Lost(_cause(error))
+        except OSError as error:
+            raise self._cluster.error(f"the connection was lost: {_cause(error)}") from error
+
+    def _leave(self, words: str, *, is_over: bool = False) -> None:
+        self._has_joined, self._is_over = False, is_over
+        self._cluster.dismiss(self, words)
+        self.stop()
 
 
 class RayCluster:
@@ -199,9 +284,9 @@ class RayCluster:
         self._name = settings.address or os.environ.get("RAY_ADDRESS") or "auto"
         self._settings, self._imports, self._note = settings, imports, note
         self._workers = workers or WorkerSettings()
-        self._joined_nodes: list[Node] = []
-        self._ray = _connected(self._name, settings)
-        offered: dict[str, float] = self._ray.cluster_resources()
+        self.joined: list[RaySlot] = []
+        self.ray = _connected(self._name, settings)
+        offered: dict[str, float] = self.ray.cluster_resources()
         is_gpu = device != "cpu" and (device is not None or bool(offered.get("GPU")))
         self._needs = {"CPU": 1.0, **({"GPU": 1.0} if is_gpu else {}), **settings.resources}
         room = min((int(offered.get(name, 0) // amount) for name, amount in self._needs.items() if amount), default=1)
@@ -209,14 +294,12 @@ class RayCluster:
             needs = ", ".join(f"{name}={amount:g}" for name, amount in self._needs.items())
             reason = f"has no room for an actor that takes {needs}; add nodes, or give --jobs N to wait for them"
             self.close()
-            raise ClusterError(self._name, reason)
+            raise self.error(reason)
         self._most = jobs or room
         self._wish: tuple[str | None, list[str]] = (device, [])
         self._environment: Environment | None = None
         self._assignment: Any = None
-        self._digests: dict[str, str] = {}
-        self._pending: dict[Any, Node] = {}
-        self._last_words = ""
+        self.last_words = ""
         self._noted: set[str] = set()
 
     def __enter__(self) -> Self:
@@ -227,12 +310,12 @@ class RayCluster:
 
     def close(self, *, at_once: bool = False) -> None:
         """End all actors, with their backends' processes and the children of these. May be called repeatedly."""
-        closing = [node.actor.close.remote() for node in self._joined_nodes]
-        self._joined_nodes = []
+        closing = [slot.actor.close.remote() for slot in self.joined]
+        self.joined = []
         if closing:
-            with suppress(self._ray.exceptions.RayError, OSError):
-                self._ray.wait(closing, num_returns=len(closing), timeout=_BREAKING_S if at_once else _CLOSING_S)
-        self._ray.shutdown()
+            with suppress(self.ray.exceptions.RayError, OSError):
+                self.ray.wait(closing, num_returns=len(closing), timeout=_BREAKING_S if at_once else _CLOSING_S)
+        self.ray.shutdown()
 
     def choose_device(self, wishes: Sequence[str], wanted: str | None) -> tuple[str, tuple[str, ...], Environment]:
         """Return the device of the run, notes on the choice, and the environment there, from the first node.
@@ -241,18 +324,17 @@ class RayCluster:
             ClusterError: the node takes no part, or no node is found.
         """
         self._wish = (wanted, list(wishes))
-        self._add()
-        ((self._first, _),) = self.wait()
-        chosen = self._first.chosen
+        self._first = RaySlot(self)
+        chosen = self._first.join()
         if chosen is None:
-            raise ClusterError(self._name, self._last_words)
+            raise self.error(self.last_words)
         self._environment = chosen.environment
         self._wish = (chosen.device, [])
         return chosen.device, chosen.notes, chosen.environment
 
     def begin(self, selection: "Selection", plan: "RunPlan", environment: Environment) -> None:
         """Assign the run of ``plan`` to the nodes."""
-        self._assignment = self._ray.put(assignment_of(selection, plan, environment))
+        self._assignment = self.ray.put(assignment_of(selection, plan, environment))
         self._first.actor.begin.remote(self._assignment, self._workers)
 
     def describe(self, refs: Sequence[str]) -> list[BackendDescription | QuestionError]:
@@ -262,87 +344,22 @@ class RayCluster:
             ClusterError: the node was lost.
         """
         digests = {ref: file_digest(ref) for ref in refs}
-        self._digests |= digests
         try:
-            found = self._ray.get(self._first.actor.describe.remote(digests))
-        except self._ray.exceptions.RayError as error:
-            raise ClusterError(self._name, f"{self._first.name} was lost ({_cause(error)}); run again") from error
+            found = self.ray.get(self._first.actor.describe.remote(digests))
+        except self.ray.exceptions.RayError as error:
+            raise self.error(f"{self._first.name} was lost ({_cause(error)}); run again") from error
         return [QuestionError(each) if isinstance(each, str) else each for each in found]
 
     def examiner(self, run: "Run", costs: object = None) -> "RayExecutor":
         """Return what examines the questions of ``run`` on the nodes."""
         return RayExecutor(run.plan, run.backends, self, run.environment)
 
-    def start(self, most: int) -> Node:
-        """Let up to ``most`` nodes join the run, and return the first, which has already joined."""
-        for _ in range(min(self._most, most) - 1):
-            self._add()
-        return self._first
+    def slots(self, most: int) -> list[RaySlot]:
+        """Return up to ``most`` slots; the first has the node that has already joined."""
+        return [self._first, *(RaySlot(self) for _ in range(min(self._most, most) - 1))]
 
-    def send(self, node: Node, question: BackendQuestion) -> None:
-        """Send a question to an idle node; :meth:`wait` returns its answer."""
-        self._pending[node.actor.examine.remote(question, self._digests[question.backend.ref])] = node
-
-    def wait(self) -> list[tuple[Node, Answer]]:
-        """Wait for answers, and return all there are. A node that has refused or is lost gets no more questions.
-
-        Raises:
-            ClusterError: no node is left, none joins the run in time, or the connection to the cluster is lost.
-        """
-        if not self._pending:
-            raise ClusterError(self._name, f"no node is left; {self._last_words}")
-        answers = []
-        for reference in self._ready():
-            node = self._pending.pop(reference)
-            has_joined = node.chosen is not None
-            answer = self._answer(node, reference)
-            if isinstance(answer, Lost | Refused):
-                self._leave(node, answer, is_replaced=has_joined and isinstance(answer, Lost))
-            answers.append((node, answer))
-        return answers
-
-    def _ready(self) -> list[Any]:
-        references = list(self._pending)
-        is_at_work = any(node.chosen for node in self._pending.values())
-        try:
-            if not self._ray.wait(references, timeout=None if is_at_work else _PATIENCE_S)[0]:
-                raise ClusterError(self._name, f"no node has joined the run within {_PATIENCE_S:g} s")
-            ready: list[Any] = self._ray.wait(references, num_returns=len(references), timeout=0)[0]
-        except OSError as error:
-            raise ClusterError(self._name, f"the connection was lost: {_cause(error)}") from error
-        return ready
-
-    def _answer(self, node: Node, reference: Any) -> Answer:
-        try:
-            answer = self._ray.get(reference)
-        except self._ray.exceptions.RayTaskError as error:
-            if node.chosen is None:  # the node has another version of attncheck or ray
-                return Refused(reason=_cause(error))
-            return HarnessFailure(error=_cause(error), traceback=str(error))
-        except self._ray.exceptions.RayError as error:
-            return Lost(_cause(error))
-        except OSError as error:
-            raise ClusterError(self._name, f"the connection was lost: {_cause(error)}") from error
-        return answer if node.chosen is not None else self._joined(node, **answer)
-
-    def _joined(self, node: Node, name: str, chosen: str = "", refused: str = "") -> Refused | None:
-        """Let ``node`` accept questions, or return why it does not."""
-        node.name = name
-        if refused:
-            return Refused(reason=refused)
-        answer = DeviceChosen.model_validate_json(chosen)
-        if self._environment is not None:
-            ours, theirs = self._environment.model_dump(), answer.environment.model_dump()
-            if different := [f"{name} {theirs[name]!r}" for name in ours if ours[name] != theirs[name]]:
-                wanted = ", ".join(f"{name} {ours[name]!r}" for name in ours if ours[name] != theirs[name])
-                return Refused(reason=f"it has {', '.join(different)}, and the run {wanted}")
-            node.actor.begin.remote(self._assignment, self._workers)
-        node.chosen = answer
-        self._joined_nodes.append(node)
-        return None
-
-    def _add(self) -> None:
-        """Start one more actor, which joins the run once the cluster has room for it."""
+    def new_actor(self) -> Any:
+        """Start one more actor, which can be called once the cluster has room for it."""
         needs = dict(self._needs)
         options = {
             "num_cpus": needs.pop("CPU"),
@@ -351,21 +368,35 @@ class RayCluster:
             "resources": needs,
             "max_restarts": 0,
         }
-        actor = self._ray.remote(RayActor).options(**options).remote()
-        folder = None if "working_dir" in self._settings.runtime_env else str(Path.cwd())
-        joined = actor.join.remote(attncheck.__version__, folder, self._imports.model_dump_json(), self._wish)
-        self._pending[joined] = Node(actor)
+        return self.ray.remote(RayActor).options(**options).remote()
 
-    def _leave(self, node: Node, answer: Lost | Refused, *, is_replaced: bool) -> None:
-        why = f"was lost: {answer.cause}" if isinstance(answer, Lost) else f"takes no part: {answer.reason}"
-        self._last_words = f"{node.name} {why}"
-        if self._last_words not in self._noted:  # several actors may be on one machine
-            self._noted.add(self._last_words)
-            self._note(self._last_words)
-        self._joined_nodes = [each for each in self._joined_nodes if each is not node]
-        self._ray.kill(node.actor)
-        if is_replaced:
-            self._add()
+    def call_to_join(self, actor: Any) -> Any:
+        """Return the reference of the answer of ``actor`` to the call that makes it join the run."""
+        folder = None if "working_dir" in self._settings.runtime_env else str(Path.cwd())
+        return actor.join.remote(attncheck.__version__, folder, self._imports.model_dump_json(), self._wish)
+
+    def accept(self, slot: RaySlot, chosen: DeviceChosen) -> str:
+        """Let the node of ``slot`` accept questions; return why it does not, or ""."""
+        if self._environment is not None:
+            ours, theirs = self._environment.model_dump(), chosen.environment.model_dump()
+            if different := [f"{name} {theirs[name]!r}" for name in ours if ours[name] != theirs[name]]:
+                wanted = ", ".join(f"{name} {ours[name]!r}" for name in ours if ours[name] != theirs[name])
+                return f"it has {', '.join(different)}, and the run {wanted}"
+            slot.actor.begin.remote(self._assignment, self._workers)
+        self.joined.append(slot)
+        return ""
+
+    def dismiss(self, slot: RaySlot, words: str) -> None:
+        """Show why the node of ``slot`` gets no more questions."""
+        self.joined = [each for each in self.joined if each is not slot]
+        self.last_words = f"{slot.name} {words}"
+        if self.last_words not in self._noted:  # several actors may be on one machine
+            self._noted.add(self.last_words)
+            self._note(self.last_words)
+
+    def error(self, reason: str) -> ClusterError:
+        """Return an error of this cluster."""
+        return ClusterError(self._name, reason)
 
 
 def _connected(name: str, settings: RaySettings) -> Any:
@@ -398,37 +429,14 @@ def _cause(error: Exception) -> str:
     return lines[-1] if lines else type(error).__name__
 
 
-# Answers arrive in any order, and records are yielded in that of a serial run. Questions that share a CUDA-graph level
-# go to one node. The questions of a lost node go to another one.
-
-_TRIES = 3
-"""Nodes that may be lost at one question before its checks are ``crashed``."""
-
-_AHEAD = 10_000
-"""How many questions after the first unfinished one may be started; their results wait in memory."""
-
-Unit = tuple[int, ...]
-"""Indices of questions for one node, in order."""
-
-
-class RayExecutor:
-    """Examines a plan through the nodes of ``cluster``, without the check ``timing``.
-
-    ``blind``: cases that could not be examined at all, each once.
-    """
+class RayExecutor(Examination):
+    """Examines a plan through the nodes of ``cluster``, without the check ``timing``."""
 
     def __init__(
         self, plan: RunPlan, backends: Sequence[BackendDescription], cluster: RayCluster, environment: Environment
     ) -> None:
-        self.blind: list[QuestionError] = []
-        self._plan, self._backends, self._cluster = plan, backends, cluster
-        self._circumstances = Circumstances(plan.seed, environment.digest, attncheck.__version__)
-        self._questions: list[BackendQuestion] = []
-        self._waiting: list[Unit] = []
-        self._at_work: dict[Node, Unit] = {}
-        self._losses: Counter[int] = Counter()
-        self._found: dict[int, Sequence[Record] | ActorRecords] = {}
-        self._faulty: set[str] = set()
+        super().__init__(plan, backends, environment)
+        self._cluster = cluster
 
     def run(self) -> Generator[Record, None, None]:
         """Yield every record, by backend, then by case.
@@ -437,68 +445,9 @@ class RayExecutor:
             ClusterError: no node is left.
             WorkerError: attncheck itself failed on a node.
         """
-        self._questions = untimed(self._plan, self._backends)
-        self._waiting = _units(self._questions)
-        if not self._questions:
-            return
-        idle = deque([self._cluster.start(len(self._waiting))])
-        over = 0
-        while over < len(self._questions):
-            while idle and self._waiting and self._waiting[0][0] < over + _AHEAD:
-                self._send(idle.popleft(), heapq.heappop(self._waiting))
-            for node, answer in self._cluster.wait():
-                self._take(node, answer)
-                if not isinstance(answer, Lost | Refused) and node not in self._at_work:
-                    idle.append(node)
-            while over in self._found:
-                yield from self._records(over)
-                over += 1
-
-    def _send(self, node: Node, unit: Unit) -> None:
-        self._at_work[node] = unit
-        self._cluster.send(node, self._questions[unit[0]])
-
-    def _take(self, node: Node, answer: Answer) -> None:
-        """Store an answer; send the node the next question of its unit, or return the rest of the unit to the queue."""
-        unit = self._at_work.pop(node, ())
-        if not unit:  # the answer is about joining the run
-            return
-        first = self._questions[unit[0]]
-        match answer:
-            case HarnessFailure():
-                raise WorkerError(first.backend.ref, answer)
-            case ActorRecords():
-                self._found[unit[0]] = answer
-                if unit[1:]:
-                    self._send(node, unit[1:])
-                return
-            case Lost():
-                self._losses[unit[0]] += 1
-                if self._losses[unit[0]] == _TRIES:
-                    stopped = Stopped(WAITING, ProcessEnd(f"its node was lost {_TRIES} times: {answer.cause}"))
-                    self._found[unit[0]] = [*ended_records(self._circumstances, first, first.checks, stopped)]
-                    unit = unit[1:]
-        if unit:
-            heapq.heappush(self._waiting, unit)
-
-    def _records(self, index: int) -> Iterable[Record]:
-        """Return the records of a question that is over, and drop them from memory."""
-        found = self._found.pop(index)
-        if not isinstance(found, ActorRecords):
-            return found
-        key = self._questions[index].case.key
-        if found.blind is not None and key not in self._faulty:
-            self._faulty.add(key)
-            self.blind.append(QuestionError(found.blind))
-        return map(_record, found.records)
-
-
-def _units(questions: Sequence[BackendQuestion]) -> list[Unit]:
-    """Return the questions as units, by index; questions that share a CUDA-graph level form one unit."""
-    units: dict[Hashable, list[int]] = {}
-    for index, each in enumerate(questions):
-        units.setdefault(index if each.group is None else each.group, []).append(index)
-    return [tuple(unit) for unit in units.values()]
+        questions = untimed(self._plan, self._descriptions)
+        if questions:
+            yield from self.examine_all(questions, self._cluster.slots(len(questions)), shares_memory=False)
 
 
 def _record(line: bytes) -> Record:

@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from inline_snapshot import snapshot
 
 from attncheck.backends.contract import (
     AttentionBackend,
@@ -27,9 +26,6 @@ class Impl(AttentionImpl):
 
 
 class Builder(AttentionMetadataBuilder):
-    def __init__(self, *args):
-        super().__init__(*args)
-
     def build(self, common_prefix_len, common_attn_metadata, fast_build=False):
         return common_attn_metadata
 
@@ -37,17 +33,9 @@ class Builder(AttentionMetadataBuilder):
 class Minimal(AttentionBackend):
     """The three members that have no default, and a shape of its own."""
 
-    @staticmethod
-    def get_name():
-        return "MINIMAL"
-
-    @staticmethod
-    def get_impl_cls():
-        return Impl
-
-    @staticmethod
-    def get_builder_cls():
-        return Builder
+    get_name = staticmethod(lambda: "MINIMAL")
+    get_impl_cls = staticmethod(lambda: Impl)
+    get_builder_cls = staticmethod(lambda: Builder)
 
     @staticmethod
     def get_kv_cache_shape(num_blocks, block_size, num_kv_heads, head_size):
@@ -71,48 +59,30 @@ def test_defaults_of_a_minimal_backend():
     assert Minimal.get_metadata_cls() is AttentionMetadata
     with pytest.raises(NotImplementedError):
         Minimal.get_kv_cache_stride_order()
-
-
-def test_defaults_of_a_minimal_impl_and_builder():
     assert Impl.brings_writer is True
     impl = Impl(8, 64, 0.125)
     assert impl.fused_output_quant_supported(QuantKey(torch.float8_e4m3fn, None)) is False
-    with pytest.raises(NotImplementedError) as refused:
+    with pytest.raises(NotImplementedError, match="Impl writes the cache in forward"):
         impl.do_kv_cache_update(None, None, None, None, None)
-    assert str(refused.value) == snapshot("Impl writes the cache in forward")
     assert Builder.cudagraph_support is AttentionCGSupport.NEVER
     assert Builder.reorder_batch_threshold is None
+    spec = KVCacheSpec(block_size=16, num_kv_heads=2, head_size=64, dtype=torch.bfloat16)
+    assert (spec.head_size_v, spec.sliding_window, spec.attention_chunk_size) == (64, None, None)
 
 
-def test_a_plain_decoder_case_is_supported_by_default():
+def test_what_a_minimal_backend_supports():
     layer, batch = LayerSpec(num_heads=4, num_kv_heads=2, head_size=64), BatchSpec(requests=(RequestSpec(query_len=3),))
     assert Minimal.unsupported_reasons(layer, CacheSpec(), batch) == []
     assert Minimal.kv_cache_codec(layer, CacheSpec()).packing == "split_first"
-
-
-@pytest.mark.parametrize(("device", "reasons"), [("cpu", 0), ("cuda:3", 0), ("mps", 1)])
-def test_devices(device, reasons):
-    found = Minimal.unavailable_reasons(device)
-    assert len(found) == reasons
-    assert all(device in reason and "cpu, cuda" in reason for reason in found)
-
-
-def test_validate_head_size_names_size_backend_and_choice():
-    class Narrow(Minimal):
-        @classmethod
-        def get_supported_head_sizes(cls):
-            return [64, 128]
-
-    Narrow.validate_head_size(64)
+    assert Minimal.unavailable_reasons("cpu") == Minimal.unavailable_reasons("cuda:3") == []
+    (reason,) = Minimal.unavailable_reasons("mps")
+    assert "mps" in reason
+    assert "cpu, cuda" in reason
+    narrow = type("Narrow", (Minimal,), {"get_supported_head_sizes": classmethod(lambda cls: [64, 128])})
+    narrow.validate_head_size(64)
     Minimal.validate_head_size(7)
-    with pytest.raises(ValueError) as refused:
-        Narrow.validate_head_size(80)
-    assert str(refused.value) == snapshot("head size 80 is not supported by MINIMAL; supported: [64, 128]")
-
-
-def test_cache_spec_names_what_a_builder_reads():
-    spec = KVCacheSpec(block_size=16, num_kv_heads=2, head_size=64, dtype=torch.bfloat16)
-    assert (spec.head_size_v, spec.sliding_window, spec.attention_chunk_size) == (64, None, None)
+    with pytest.raises(ValueError, match=r"head size 80 is not supported by MINIMAL; supported: \[64, 128\]"):
+        narrow.validate_head_size(80)
 
 
 def test_declarations_in_the_form_of_vllm_are_read():
@@ -138,23 +108,10 @@ def test_declarations_in_the_form_of_vllm_are_read():
     assert (AttentionBackend.features, Builder.cudagraph_support) == (frozenset(), AttentionCGSupport.NEVER)
 
 
-@pytest.mark.parametrize(
-    ("field", "value"),
-    [
-        ("lse_base", "10"),
-        ("alibi_reference", "key"),
-        ("padded_rows", "nan"),
-        ("pad_seq_len", -1),
-        ("pad_seq_len", True),
-        ("pad_seq_len", 1.5),
-    ],
-)
-def test_conventions_are_closed(field, value):
-    with pytest.raises(ValueError, match=f"{field} = {value!r}"):
-        Conventions(**{field: value})
-
-
-def test_multiple_of_zero_means_nothing():
-    with pytest.raises(ValueError) as refused:
+def test_conventions_and_multiples_are_closed():
+    wrong = [("lse_base", "10"), ("alibi_reference", "key"), ("padded_rows", "nan")]
+    for field, value in [*wrong, ("pad_seq_len", -1), ("pad_seq_len", True), ("pad_seq_len", 1.5)]:
+        with pytest.raises(ValueError, match=f"{field} = {value!r}"):
+            Conventions(**{field: value})
+    with pytest.raises(ValueError, match="base = 0: must be at least 1"):
         MultipleOf(0)
-    assert str(refused.value) == snapshot("base = 0: must be at least 1")

@@ -4,33 +4,28 @@ import subprocess
 import sys
 
 import pytest
-from inline_snapshot import snapshot
 
 from attncheck.backends import interpreter
 from attncheck.backends.registry import load
 from attncheck.reference.spec import BatchSpec, CacheSpec, LayerSpec, RequestSpec
 
 
-@pytest.fixture(params=["1", "0"])
-def is_interpreted(request, monkeypatch):
-    monkeypatch.setenv("TRITON_INTERPRET", request.param)
-    return request.param == "1"
-
-
-def test_a_version_is_marked_where_kernels_are_interpreted(is_interpreted):
-    assert interpreter.is_interpreted() is is_interpreted
-    assert interpreter.marked("1.2") == ("1.2, interpreted" if is_interpreted else "1.2")
-    assert interpreter.marked("") == ("interpreted" if is_interpreted else "")
-
-
-def test_a_gpu_compiles_them_unless_the_variable_is_set(is_interpreted):
+@pytest.mark.parametrize(("value", "expected"), [("1", True), ("TRUE", True), ("on", True), ("0", False), ("", False)])
+def test_the_variable_is_read_as_triton_reads_it_and_marks_a_version(value, expected, monkeypatch):
+    monkeypatch.setenv("TRITON_INTERPRET", value)
+    assert interpreter.is_interpreted() is expected
+    assert interpreter.marked("1.2") == ("1.2, interpreted" if expected else "1.2")
+    assert interpreter.marked("") == ("interpreted" if expected else "")
+    # A GPU compiles them unless the variable is set.
     assert interpreter.required_environment("cpu") == {"TRITON_INTERPRET": "1"}
     assert interpreter.required_environment("cuda:1") == {}
     assert interpreter.default_suite("cpu") == "interpreted"
-    assert interpreter.default_suite("cuda") == ("interpreted" if is_interpreted else "smoke")
+    assert interpreter.default_suite("cuda") == ("interpreted" if expected else "smoke")
 
 
+@pytest.mark.parametrize("is_interpreted", [True, False])
 def test_the_reason_why_they_cannot_run_is_stated(is_interpreted, monkeypatch):
+    monkeypatch.setenv("TRITON_INTERPRET", str(int(is_interpreted)))
     versions = {"numpy": "2.3.5", "triton": "3.6.0"}
     monkeypatch.setattr("importlib.metadata.version", versions.__getitem__)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
@@ -43,31 +38,31 @@ def test_the_reason_why_they_cannot_run_is_stated(is_interpreted, monkeypatch):
     versions["triton"] = "3.7.0"
     assert interpreter.unavailable_reasons("cpu") == ([] if is_interpreted else on_cpu)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    assert interpreter.unavailable_reasons("cpu") == snapshot(["Triton is not installed"])
+    assert interpreter.unavailable_reasons("cpu") == ["Triton is not installed"]
 
 
 LATE = """
 import os, sys
-{before}
+os.environ.pop("TRITON_INTERPRET", None)
+{}
 os.environ["TRITON_INTERPRET"] = "1"
-{after}
+import triton
 from attncheck.backends.interpreter import untimely_reasons
 print(untimely_reasons())
 """
 
 
 @pytest.mark.parametrize(
-    ("before", "after", "printed"),
+    ("before", "printed"),
     [
-        ("import triton", "", "['Triton was imported before TRITON_INTERPRET=1 was set: set it before Python starts']"),
-        ("", "import triton", "[]"),
-        ("", "", "[]"),
+        ("import triton", "['Triton was imported before TRITON_INTERPRET=1 was set: set it before Python starts']"),
+        ("", "[]"),
     ],
 )
-def test_a_variable_set_too_late_is_reported(before, after, printed, preloaded):
+def test_a_variable_set_too_late_is_reported(before, printed, preloaded):
     pytest.importorskip("triton")
-    code = "import os; os.environ.pop('TRITON_INTERPRET', None)\n" + LATE.format(before=before, after=after)
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    command = [sys.executable, "-c", LATE.format(before)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
     assert done.stdout.strip() == printed
 
 

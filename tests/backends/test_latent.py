@@ -4,7 +4,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from inline_snapshot import snapshot
 
 from attncheck.backends.caches.packings import allocate_kv_cache, detect_packing, stride_order
 from attncheck.backends.candidates.reference_mla import ReferenceMLABackend
@@ -17,74 +16,30 @@ from attncheck.harness.problem.storage import make_up_projections
 from attncheck.reference import CommonAttentionMetadata
 from attncheck.reference.spec import BatchSpec, CacheSpec, LayerSpec, MLASpec, RequestSpec
 
-CANDIDATES = (ReferenceMLABackend, TorchMLABackend)
 SIZES = MLASpec(kv_lora_rank=12, qk_nope_head_dim=6, qk_rope_head_dim=4, v_head_dim=10)
 LAYER = LayerSpec(num_heads=3, num_kv_heads=1, head_size=16, dtype="float32", scale=0.5, mla=SIZES)
 CPU = torch.device("cpu")
-ARGUMENTS = (3, 16, 0.5, 1, None, None, "auto", None, "decoder", None)
-BLOCK_SIZE, BLOCKS = 4, 30
+ARGUMENTS = {"num_heads": 3, "head_size": 16, "scale": 0.5, "num_kv_heads": 1}
+BLOCK_SIZE = 4
+SCALES = SimpleNamespace(_k_scale=torch.ones(1), _v_scale=torch.ones(1), _q_scale=torch.ones(1))
+
+each_candidate = pytest.mark.parametrize("backend", [ReferenceMLABackend, TorchMLABackend])
 
 
 def keywords(**changes):
-    weights = make_up_projections(LAYER, torch.float32)
-    return latent_keywords(SIZES, weights, CPU) | changes
+    return latent_keywords(SIZES, make_up_projections(LAYER, torch.float32), CPU) | changes
 
 
-def impl_of(backend, *, loaded=True):
-    impl = backend.get_impl_cls()(*ARGUMENTS, **keywords())
-    if loaded:
-        impl.process_weights_after_loading(torch.float32)
-    return impl
-
-
-def builder_of(backend):
-    spec = KVCacheSpec(block_size=BLOCK_SIZE, num_kv_heads=1, head_size=16, dtype=torch.float32)
-    return backend.get_builder_cls()(spec, ["layer.0"], None, CPU)
-
-
-def int32(numbers):
-    return torch.tensor(numbers, dtype=torch.int32)
-
-
-def make_step():
-    """(arguments of forward but for layer and metadata, common metadata) of a request of 3 rows and one of 1."""
-    tables = torch.arange(24, dtype=torch.int32).view(2, 12) + 1
-    starts, lens = int32([0, 3, 4]), int32([9, 5])
-    common = CommonAttentionMetadata(
-        query_start_loc=starts,
-        query_start_loc_cpu=starts,
-        seq_lens=lens,
-        seq_lens_cpu=lens,
-        num_computed_tokens_cpu=int32([6, 4]),
-        num_reqs=2,
-        num_actual_tokens=4,
-        max_query_len=3,
-        max_seq_len=9,
-        block_table_tensor=tables,
-        slot_mapping=torch.tensor([10, 11, 12, 56]),
-    )
-    kv_cache = torch.full((BLOCKS, BLOCK_SIZE, 16), 7.0)
-    return [torch.zeros(4, 3, 10), torch.zeros(4, 12), torch.zeros(4, 1, 4), kv_cache], common
-
-
-SCALES = SimpleNamespace(_k_scale=torch.ones(1), _v_scale=torch.ones(1), _q_scale=torch.ones(1))
-
-
-@pytest.mark.parametrize("backend", CANDIDATES)
-def test_declarations(backend):
+@each_candidate
+def test_what_is_declared(backend):
     assert contract_problems(backend) == []
     assert backend.is_mla()
     batch = BatchSpec(requests=(RequestSpec(query_len=1),))
     assert backend.unsupported_reasons(LAYER, CacheSpec(), batch) == []
     plain = LayerSpec(num_heads=4, num_kv_heads=2, head_size=64, sliding_window=9)
-    assert backend.unsupported_reasons(plain, CacheSpec(), batch) == snapshot(["the layer has no latent cache"])
-    assert SDPABackend.unsupported_reasons(LAYER, CacheSpec(), batch) == snapshot(
-        ["the layer has a latent cache: feature 'mla' is not declared"]
-    )
-
-
-@pytest.mark.parametrize("backend", CANDIDATES)
-def test_the_cache_has_one_layout(backend):
+    assert backend.unsupported_reasons(plain, CacheSpec(), batch) == ["the layer has no latent cache"]
+    undeclared = "the layer has a latent cache: feature 'mla' is not declared"
+    assert SDPABackend.unsupported_reasons(LAYER, CacheSpec(), batch) == [undeclared]
     for layout in ("NHD", "HND"):
         cache = CacheSpec(block_size=BLOCK_SIZE, layout=layout)
         assert detect_packing(backend, LAYER, cache) == "latent"
@@ -94,61 +49,73 @@ def test_the_cache_has_one_layout(backend):
         backend.get_kv_cache_shape(5, 4, 2, 16)
 
 
-@pytest.mark.parametrize("backend", CANDIDATES)
+@each_candidate
 @pytest.mark.parametrize(
-    ("position", "value", "error", "message"),
+    ("error", "message", "arguments", "own"),
     [
-        (3, 3, ValueError, "num_kv_heads 3, head_size 16: a latent cache has 1 and 16"),
-        (1, 20, ValueError, "num_kv_heads 1, head_size 20: a latent cache has 1 and 16"),
-        (5, 9, NotImplementedError, "sliding_window is not supported"),
+        (ValueError, "num_kv_heads 3, head_size 16: a latent cache has 1 and 16", {"num_kv_heads": 3}, {}),
+        (ValueError, "num_kv_heads 1, head_size 20: a latent cache has 1 and 16", {"head_size": 20}, {}),
+        (NotImplementedError, "sliding_window is not supported", {"sliding_window": 9}, {}),
+        (ValueError, r"qk_head_dim 12 is not 6 \+ 4", {}, {"qk_head_dim": 12}),
+        (ValueError, r"kv_b_proj.weight has shape \(48, 12\), not \(51, 12\)", {}, {"v_head_dim": 11}),
     ],
 )
-def test_what_the_constructor_refuses(backend, position, value, error, message):
-    arguments = [*ARGUMENTS]
-    arguments[position] = value
+def test_what_the_constructor_refuses(backend, error, message, arguments, own):
     with pytest.raises(error, match=message):
-        backend.get_impl_cls()(*arguments, **keywords())
+        backend.get_impl_cls()(**ARGUMENTS | arguments, **keywords(**own))
 
 
-@pytest.mark.parametrize("backend", CANDIDATES)
-def test_sizes_that_do_not_fit_and_keywords_left_out(backend):
-    with pytest.raises(ValueError, match="qk_head_dim 12 is not 6 \\+ 4"):
-        backend.get_impl_cls()(*ARGUMENTS, **keywords(qk_head_dim=12))
-    with pytest.raises(ValueError, match=r"kv_b_proj.weight has shape \(48, 12\), not \(51, 12\)"):
-        backend.get_impl_cls()(*ARGUMENTS, **keywords(v_head_dim=11))
+def test_keywords_of_latent_layers_go_with_a_declaration():
     with pytest.raises(TypeError, match="missing 7 required keyword-only arguments"):
-        backend.get_impl_cls()(*ARGUMENTS)
+        TorchMLABackend.get_impl_cls()(**ARGUMENTS)
     with pytest.raises(TypeError, match="q_lora_rank"):
-        SDPABackend.get_impl_cls()(*ARGUMENTS, **keywords())
-
-
-@pytest.mark.parametrize("backend", CANDIDATES)
-def test_what_forward_refuses(backend):
-    arguments, common = make_step()
-    impl, metadata = impl_of(backend), builder_of(backend).build(0, common)
-    output = torch.zeros(4, 30)
-    with pytest.raises(RuntimeError, match="before process_weights_after_loading"):
-        impl_of(backend, loaded=False).forward(SCALES, *arguments, metadata, output=output)
-    with pytest.raises(ValueError, match="output is None"):
-        impl.forward(SCALES, *arguments, metadata)
-    with pytest.raises(ValueError, match=r"query has shape \(3, 3, 10\), not \[4\+, 3, 10\]"):
-        impl.forward(SCALES, arguments[0][:3], *arguments[1:], metadata, output=output)
-    with pytest.raises(ValueError, match=r"output has shape \(4, 3, 10\), not \[4\+, 30\]"):
-        impl.forward(SCALES, *arguments, metadata, output=torch.zeros(4, 3, 10))
-    with pytest.raises(ValueError, match="one of kv_c_normed and k_pe is None"):
-        impl.forward(SCALES, *arguments[:2], None, arguments[3], metadata, output=output)
-    with pytest.raises(ValueError, match="kv_cache has shape"):
-        impl.forward(SCALES, *arguments[:3], torch.zeros(0), metadata, output=output)
-    with pytest.raises(TypeError, match="attn_metadata is a str"):
-        impl.forward(SCALES, *arguments, "metadata", output=output)
-    with pytest.raises(NotImplementedError, match="output_scale"):
-        impl.forward(SCALES, *arguments, metadata, output=output, output_scale=torch.ones(1))
-    assert not output.any()
-    assert (arguments[3] == 7.0).all()
-
-
-def test_a_backend_that_declares_mla_must_take_its_keywords():
+        SDPABackend.get_impl_cls()(**ARGUMENTS, **keywords())
     careless = type("Careless", (SDPABackend,), {"features": SDPABackend.features | {"mla"}})
     (problem,) = contract_problems(careless)
     assert "SDPAImpl.__init__" in problem
     assert "v_head_dim=, kv_b_proj=): got an unexpected keyword argument 'q_lora_rank'" in problem
+
+
+@each_candidate
+def test_what_forward_refuses(backend):
+    """A request of 3 rows and one of 1; output and cache are left as they were."""
+    starts, lens = torch.tensor([0, 3, 4], dtype=torch.int32), torch.tensor([9, 5], dtype=torch.int32)
+    common = CommonAttentionMetadata(
+        query_start_loc=starts,
+        query_start_loc_cpu=starts,
+        seq_lens=lens,
+        seq_lens_cpu=lens,
+        num_computed_tokens_cpu=lens - starts.diff(),
+        num_reqs=2,
+        num_actual_tokens=4,
+        max_query_len=3,
+        max_seq_len=9,
+        block_table_tensor=torch.arange(24, dtype=torch.int32).view(2, 12) + 1,
+        slot_mapping=torch.tensor([10, 11, 12, 56]),
+    )
+    spec = KVCacheSpec(block_size=BLOCK_SIZE, num_kv_heads=1, head_size=16, dtype=torch.float32)
+    given = {
+        "query": torch.zeros(4, 3, 10),
+        "kv_c_normed": torch.zeros(4, 12),
+        "k_pe": torch.zeros(4, 1, 4),
+        "kv_cache": torch.full((30, BLOCK_SIZE, 16), 7.0),
+        "attn_metadata": backend.get_builder_cls()(spec, ["layer.0"], None, CPU).build(0, common),
+        "output": torch.zeros(4, 30),
+    }
+    impl = backend.get_impl_cls()(**ARGUMENTS, **keywords())
+    with pytest.raises(RuntimeError, match="before process_weights_after_loading"):
+        impl.forward(SCALES, *given.values())
+    impl.process_weights_after_loading(torch.float32)
+    for error, message, changes in (
+        (ValueError, "output is None", {"output": None}),
+        (ValueError, r"query has shape \(3, 3, 10\), not \[4\+, 3, 10\]", {"query": given["query"][:3]}),
+        (ValueError, r"output has shape \(4, 3, 10\), not \[4\+, 30\]", {"output": torch.zeros(4, 3, 10)}),
+        (ValueError, "one of kv_c_normed and k_pe is None", {"k_pe": None}),
+        (ValueError, "kv_cache has shape", {"kv_cache": torch.zeros(0)}),
+        (TypeError, "attn_metadata is a str", {"attn_metadata": "metadata"}),
+        (NotImplementedError, "output_scale", {"output_scale": torch.ones(1)}),
+    ):
+        with pytest.raises(error, match=message):
+            impl.forward(SCALES, *(given | changes).values())
+    assert not given["output"].any()
+    assert (given["kv_cache"] == 7.0).all()

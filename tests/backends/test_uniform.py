@@ -2,7 +2,6 @@
 
 from types import SimpleNamespace
 
-import pytest
 import torch
 
 from attncheck.backends import uniform
@@ -17,69 +16,48 @@ PLAIN = LayerSpec(num_heads=4, num_kv_heads=2, head_size=16, dtype="float32", sc
 ONES = SimpleNamespace(_k_scale=torch.ones(1), _v_scale=torch.ones(1))
 
 
-@pytest.mark.parametrize(
-    ("lens", "expected"),
-    [
-        ((1, 1, 1), 1),
-        ((3, 3), 3),
-        ((16,), 16),
-        ((17, 17), None),
-        ((2, 2, 0, 0), 2),
-        ((2, 0, 2), None),
-        ((0, 2), None),
-        ((0, 0), None),
-        ((1, 2), None),
-        ((), None),
-    ],
-)
-def test_which_steps_are_uniform(lens, expected):
-    starts = tuple(sum(lens[:count]) for count in range(len(lens) + 1))
-    step = PagedMetadata(common=None, query_start_loc=starts, seq_lens=lens, attention_chunk_size=None)
-    assert uniform_query_len(step, UNIFORM_ROWS) == expected
+def test_which_steps_are_uniform():
+    expected = {(1, 1, 1): 1, (3, 3): 3, (16,): 16, (17, 17): None, (2, 2, 0, 0): 2}
+    expected |= dict.fromkeys([(2, 0, 2), (0, 2), (0, 0), (1, 2), ()])
+    for lens, query_len in expected.items():
+        starts = tuple(sum(lens[:count]) for count in range(len(lens) + 1))
+        step = PagedMetadata(common=None, query_start_loc=starts, seq_lens=lens, attention_chunk_size=None)
+        assert uniform_query_len(step, UNIFORM_ROWS) == query_len, lens
 
 
-@pytest.mark.parametrize(
-    ("drafts", "level"),
-    [
-        (None, AttentionCGSupport.UNIFORM_BATCH),
-        (15, AttentionCGSupport.UNIFORM_BATCH),
-        (16, AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE),
-    ],
-)
-def test_more_drafts_than_are_batched_leave_the_level_of_single_tokens(drafts, level):
-    config = SimpleNamespace(speculative_config=SimpleNamespace(num_speculative_tokens=drafts))
-    assert SDPABuilder.get_cudagraph_support(config, None) is level
+def test_more_drafts_than_are_batched_leave_the_level_of_single_tokens():
+    for drafts, level in ((None, "UNIFORM_BATCH"), (15, "UNIFORM_BATCH"), (16, "UNIFORM_SINGLE_TOKEN_DECODE")):
+        config = SimpleNamespace(speculative_config=SimpleNamespace(num_speculative_tokens=drafts))
+        assert SDPABuilder.get_cudagraph_support(config, None) is AttentionCGSupport[level]
     assert SDPABuilder.get_cudagraph_support(SimpleNamespace(speculative_config=None), None).value == 2
 
 
-def gathered(make_step, requests, params, *, padding=(0, 0), max_seq_len=None):
-    """The pieces of a step whose pool holds the number of the slot, and the step."""
-    step = make_step(SDPABackend, PLAIN, requests, padding=padding)
+def gathered(make_step, requests, *, window=(-1, -1), max_seq_len=None):
+    """The pieces of a step whose pool holds the number of the slot."""
+    step = make_step(SDPABackend, PLAIN, requests)
     slots = torch.arange(40 * 16, dtype=torch.float32).view(40, 16, 1, 1)
     if max_seq_len is not None:
         step.common.max_seq_len = max_seq_len
+    params = AttentionParams(4, 2, 16, window=window)
     metadata = step.builder().build(0, step.common)
-    parts = uniform_requests(params, metadata, requests[0][0], ONES, None, None, (slots, -slots), torch.float32)
-    return list(parts), step
+    return list(uniform_requests(params, metadata, requests[0][0], ONES, None, None, (slots, -slots), torch.float32))
 
 
 def test_of_a_window_only_what_it_reaches_is_gathered(make_step):
-    params = AttentionParams(4, 2, 16, window=(4, 0))
-    (piece,), _ = gathered(make_step, [(2, 35), (2, 3)], params)
+    (piece,) = gathered(make_step, [(2, 35), (2, 3)], window=(4, 0))
     assert piece.key.shape[1] == 6
     assert piece.key_positions[0].tolist() == [29, 30, 31, 32, 33, 34]
     assert piece.key_positions[1][piece.exists[1]].tolist() == [0, 1, 2]
 
 
 def test_room_for_keys_ends_with_the_bound_of_all_lengths_and_with_the_table(make_step):
-    params = AttentionParams(4, 2, 16)
-    assert gathered(make_step, [(1, 20)], params, max_seq_len=21)[0][0].key.shape[1] == 21
-    assert gathered(make_step, [(1, 20)], params, max_seq_len=10**6)[0][0].key.shape[1] == 3 * 16
+    assert gathered(make_step, [(1, 20)], max_seq_len=21)[0].key.shape[1] == 21
+    assert gathered(make_step, [(1, 20)], max_seq_len=10**6)[0].key.shape[1] == 3 * 16
 
 
 def test_a_large_step_is_cut_between_requests(make_step, monkeypatch):
     monkeypatch.setattr(uniform, "_PIECE_ELEMENTS", 2 * 4 * 48 * 16)
-    pieces, _ = gathered(make_step, [(3, 30)] * 5, AttentionParams(4, 2, 16), max_seq_len=48)
+    pieces = gathered(make_step, [(3, 30)] * 5, max_seq_len=48)
     assert [piece.rows for piece in pieces] == [slice(0, 6), slice(6, 12), slice(12, 15)]
     monkeypatch.setattr(uniform, "_PIECE_ELEMENTS", 1)
     step = make_step(SDPABackend, PLAIN, [(3, 30), (3, 7)], padding=(1, 1))

@@ -127,11 +127,11 @@ def test_of_very_many_mistakes_ten_are_listed(tmp_path: Path) -> None:
     assert last == f"{path}: and 5 more mistakes"
 
 
-@pytest.mark.parametrize("text", ["", "\n", "# a comment\n"])
-def test_empty_file(tmp_path: Path, text: str) -> None:
+def test_an_empty_file(tmp_path: Path) -> None:
     path = tmp_path / "empty.yaml"
-    path.write_text(text)
-    assert str(refusal_of(path)).startswith(f"{path}:1:1: the file is empty")
+    for text in ("", "\n", "# a comment\n"):
+        path.write_text(text)
+        assert str(refusal_of(path)).startswith(f"{path}:1:1: the file is empty")
 
 
 @pytest.mark.parametrize(
@@ -155,15 +155,13 @@ def test_what_is_no_file_of_cases(
     assert plain(str(refused.value)) == message
 
 
-def test_aliases_in_a_chain_count_as_deep_as_they_are(plain: Callable[[str], str], tmp_path: Path) -> None:
+def test_aliases_in_a_chain_count_as_deep_as_they_are(tmp_path: Path) -> None:
     chain = "".join(f"  - &a{i} [[[[[*a{i - 1}]]]]]\n" for i in range(1, 200))
     path = tmp_path / "chain.yaml"
     path.write_text(f"suite: bad\ncases:\n  - &a0 x\n{chain}")
-    message = str(refusal_of(path))
-    assert "40" in message
-    assert plain(message) == snapshot(
-        "TMP/chain.yaml:11:14: cases[8][0][0][0][0][0]: nested more than 40 deep; a case file needs a handful of levels"
-    )
+    error = refusal_of(path)
+    assert "nested more than 40 deep" in str(error)
+    assert (error.line, error.column, error.key) == (11, 14, "cases[8][0][0][0][0][0]")
 
 
 def test_a_text_that_turns_the_direction_of_writing_is_refused(tmp_path: Path) -> None:
@@ -173,17 +171,19 @@ def test_a_text_that_turns_the_direction_of_writing_is_refused(tmp_path: Path) -
         assert re.search("is not allowed in YAML|an escape gives a control character", str(refusal_of(path)))
 
 
-@pytest.mark.parametrize("text", ["!" + "t" * 50_000 + " x", "*" + "a" * 50_000, "{" + "k" * 50_000 + ": [}"])
-def test_a_message_about_a_long_word_is_short(tmp_path: Path, text: str) -> None:
+def test_a_message_about_a_long_word_is_short(tmp_path: Path) -> None:
     path = tmp_path / "long.yaml"
-    path.write_text(f"suite: a\ncases: {text}\n")
-    assert len(str(refusal_of(path))) < 3000
+    for text in ("!" + "t" * 50_000 + " x", "*" + "a" * 50_000, "{" + "k" * 50_000 + ": [}"):
+        path.write_text(f"suite: a\ncases: {text}\n")
+        assert len(str(refusal_of(path))) < 3000
 
 
-@pytest.mark.parametrize(
-    "batch", [f"{{requests: [{'{query_len: 1, seq_len: 9},' * 9000}]}}", "_".join(["q1s2"] * 50_000)]
-)
-def test_cases_that_are_large_and_many_are_refused_at_once(tmp_path: Path, batch: str) -> None:
+@pytest.mark.parametrize("form", ["list", "string"])
+def test_cases_that_are_large_and_many_are_refused_at_once(tmp_path: Path, form: str) -> None:
+    batch = {
+        "list": f"{{requests: [{'{query_len: 1, seq_len: 9},' * 9000}]}}",
+        "string": "_".join(["q1s2"] * 50_000),
+    }[form]
     path = tmp_path / "large.yaml"
     scales = ", ".join(f"0.{number}" for number in range(1, 300))
     path.write_text(

@@ -5,14 +5,9 @@ from pathlib import Path
 import pytest
 from inline_snapshot import snapshot
 
-from attncheck.cases.loader import load_suite, suite_names
+from attncheck.cases.loader import load_suite, select, suite_names
 from attncheck.cases.model import Case
 from attncheck.cases.outline import KeyValue, keys_of, shape_of
-
-
-@pytest.fixture(scope="module")
-def suite_cases() -> dict[str, Case]:
-    return {case.key: case for name in suite_names() for case in load_suite(name)}
 
 
 @pytest.mark.parametrize("name", suite_names())
@@ -78,7 +73,6 @@ def test_the_plain_case(tmp_path: Path) -> None:
     [
         ("    layer: {sliding_window: 9}", {"layer.sliding_window": 9}, "sliding_window 9"),
         ("    layer: {sinks: true}", {"layer.sinks": True}, "sinks True"),
-        ("    layer: {causal: false}", {"layer.causal": False}, "causal False"),
         ("    cache: {kv_cache_dtype: fp8}", {"cache.kv_cache_dtype": "fp8"}, "kv_cache_dtype fp8"),
         (
             "    batch: {requests: q5s20_2q1s9, padding: {requests: 1, tokens: 4}}",
@@ -109,8 +103,8 @@ def test_what_is_given_is_a_key_of_its_own(tmp_path: Path, text: str, keys: dict
     assert words not in shape_of(plain)
 
 
-def test_sizes_of_a_latent_cache_are_one_text(suite_cases: dict[str, Case]) -> None:
-    case = suite_cases["mla/ranks"]
+def test_sizes_of_a_latent_cache_are_one_text() -> None:
+    (case,) = select(load_suite("mla").cases, ["ranks"])
     text = "kv_lora_rank 512 qk_nope_head_dim 128 qk_rope_head_dim 64 v_head_dim 128"
     assert keys_of(case)["layer.mla"] == text
     assert f", mla {text}, " in shape_of(case)

@@ -43,7 +43,7 @@ def test_a_default_is_replaced_in_cases_that_do_not_set_it(file: str) -> None:
 
 
 def test_a_built_in_suite_is_varied_by_name() -> None:
-    (ref,) = {with_defaults("decode", ["cache.block_size=64", "cache.layout=HND"])}
+    ref = with_defaults("decode", ["cache.block_size=64", "cache.layout=HND"])
     assert ref == "decode{cache.block_size: 64, cache.layout: HND}"
     assert split_variant(ref) == ("decode", "{cache.block_size: 64, cache.layout: HND}")
     suite = load_suite(ref)
@@ -69,23 +69,29 @@ def test_a_case_that_an_override_makes_invalid_is_left_out_and_named(
     assert plain(note) == snapshot(
         "shared is left out, since it is invalid with these defaults: shared_prefix must be whole pages of 24 tokens (found 16)"
     )
-    assert "24 tokens" in note
-    path.write_text(SUITE.partition("  - {id: plain")[0] + shared, encoding="utf-8")
+
+
+@pytest.mark.parametrize(
+    ("text", "place"),
+    [
+        (
+            SUITE.partition("  - {id: plain")[0]
+            + "  - {id: shared, batch: [{query_len: 1, seq_len: 40, shared_prefix: 16, count: 2}]}\n",
+            (6, 69, "cases[0].batch[0].shared_prefix"),
+        ),
+        (
+            SUITE + "  - {id: typo, batch: q1s9, layer: {slidin_window: 3}}\n",
+            (9, 37, "cases[3].layer.slidin_window"),
+        ),
+    ],
+    ids=["the last case", "a mistake of the file"],
+)
+def test_what_is_no_case_to_leave_out_is_refused(tmp_path: Path, text: str, place: tuple[int, int, str]) -> None:
+    path = tmp_path / "t.yaml"
+    path.write_text(text, encoding="utf-8")
     with pytest.raises(CaseFileError) as refused:
         load_suite(f"{path}{{cache.block_size: 24}}")
-    assert plain(str(refused.value)) == snapshot(
-        "TMP/t.yaml:6:69: cases[0].batch[0].shared_prefix: shared_prefix must be whole pages of 24 tokens (found 16); give a multiple of 24"
-    )
-
-
-def test_a_mistake_of_the_file_is_no_case_to_leave_out(plain: Callable[[str], str], tmp_path: Path) -> None:
-    path = tmp_path / "t.yaml"
-    path.write_text(SUITE + "  - {id: typo, batch: q1s9, layer: {slidin_window: 3}}\n", encoding="utf-8")
-    with pytest.raises(CaseFileError) as refused:
-        load_suite(f"{path}{{cache.block_size: 32}}")
-    assert plain(str(refused.value)) == snapshot(
-        "TMP/t.yaml:9:37: cases[3].layer.slidin_window: a layer has no key 'slidin_window'; did you mean 'sliding_window'? (known: ...)"
-    )
+    assert (refused.value.line, refused.value.column, refused.value.key) == place
 
 
 def test_lists_are_values_too(file: str) -> None:
@@ -93,66 +99,30 @@ def test_lists_are_values_too(file: str) -> None:
     assert suite.cases[0].cache.k_scale == (0.5, 0.25)
 
 
-@pytest.mark.parametrize("setting", ["cache.block_size", "=3", "cache.block_size="])
-def test_a_setting_without_key_or_value_is_refused(setting: str) -> None:
-    with pytest.raises(SelectionError, match="KEY=VALUE"):
-        with_defaults("decode", [setting])
+def test_a_setting_without_key_or_value_is_refused() -> None:
+    for setting in ("cache.block_size", "=3", "cache.block_size="):
+        with pytest.raises(SelectionError, match="KEY=VALUE"):
+            with_defaults("decode", [setting])
 
 
 @pytest.mark.parametrize(
-    ("braces", "message"),
+    ("braces", "column", "phrase"),
     [
-        (
-            "{batch: q1}",
-            snapshot(
-                "decode{batch: q1}:1:2: batch: braces cannot replace this key (found 'batch'); a dotted key below layer or cache"
-            ),
-        ),
-        (
-            "{block_size: 32}",
-            snapshot(
-                "decode{block_size: 32}:1:2: block_size: braces cannot replace this key (found 'block_size'); did you mean cache.block_size?"
-            ),
-        ),
-        (
-            "{cache.block_sise: 3}",
-            snapshot(
-                "decode{cache.block_sise: 3}:1:2: cache.block_sise: a cache has no key 'block_sise', in case page-edges.float16-NHD; did you mean 'block_size'? (known: ...)"
-            ),
-        ),
-        (
-            "{cache.block_size: many}",
-            snapshot(
-                "decode{cache.block_size: many}:1:20: cache.block_size: block_size must be a whole number, in case page-edges.float16-NHD (found 'many'); meaning of block_size: tokens per page"
-            ),
-        ),
-        (
-            "{cache.block_size: 1, cache.block_size: 2}",
-            snapshot(
-                "decode{cache.block_size: 1, cache.block_size: 2}:1:23: cache.block_size: this key is on line 1 already; keep one of the two"
-            ),
-        ),
-        (
-            "{cache.block_size}",
-            snapshot(
-                "decode{cache.block_size}:1:2: cache.block_size: a default needs a value (found 'cache.block_size'); write cache.block_size: VALUE"
-            ),
-        ),
-        (
-            "{cache.block_size: 1, cache.block_size.x: 2}",
-            snapshot(
-                "decode{cache.block_size: 1, cache.block_size.x: 2}:1:23: cache.block_size.x: block_size is a number on line 1, so there is no x in it; write block_size as a mapping there"
-            ),
-        ),
-        ("{[}", snapshot("decode{[}:1:2: a key must be a single word; write name: value")),
+        ("{batch: q1}", 2, "braces cannot replace this key (found 'batch'); a dotted key below layer or cache"),
+        ("{block_size: 32}", 2, "did you mean cache.block_size?"),
+        ("{cache.block_sise: 3}", 2, "in case page-edges.float16-NHD; did you mean 'block_size'?"),
+        ("{cache.block_size: many}", 20, "block_size must be a whole number, in case page-edges.float16-NHD"),
+        ("{cache.block_size: 1, cache.block_size: 2}", 23, "this key is on line 1 already; keep one of the two"),
+        ("{cache.block_size}", 2, "a default needs a value"),
+        ("{cache.block_size: 1, cache.block_size.x: 2}", 23, "so there is no x in it; write block_size as a mapping"),
+        ("{[}", 2, "a key must be a single word; write name: value"),
     ],
 )
-def test_what_cannot_be_a_default_is_refused_by_the_suites_name(
-    plain: Callable[[str], str], braces: str, message: str
-) -> None:
+def test_what_cannot_be_a_default_is_refused_by_the_suites_name(braces: str, column: int, phrase: str) -> None:
     with pytest.raises(CaseFileError) as caught:
         load_suite(f"decode{braces}")
-    assert plain(str(caught.value)) == message
+    assert str(caught.value).startswith(f"decode{braces}:1:{column}: ")
+    assert phrase in str(caught.value)
 
 
 def test_an_unknown_suite_is_named_without_its_braces() -> None:

@@ -83,18 +83,8 @@ def test_a_suite_describes_each_case_and_stays_cheap(name: str) -> None:
         for case in suite
         for request in case.batch
     ]
-    assert sum(products) < 8e6  # scores in all: under two seconds for the float64 truth of a suite
+    assert sum(products) < (8e6 if name != "smoke" else 2e6)  # scores in all; 8e6: under two seconds of float64
     assert max(products) < 2.2e6
-
-
-def test_smoke_is_small() -> None:
-    for case in cases("smoke"):
-        if case.id == "far-keys":
-            assert (case.batch.num_tokens, case.layer.num_heads, case.checks) == (2, 1, ("numerics",))
-            continue
-        assert case.batch.max_seq_len <= 1100
-        assert case.batch.num_tokens <= 150
-        assert sum(total_len for _, total_len in lengths(case.batch)) * case.layer.num_kv_heads <= 4500
 
 
 # `seq_lens` and query lengths of vLLM's backend test, as its authors tabulate them.

@@ -1,11 +1,9 @@
 """Configurations of vLLM's attention benchmarks, as they are: every key honoured or named."""
 
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from inline_snapshot import snapshot
 
 from attncheck.cases.loader import load_file
 from attncheck.cases.model import Suite
@@ -49,43 +47,24 @@ def test_standard_attention() -> None:
     assert case.origin.endswith("serving_mix.yaml:26")
     assert suite.default_backends == ("vllm:FLASH_ATTN", "vllm:TRITON_ATTN", "vllm:FLASHINFER")
     assert suite.default_device == "cuda:0"
-    assert not_used(suite) == {
-        "repeats",
-        "warmup_iters",
-        "cuda_graphs",
-        "profile_memory",
-        "model.num_layers",
-        "model.name",
-    }
+    unused = "repeats warmup_iters cuda_graphs profile_memory model.num_layers model.name"
+    assert not_used(suite) == set(unused.split())
     assert "examined once, though the file has it twice: q2k" in suite.notes
     assert any(note.startswith("provenance: geometry: model_id: example/model-8b; role: GQA") for note in suite.notes)
 
 
 def test_latent_attention_with_a_sweep() -> None:
     suite = load("latent_decode")
-    assert [case.id for case in suite] == [
-        "16q1s512.128h",
-        "32q1s8k.128h",
-        "16q4s1k_16q1s1k.128h",
-        "16q1s512.16h",
-        "32q1s8k.16h",
-        "16q4s1k_16q1s1k.16h",
-    ]
+    batches = ("16q1s512", "32q1s8k", "16q4s1k_16q1s1k")
+    assert [case.id for case in suite] == [f"{batch}.{heads}" for heads in ("128h", "16h") for batch in batches]
     case = suite.cases[-1]
     assert (case.layer.num_heads, case.layer.num_kv_heads, case.layer.head_size) == (16, 1, 576)
     assert case.layer.mla == MLASpec(kv_lora_rank=512, qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128)
     assert case.layer.softmax_scale == 192**-0.5
     assert (case.cache.block_size, case.cache.kv_cache_dtype) == (64, "fp8")
     assert case.batch.path.name == "mla"
-    assert not_used(suite) == {
-        "repeats",
-        "CUTLASS_MLA",
-        "FLASH_ATTN_MLA",
-        "some_new_option",
-        "model.name",
-        "model.num_layers",
-        "model.max_model_len",
-    }
+    unused = "repeats CUTLASS_MLA FLASH_ATTN_MLA some_new_option model.name model.num_layers model.max_model_len"
+    assert not_used(suite) == set(unused.split())
 
 
 def test_ranges_and_sizes() -> None:
@@ -98,14 +77,8 @@ def test_ranges_and_sizes() -> None:
     assert suite.default_device == "cuda:1"
     assert {case.cache.block_size for case in suite} == {16}
     assert "the model has no block_size: 16 is taken" in suite.notes
-    assert not_used(suite) == {
-        "mode",
-        "benchmark.repeats",
-        "benchmark.warmup_iters",
-        "reorder_batch_thresholds",
-        "output",
-        "model.num_layers",
-    }
+    unused = "mode benchmark.repeats benchmark.warmup_iters reorder_batch_thresholds output model.num_layers"
+    assert not_used(suite) == set(unused.split())
 
 
 def test_a_thousand_cases_are_listed_at_once() -> None:
@@ -165,24 +138,13 @@ def test_an_unknown_cache_dtype_is_named(tmp_path: Path) -> None:
     )
 
 
-def test_a_file_of_ours_is_never_taken_for_one_of_theirs(plain: Callable[[str], str], tmp_path: Path) -> None:
-    text = f"suite: s\nbatch_specs: [q9]\n{MODEL}"
-    with pytest.raises(CaseFileError) as refused:
-        load_text(tmp_path, text)
-    assert plain(str(refused.value)) == snapshot(
-        "TMP/a file (1).yaml:2:1: batch_specs: a case file has no key 'batch_specs'; known: suite, description, defaults, cases"
-    )
+def test_a_file_of_ours_is_never_taken_for_one_of_theirs(tmp_path: Path) -> None:
+    with pytest.raises(CaseFileError, match="a case file has no key 'batch_specs'"):
+        load_text(tmp_path, f"suite: s\nbatch_specs: [q9]\n{MODEL}")
 
 
-def test_large_batches_for_many_models_are_refused_at_once(plain: Callable[[str], str], tmp_path: Path) -> None:
-    path = tmp_path / "large.yaml"
+def test_large_batches_for_many_models_are_refused_at_once(tmp_path: Path) -> None:
     batch, sizes = "_".join(["q1s2"] * 20_000), ", ".join(str(8 * number) for number in range(1, 301))
-    path.write_text(
-        "model: {num_q_heads: 8, num_kv_heads: 8, head_dim: 64, block_size: 16}\n"
-        f"batch_specs: [{batch}]\nmodel_parameter_sweep: {{param_name: head_dim, values: [{sizes}]}}\n"
-    )
-    with pytest.raises(CaseFileError) as refused:
-        load_file(path)
-    assert plain(str(refused.value)) == snapshot(
-        "TMP/large.yaml:1:1: the cases hold 6000000 requests in all; at most 5000000 a file: split it"
-    )
+    sweep = f"batch_specs: [{batch}]\nmodel_parameter_sweep: {{param_name: head_dim, values: [{sizes}]}}\n"
+    with pytest.raises(CaseFileError, match=r":1:1: the cases hold 6000000 requests in all; at most 5000000 a file"):
+        load_text(tmp_path, f"{MODEL}{sweep}")

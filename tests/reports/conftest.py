@@ -4,21 +4,19 @@ import itertools
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Sequence
 from html.parser import HTMLParser
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from attncheck.reports.markdown import run as markdown
-from attncheck.reports.run_file.header import BackendInfo, RunHeader, SuiteInfo
-from attncheck.reports.run_file.records import Record, RunFooter
+from attncheck.reports.run_file.header import BackendInfo, SuiteInfo
+from attncheck.reports.run_file.records import RunFooter
 from attncheck.reports.run_file.store import Run, count_outcomes
 
 
 @pytest.fixture(scope="session")
-def browser() -> Iterator[Any]:
+def browser():
     """Chromium. A selected test fails without it, and names what is missing."""
     try:
         from playwright.sync_api import sync_playwright
@@ -34,15 +32,15 @@ def browser() -> Iterator[Any]:
 
 
 @pytest.fixture
-def visit(browser: Any) -> Iterator[Callable[..., Any]]:
+def visit(browser):
     """``visit(address, ...)`` opens a page. Errors and requests to other places fail the test."""
     contexts, complaints = [], []
 
-    def failed(request: Any) -> None:
+    def failed(request):
         if request.failure != "net::ERR_ABORTED":  # by a click on a link
             complaints.append(f"{request.failure}: {request.url}")
 
-    def opened(address: str, within: str = "file://", **options: Any) -> Any:
+    def opened(address, within="file://", **options):
         context = browser.new_context(**({"viewport": {"width": 1280, "height": 900}} | options))
         contexts.append(context)
         page = context.new_page()
@@ -60,29 +58,29 @@ def visit(browser: Any) -> Iterator[Callable[..., Any]]:
     assert complaints == []
 
 
-@pytest.fixture
-def make(make_record: Callable[..., Record]) -> Callable[..., Record]:
+@pytest.fixture(scope="session")
+def make(make_record):
     """``make("failed", case_id="b", ...)``: short for ``make_record``."""
     return make_record
 
 
 @pytest.fixture
-def write(tmp_path: Path, header: RunHeader, write_run: Callable[..., Path]) -> Callable[..., Path]:
+def write(tmp_path, header, write_run):
     """``write(records)``: a complete run file of these records."""
 
-    def write(*records: Record, errors: tuple[str, ...] = (), name: str = "run.jsonl") -> Path:
+    def write(*records, errors=(), name="run.jsonl"):
         return write_run(tmp_path / name, header, *records, errors=errors)
 
     return write
 
 
-@pytest.fixture
-def run_of(header: RunHeader) -> Callable[..., Run]:
+@pytest.fixture(scope="session")
+def run_of(header):
     """``run_of(records, path="new.jsonl", is_complete=False, seed=1)``: a run; other fields are of its header."""
 
     numbers = itertools.count()
 
-    def run(records: Iterable[Record], *, path: str = "", is_complete: bool = True, **fields: Any) -> Run:
+    def run(records, *, path="", is_complete=True, **fields):
         records = tuple(records)
         cases = {record.suite: {each.case_id for each in records if each.suite == record.suite} for record in records}
         backends = dict.fromkeys(record.backend for record in records)
@@ -116,31 +114,25 @@ def latency(part: str, median_ns: float, **fields: Any) -> dict[str, Any]:
     return found | fields
 
 
-@pytest.fixture
-def timed(make: Callable[..., Record]) -> Callable[..., Record]:
+@pytest.fixture(scope="session")
+def timed(make):
     """``timed({"forward": 1e6, "build": 5e4}, round=1)``: a passed timing with these medians, in nanoseconds.
 
     ``work``: other fields of the latency of ``forward``. ``timing``: other fields of the timing.
     """
 
-    def build(
-        medians: dict[str, float],
-        *,
-        work: dict[str, Any] | None = None,
-        timing: dict[str, Any] | None = None,
-        **fields: Any,
-    ) -> Record:
+    def build(medians, *, work=None, timing=None, **fields):
         latencies = [latency(part, ns, **(work or {} if part == "forward" else {})) for part, ns in medians.items()]
         return make("passed", check="timing", timing={"latencies": latencies} | (timing or {}), **fields)
 
     return build
 
 
-@pytest.fixture
-def rounds_of(timed: Callable[..., Record]) -> Callable[..., list[Record]]:
+@pytest.fixture(scope="session")
+def rounds_of(timed):
     """``rounds_of(medians, build=medians, backend="Wrong")``: one record a round."""
 
-    def build(forward: Sequence[float], *, build: Sequence[float] = (), **fields: Any) -> list[Record]:
+    def build(forward, *, build=(), **fields):
         medians = {"forward": forward} | ({"build": build} if build else {})
         return [
             timed({part: own[index] for part, own in medians.items()}, round=index, **fields)
@@ -150,24 +142,24 @@ def rounds_of(timed: Callable[..., Record]) -> Callable[..., list[Record]]:
     return build
 
 
-@pytest.fixture
-def graph(make: Callable[..., Record]) -> Callable[..., Record]:
+@pytest.fixture(scope="session")
+def graph(make):
     """``graph("failed", levels, case_id=...)``: a record of the check ``cudagraph`` with these levels."""
 
-    def record(outcome: str, found: dict[str, Any] | None, **fields: Any) -> Record:
+    def record(outcome, found, **fields):
         extra = {} if found is None else {"graph": found}
         return make(outcome, check="cudagraph", **extra, **fields)
 
     return record
 
 
-@pytest.fixture
-def graph_header(header: RunHeader) -> RunHeader:
+@pytest.fixture(scope="session")
+def graph_header(header):
     return header.model_copy(update={"checks": ("numerics", "cudagraph")})
 
 
 @pytest.fixture
-def as_markdown(graph_header: RunHeader) -> Callable[..., str]:
+def as_markdown(graph_header):
     return lambda *records: markdown.render_run(Run("graphs.jsonl", graph_header, records))
 
 
@@ -220,7 +212,7 @@ class Parsed(HTMLParser):
         return json.loads(self.texts["script"][0])
 
 
-@pytest.fixture
-def parsed() -> Callable[[str], Parsed]:
+@pytest.fixture(scope="session")
+def parsed():
     """``parsed(page)``: an HTML page taken apart."""
     return Parsed

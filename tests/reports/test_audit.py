@@ -1,18 +1,14 @@
 """An audit: what a library's classes declare is beside what the records of a run show, cell by cell."""
 
 import json
-from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from attncheck.harness.cli.app import main
 from attncheck.reports.audit import page
 from attncheck.reports.audit.page import audited_levels
-from attncheck.reports.run_file.header import BackendInfo, RunHeader, SurveyedBackend
-from attncheck.reports.run_file.records import Record
+from attncheck.reports.run_file.header import BackendInfo, SurveyedBackend
 from attncheck.reports.run_file.store import Run, read_run
 
 SINGLE = "UNIFORM_SINGLE_TOKEN_DECODE"
@@ -38,7 +34,7 @@ def levels(measured: str | None, *outcomes: str) -> dict[str, Any]:
 
 
 @pytest.fixture
-def run(tmp_path: Path, graph_header: RunHeader, make: Callable[..., Record], write_run: Callable[..., Path]) -> Run:
+def run(tmp_path, graph_header, make, write_run):
     """A run of ``vllm:*`` of which ONE was examined, TWO has no level, and THREE cannot run."""
     surveyed = (
         SurveyedBackend(name="vllm:ONE", declared=DECLARED, level="UNIFORM_BATCH"),
@@ -54,36 +50,34 @@ def run(tmp_path: Path, graph_header: RunHeader, make: Callable[..., Record], wr
         update={"backends": backends, "surveyed": surveyed, "command": ("attncheck", "run", "--backend", "vllm:*")}
     )
 
-    def one(outcome: str, case: str, needs: tuple[str, ...], **fields: Any) -> Record:
+    def one(outcome, case, needs, **fields):
         return make(outcome, backend="vllm:ONE", backend_ref="vllm:ONE", case_id=case, needs=needs, **fields)
 
-    half = ("dtype=float16", *NEEDS)
+    half, sinks = ("dtype=float16", *NEEDS), ("dtype=bfloat16", "sinks", *NEEDS)
+    short = {"check": "cudagraph", "graph": levels(SINGLE, "passed", "failed", "not run")}
+    no_latent = {"check": "cudagraph", "reasons": ("the layer has no latent cache",)}
     records = [
         one("passed", "plain", half),
-        one("passed", "plain", half, check="cudagraph", graph=levels(SINGLE, "passed", "failed", "not run")),
-        one("failed", "sinks", ("dtype=bfloat16", "sinks", *NEEDS), concerns=("sinks", "dtype=bfloat16")),
-        one(
-            "failed",
-            "sinks",
-            ("dtype=bfloat16", "sinks", *NEEDS),
-            check="cudagraph",
-            graph=levels(SINGLE, "passed", "failed", "not run"),
-            summary="declared UNIFORM_BATCH",
-        ),
+        one("passed", "plain", half, **short),
+        one("failed", "sinks", sinks, concerns=("sinks", "dtype=bfloat16")),
+        one("failed", "sinks", sinks, **short, summary="declared UNIFORM_BATCH"),
         one("unsupported", "window", ("sliding_window", *half), reasons=("feature 'sliding_window' is not declared",)),
-        make(
-            "unsupported",
-            backend="vllm:TWO",
-            backend_ref="vllm:TWO",
-            check="cudagraph",
-            reasons=("the layer has no latent cache",),
-        ),
+        make("unsupported", backend="vllm:TWO", backend_ref="vllm:TWO", **no_latent),
     ]
     return read_run(write_run(tmp_path / "run.jsonl", header, *records))
 
 
-def test_levels_are_listed_per_kind_of_layer_and_of_batch(run: Run) -> None:
-    one, two, three, four = audited_levels(run)
+def cells_of(run: Run, heading: str, first: str) -> dict[str, str]:
+    """The cells, by column, of the line of a page that begins with ``first``, in the table that begins so."""
+    lines = page.render(run).splitlines()
+    head = next(line for line in lines if line.startswith(heading))
+    row = next(line for line in lines[lines.index(head) :] if line.startswith(first))
+    split = ([cell.strip() for cell in line.strip("|").split(" | ")] for line in (head, row))
+    return dict(zip(*split, strict=True))
+
+
+def test_levels_are_listed_per_kind_of_layer_and_of_batch(run):
+    one, *others = audited_levels(run)
     assert (one.backend, one.declared, one.measured, one.falls_short) == ("vllm:ONE", "UNIFORM_BATCH", SINGLE, True)
     assert dict(one.batches) == {
         "decodes of one token": "right (1 probe)",
@@ -92,61 +86,39 @@ def test_levels_are_listed_per_kind_of_layer_and_of_batch(run: Run) -> None:
     }
     assert set(one.layers) == {"plain", "sinks"}
     assert "moved" in one.breaks
-    assert (two.declared, two.measured, two.breaks) == ("NEVER", "not measured", "the layer has no latent cache")
-    assert (three.declared, three.breaks) == ("ALWAYS", "THREE needs a GPU")
-    assert (four.declared, four.breaks) == ("unknown", "No module named 'four'")
+    assert [(each.declared, each.measured, each.breaks) for each in others] == [
+        ("NEVER", "not measured", "the layer has no latent cache"),
+        ("ALWAYS", "not measured", "THREE needs a GPU"),
+        ("unknown", "not measured", "No module named 'four'"),
+    ]
 
 
-@pytest.mark.parametrize(
-    ("state", "cell"), [("NaN or Inf", "**NaN or Inf**"), ("finite", "finite"), ("not examined", "not examined")]
-)
-def test_padding_rows_are_beside_the_level_of_the_real_rows(
-    run: Run, make: Callable[..., Record], write_run: Callable[..., Path], tmp_path: Path, state: str, cell: str
-) -> None:
-    graph = levels("UNIFORM_BATCH", "passed", "passed", "failed") | {"padding_rows": state}
-    record = make("passed", backend="vllm:ONE", check="cudagraph", graph=graph)
-    audited = read_run(write_run(tmp_path / "more.jsonl", run.header, record))
-    head, _, row, *_ = [line for line in page.render(audited).splitlines() if line.startswith("|")]
-    by_column = dict(
-        zip(*([cell.strip() for cell in line.strip("|").split(" | ")] for line in (head, row)), strict=True)
-    )
-    assert (by_column["measured"], by_column["padding rows"]) == ("UNIFORM_BATCH", cell)
-    assert json.loads(page.document(audited))["levels"][0]["padding_rows"] == state
-
-
-def test_head_room_is_what_could_be_declared_instead(
-    run: Run, make: Callable[..., Record], write_run: Callable[..., Path], tmp_path: Path
-) -> None:
-    record = make("passed", backend="vllm:ONE", check="cudagraph", graph=levels("ALWAYS", "passed", "passed", "passed"))
-    (one, *_) = audited_levels(read_run(write_run(tmp_path / "more.jsonl", run.header, record)))
+def test_padding_rows_are_beside_the_level_of_the_real_rows(run, make):
+    for state, shown in (("NaN or Inf", "**NaN or Inf**"), ("finite", "finite"), ("not examined", "not examined")):
+        graph = levels("ALWAYS", "passed", "passed", "passed") | {"padding_rows": state}
+        audited = replace(run, records=(make("passed", backend="vllm:ONE", check="cudagraph", graph=graph),))
+        row = cells_of(audited, "| backend | layers | declared", "| `ONE` |")
+        assert (row["measured"], row["padding rows"]) == ("ALWAYS", shown)
+        assert json.loads(page.document(audited))["levels"][0]["padding_rows"] == state
+    (one, *_) = audited_levels(audited)
     assert (one.head_room, one.falls_short, one.breaks) == ("ALWAYS", False, "")
 
 
-def test_each_cell_has_what_is_declared_and_what_is_measured(run: Run) -> None:
-    (row,) = [line for line in page.render(run).splitlines() if line.startswith("| `ONE` | keys")]
-    cells = [cell.strip() for cell in row.strip("|").split(" | ")]
-    heads = next(line for line in page.render(run).splitlines() if line.startswith("| backend | layers | dtype"))
-    by_column = dict(zip([cell.strip() for cell in heads.strip("|").split("|")], cells, strict=True))
-    assert by_column["dtype"] == "right: float16 (1); **wrong**: bfloat16 (1 of 1); not tried: float32"
-    assert by_column["head_size"] == "right: 64 (1); not tried: 80"
-    assert by_column["block_size"] == "multiples of 16 (right: 32 (1))"
-    assert by_column["sinks"] == "yes: **wrong** (1 of 1)"
-    assert by_column["sliding_window"] == "no: not tried"
-    assert by_column["dcp"] == "yes: not tried"
-
-
-def test_a_builder_that_passes_has_no_sizes_in_the_report(
-    run: Run, make: Callable[..., Record], write_run: Callable[..., Path], tmp_path: Path
-) -> None:
+def test_each_cell_has_what_is_declared_and_what_is_measured(run):
+    row = cells_of(run, "| backend | layers | dtype", "| `ONE` | keys")
+    assert row["dtype"] == "right: float16 (1); **wrong**: bfloat16 (1 of 1); not tried: float32"
+    assert row["head_size"] == "right: 64 (1); not tried: 80"
+    assert row["block_size"] == "multiples of 16 (right: 32 (1))"
+    assert row["sinks"] == "yes: **wrong** (1 of 1)"
+    assert row["sliding_window"] == "no: not tried"
+    assert row["dcp"] == "yes: not tried"
     state = SurveyedBackend(name="vllm:ONE", declared={"layers": ("state",)}, level="UNIFORM_BATCH")
-    header = run.header.model_copy(update={"surveyed": (state,)})
-    record = make("passed", backend="vllm:ONE", check="numerics", needs=("dtype=float16", *NEEDS))
-    text = page.render(read_run(write_run(tmp_path / "state.jsonl", header, record)))
-    (row,) = [line for line in text.splitlines() if line.startswith("| `ONE` | state")]
-    assert set(row.strip("| ").split(" | ")[2:]) == {"-"}
+    of_state = replace(run, header=run.header.model_copy(update={"surveyed": (state,)}), records=run.records[:1])
+    (line,) = [line for line in page.render(of_state).splitlines() if line.startswith("| `ONE` | state")]
+    assert set(line.strip("| ").split(" | ")[2:]) == {"-"}  # a builder that passes has no sizes
 
 
-def test_what_cannot_run_is_listed_with_its_declarations_and_its_reason(run: Run) -> None:
+def test_what_cannot_run_is_listed_with_its_declarations_and_its_reason(run):
     text = page.render(run)
     assert text.startswith("## Attention backends of vllm 9.9: declared and measured\n")
     assert "| `THREE` (ALWAYS) | it needs a GPU |" in text
@@ -154,29 +126,27 @@ def test_what_cannot_run_is_listed_with_its_declarations_and_its_reason(run: Run
     assert "| `FOUR` |" not in text
 
 
-def test_what_a_backend_had_no_time_for_is_left_and_neither_right_nor_wrong(
-    run: Run, make: Callable[..., Record], write_run: Callable[..., Path], tmp_path: Path
-) -> None:
+def test_what_a_backend_had_no_time_for_is_left_and_neither_right_nor_wrong(run, make):
     """ONE stops within a case that needs sinks, and does not begin the next one."""
     who = {"backend": "vllm:ONE", "backend_ref": "vllm:ONE"}
     late = {"cause": "the case did not run, because earlier cases used up the time of the backend by --within"}
-    records = [
+    records = (
         make("passed", case_id="plain", needs=("dtype=float16", *NEEDS), **who),
         make("passed", case_id="cut", needs=("dtype=float32", *NEEDS), **who),
         make("timed_out", case_id="cut", check="cudagraph", needs=("dtype=float32", *NEEDS), **late, **who),
         make("timed_out", case_id="next", needs=("dtype=bfloat16", "sinks", *NEEDS), stage="", **late, **who),
-    ]
-    cut = read_run(write_run(tmp_path / "late.jsonl", run.header, *records))
+    )
+    cut = replace(run, records=records)
     text = page.render(cut)
     assert "within the time limit, and not measured:\n\n- `ONE`: 2 of 3 cases\n" in text
     assert "| `ONE` (UNIFORM_BATCH) | timed_out in smoke/cut: the time of the backend was used up |" in text
-    (row,) = [line for line in text.splitlines() if line.startswith("| `ONE` | keys")]
-    assert "| right: float16 (1), float32 (1); not reached in time: bfloat16 |" in row
-    assert "| yes: not reached in time |" in row
+    row = cells_of(cut, "| backend | layers | dtype", "| `ONE` | keys")
+    assert row["dtype"] == "right: float16 (1), float32 (1); not reached in time: bfloat16"
+    assert row["sinks"] == "yes: not reached in time"
     assert json.loads(page.document(cut))["left"] == {"vllm:ONE": {"left": 2, "cases": 3}}
 
 
-def test_a_run_that_was_cut_off_lists_the_backends_that_it_did_not_reach(run: Run) -> None:
+def test_a_run_that_was_cut_off_lists_the_backends_that_it_did_not_reach(run):
     records = tuple(record for record in run.records if record.backend == "vllm:ONE" and record.check == "numerics")
     cut = replace(run, records=records, footer=None)
     text = page.render(cut)
@@ -184,30 +154,23 @@ def test_a_run_that_was_cut_off_lists_the_backends_that_it_did_not_reach(run: Ru
     assert "| `ONE` (UNIFORM_BATCH), `TWO` (NEVER) | the run ended before |" in text
 
 
-def test_several_runs_have_their_levels_side_by_side(run: Run, make: Callable[..., Record]) -> None:
+def test_several_runs_have_their_levels_side_by_side(run, make):
     """The other machine is a GPU, where THREE can run, and ONE has other cases."""
     environment = run.header.environment.model_copy(update={"device": "cuda", "device_name": "NVIDIA H200"})
-    surveyed = [
-        each.model_copy(update={"reason": "", "level": "ALWAYS"} if each.name == "vllm:THREE" else {})
-        for each in run.header.surveyed
-    ]
+    surveyed = list(run.header.surveyed)
+    surveyed[2] = surveyed[2].model_copy(update={"reason": ""})
     backends = (*run.header.backends, BackendInfo(name="vllm:THREE", ref="vllm:THREE", version="9.9"))
-    header = run.header.model_copy(
-        update={"environment": environment, "surveyed": tuple(surveyed), "backends": backends}
-    )
+    changed = {"environment": environment, "surveyed": tuple(surveyed), "backends": backends}
     reached = levels("UNIFORM_BATCH", "passed", "passed", "failed")
     records = [
         make("passed", backend=f"vllm:{name}", case_id="fp8", check="cudagraph", needs=("fp8_kv",), graph=graph)
         for name, graph in (("ONE", reached), ("THREE", reached | {"declared": "ALWAYS"}))
     ]
-    gpu = replace(run, header=header, records=tuple(records))
+    gpu = replace(run, header=run.header.model_copy(update=changed), records=tuple(records))
     table = page.render(gpu, run).split("several runs\n\n")[1].split("\n\n")[0].splitlines()
-    cpu = run.header.environment.device_name
+    gpu_name, cpu_name = "NVIDIA H200", f"{run.header.environment.device_name}, emulated"
     assert [[cell.strip() for cell in line.strip("|").split("|")] for line in (table[0], *table[2:])] == [
-        [
-            "backend",
-            *(f"{what} ({of})" for of in ("NVIDIA H200", f"{cpu}, emulated") for what in ("declared", "measured")),
-        ],
+        ["backend", *(f"{what} ({of})" for of in (gpu_name, cpu_name) for what in ("declared", "measured"))],
         ["`ONE`", "UNIFORM_BATCH", "UNIFORM_BATCH (fp8_kv)", "UNIFORM_BATCH", f"{SINGLE} (plain; sinks)"],
         ["`THREE`", "ALWAYS", "UNIFORM_BATCH (fp8_kv)", "ALWAYS", "not measured"],
     ]
@@ -216,7 +179,7 @@ def test_several_runs_have_their_levels_side_by_side(run: Run, make: Callable[..
     assert "several runs" not in page.render(gpu)
 
 
-def test_the_json_has_the_same(run: Run) -> None:
+def test_the_json_has_the_same(run):
     found = json.loads(page.document(run))
     assert [row["backend"] for row in found["levels"]] == ["vllm:ONE", "vllm:TWO", "vllm:THREE", "vllm:FOUR"]
     one = {feature["column"]: feature for feature in found["backends"][0]["features"]}
@@ -226,12 +189,3 @@ def test_the_json_has_the_same(run: Run) -> None:
         "bfloat16": "short",
     }
     assert one["dcp"]["is_testable"] is False
-
-
-def test_the_command_reads_one_run_or_several(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["report", run.path, "--format", "audit"]) == 0
-    assert capsys.readouterr().out == page.render(run)
-    assert main(["report", run.path, "--format", "audit-json"]) == 0
-    assert json.loads(capsys.readouterr().out)["kind"] == "audit"
-    assert main(["report", run.path, run.path, "--format", "audit"]) == 0
-    assert capsys.readouterr().out == page.render(run, run)

@@ -1,6 +1,5 @@
 """False claims and verdicts: a claim is false where a failure needs it, and not where the fault is elsewhere."""
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -8,10 +7,7 @@ import pytest
 from attncheck.reports.analysis.findings import findings
 from attncheck.reports.analysis.support import ANSWERED, REFUSED
 from attncheck.reports.analysis.verdicts import BackendVerdict, run_findings
-from attncheck.reports.run_file.header import BackendInfo, CaseInfo, RunHeader
-from attncheck.reports.run_file.records import Record
-
-Make = Callable[..., Record]
+from attncheck.reports.run_file.header import BackendInfo, CaseInfo
 
 ROWS = "7 of 40 rows, first: row 3 (request 0, position 35), head 1: found 0.5"
 SINGLE = "UNIFORM_SINGLE_TOKEN_DECODE"
@@ -19,10 +15,10 @@ FEATURES = ("lse", "logits_soft_cap", "sinks", "sliding_window")
 
 
 @pytest.fixture
-def verdict_of(header: RunHeader) -> Callable[..., BackendVerdict]:
+def verdict_of(header):
     """``verdict_of(records)``: the verdict on ``reference``, which declares the features above."""
 
-    def verdict(records: list[Record], cases: tuple[CaseInfo, ...] = ()) -> BackendVerdict:
+    def verdict(records, cases=()):
         info = BackendInfo(name="reference", ref="reference", features=FEATURES)
         stated = header.model_copy(update={"backends": (info,), "cases": cases})
         (found,) = run_findings(records, stated).verdicts
@@ -32,7 +28,7 @@ def verdict_of(header: RunHeader) -> Callable[..., BackendVerdict]:
 
 
 @pytest.fixture
-def plain(make: Make) -> list[Record]:
+def plain(make):
     """Thirty cases that need nothing, and pass."""
     return [make("passed", case_id=f"plain{number}", needs=("head_size=64",)) for number in range(30)]
 
@@ -41,7 +37,7 @@ def claims(found: BackendVerdict) -> list[tuple[str, int, int]]:
     return [(claim.capability, claim.wrong, claim.examined) for claim in found.false_claims]
 
 
-def test_false_claims_are_listed(make: Make, plain: list[Record], verdict_of: Callable[..., BackendVerdict]) -> None:
+def test_false_claims_are_listed(make, plain, verdict_of):
     """It declares a window, a soft cap and sinks, and ignores them: the cause of one is known, of the others not."""
     window = {"meaning": "the window is ignored", "concerns": ["sliding_window"]}
     records = [
@@ -96,57 +92,38 @@ BESIDE = {"check": "features", "summary": f"a layer without sliding_window, in t
         ),
     ],
 )
-def test_a_claim_is_false_where_a_failure_is_about_it(
-    make: Make,
-    plain: list[Record],
-    verdict_of: Callable[..., BackendVerdict],
-    groups: list[tuple[str, str, tuple[str, ...], dict[str, Any]]],
-    expected: list[tuple[str, int, int]],
-) -> None:
+def test_a_claim_is_false_where_a_failure_is_about_it(make, plain, verdict_of, groups, expected):
     records = [
         make(outcome, case_id=case, needs=needs, **fields) for outcome, cases, needs, fields in groups for case in cases
     ]
     assert claims(verdict_of([*plain, *records])) == expected
 
 
-def test_a_form_is_a_false_claim_where_it_alone_separates_the_cases(
-    make: Make, plain: list[Record], verdict_of: Callable[..., BackendVerdict]
-) -> None:
+def test_a_form_is_a_false_claim_where_it_alone_separates_the_cases(make, plain, verdict_of):
     records = [
         *plain,
         *(make("failed", case_id=f"h{n}", needs=("head_size=80", "layout=NHD"), summary=ROWS) for n in range(4)),
         *(make("passed", case_id=f"p{n}", needs=("head_size=64", "layout=NHD")) for n in range(2)),
     ]
-    cases = tuple(
-        CaseInfo(
-            suite="smoke",
-            id=record.case_id,
-            shape="",
-            keys={"layer.head_size": 80 if record.case_id.startswith("h") else 64, "cache.layout": "NHD"},
-        )
-        for record in records
-    )
-    assert claims(verdict_of(records, cases)) == [("head_size=80", 4, 4)]
+    cases = []
+    for record in records:
+        keys = {"layer.head_size": 80 if record.case_id.startswith("h") else 64, "cache.layout": "NHD"}
+        cases.append(CaseInfo(suite="smoke", id=record.case_id, shape="", keys=keys))
+    assert claims(verdict_of(records, tuple(cases))) == [("head_size=80", 4, 4)]
 
 
-def test_no_form_is_a_false_claim_where_most_cases_fall_short(
-    make: Make, verdict_of: Callable[..., BackendVerdict]
-) -> None:
+def test_no_form_is_a_false_claim_where_most_cases_fall_short(make, verdict_of):
     """The last page is missing: cases with pages of one token are right, which proves nothing for the other sizes."""
     sizes = {f"c{n}": 16 if n < 8 else 1 for n in range(10)}
     records = [
-        make("failed", case_id=case, needs=(f"block_size={size}",), meaning="the last page is missing")
-        if size > 1
-        else make("passed", case_id=case, needs=(f"block_size={size}",))
+        make("failed" if size > 1 else "passed", case_id=case, needs=(f"block_size={size}",))
         for case, size in sizes.items()
     ]
-    cases = tuple(
-        CaseInfo(suite="smoke", id=case, shape="", keys={"cache.block_size": size}) for case, size in sizes.items()
-    )
-    assert claims(verdict_of(records, cases)) == []
+    cases = [CaseInfo(suite="smoke", id=case, shape="", keys={"cache.block_size": n}) for case, n in sizes.items()]
+    assert claims(verdict_of(records, tuple(cases))) == []
 
 
-def test_no_claim_is_false_where_the_fault_is_everywhere(make: Make, verdict_of: Callable[..., BackendVerdict]) -> None:
+def test_no_claim_is_false_where_the_fault_is_everywhere(make, verdict_of):
     needs = [(), ("sinks",), ("sliding_window",), ("sinks", "sliding_window"), ("logits_soft_cap",)]
     records = [make("failed", case_id=f"c{n}", summary=ROWS, needs=own) for n, own in enumerate(needs * 3)]
     found = verdict_of(records)
@@ -154,25 +131,17 @@ def test_no_claim_is_false_where_the_fault_is_everywhere(make: Make, verdict_of:
     assert found.verdict == "failed"
 
 
-def test_no_claim_is_false_where_chance_explains_what_failing_cases_need(
-    make: Make, verdict_of: Callable[..., BackendVerdict]
-) -> None:
+def test_no_claim_is_false_where_chance_explains_what_failing_cases_need(make, verdict_of):
     """Half of all cases have sinks: that both failing ones have them happens once in four such runs."""
-    records = [
-        make("failed" if n in (0, 2) else "passed", case_id=f"c{n}", needs=("sinks",) if n % 2 == 0 else ())
-        for n in range(20)
-    ]
-    assert claims(verdict_of(records)) == []
-    eight = [
-        make("failed" if n < 16 and n % 2 == 0 else "passed", case_id=f"c{n}", needs=("sinks",) if n % 2 == 0 else ())
-        for n in range(20)
-    ]
-    assert claims(verdict_of(eight)) == [("sinks", 8, 10)]
+    for wrong, expected in (((0, 2), []), (range(0, 16, 2), [("sinks", 8, 10)])):
+        records = [
+            make("failed" if n in wrong else "passed", case_id=f"c{n}", needs=("sinks",) if n % 2 == 0 else ())
+            for n in range(20)
+        ]
+        assert claims(verdict_of(records)) == expected
 
 
-def test_a_log_sum_exp_that_is_wrong_where_the_output_is_right_is_a_false_claim(
-    make: Make, plain: list[Record], verdict_of: Callable[..., BackendVerdict]
-) -> None:
+def test_a_log_sum_exp_that_is_wrong_where_the_output_is_right_is_a_false_claim(make, plain, verdict_of):
     own = [make("failed", check="lse", case_id=f"plain{n}", needs=("head_size=64",)) for n in range(30)]
     assert claims(verdict_of([*plain, *own])) == [("lse", 30, 30)]
     both = [
@@ -190,9 +159,7 @@ def levels(declared: str, measured: str) -> dict[str, Any]:
     return {"declared": declared, "measured": measured, "recorder": "emulated", "probes": probes}
 
 
-def test_a_graph_level_that_is_not_reached_is_a_false_claim(
-    graph: Make, verdict_of: Callable[..., BackendVerdict]
-) -> None:
+def test_a_graph_level_that_is_not_reached_is_a_false_claim(graph, verdict_of):
     """The lowest level that a layer reaches is true of all."""
     records = [
         graph("failed", levels("ALWAYS", "UNIFORM_BATCH"), case_id="a", summary="x"),
@@ -205,23 +172,20 @@ def test_a_graph_level_that_is_not_reached_is_a_false_claim(
     assert verdict_of(records).could_declare == ()
 
 
-def test_a_graph_level_above_the_declared_one_could_be_declared(
-    graph: Make, verdict_of: Callable[..., BackendVerdict]
-) -> None:
+def test_a_graph_level_above_the_declared_one_could_be_declared(graph, verdict_of):
     roomy = [graph("passed", levels(SINGLE, "ALWAYS"), case_id=name) for name in "ab"]
     assert verdict_of(roomy).could_declare == ("CUDA-graph level ALWAYS",)
-    lower = graph("passed", levels(SINGLE, "UNIFORM_BATCH"), case_id="c")
-    assert verdict_of([*roomy, lower]).could_declare == ("CUDA-graph level UNIFORM_BATCH",)
-    exact = graph("passed", levels(SINGLE, SINGLE), case_id="d")
-    assert verdict_of([*roomy, exact]).could_declare == ()
-    higher = graph("passed", levels("ALWAYS", "ALWAYS"), case_id="e")
-    assert verdict_of([*roomy, higher]).could_declare == ()
+    for declared, measured, expected in (
+        (SINGLE, "UNIFORM_BATCH", ("CUDA-graph level UNIFORM_BATCH",)),
+        (SINGLE, SINGLE, ()),
+        ("ALWAYS", "ALWAYS", ()),
+    ):
+        other = graph("passed", levels(declared, measured), case_id="c")
+        assert verdict_of([*roomy, other]).could_declare == expected
 
 
-def test_what_is_right_without_being_declared_could_be_declared(
-    make: Make, plain: list[Record], verdict_of: Callable[..., BackendVerdict]
-) -> None:
-    def undeclared(case: str, feature: str, **refusals: Any) -> list[Record]:
+def test_what_is_right_without_being_declared_could_be_declared(make, plain, verdict_of):
+    def undeclared(case, feature, **refusals):
         own = {"case_id": case, "needs": (feature, "head_size=64"), "check": "refusals"}
         reasons = [f"feature '{feature}' is not declared"]
         return [make("unsupported", reasons=reasons, **own | {"check": "numerics"}), make(**own | refusals)]
@@ -241,21 +205,19 @@ def test_what_is_right_without_being_declared_could_be_declared(
     assert verdict_of(records).could_declare == ("alibi (1 of 2 right)", "tree (2 of 2 right)")
 
 
-def test_a_backend_that_was_not_examined_has_no_other_verdict(
-    make: Make, verdict_of: Callable[..., BackendVerdict]
-) -> None:
+def test_a_backend_that_was_not_examined_has_no_other_verdict(make, verdict_of):
     found = verdict_of([make("unavailable"), make("unsupported", case_id="b")])
     assert (found.verdict, found.findings, found.false_claims) == ("not examined", (), ())
     assert found.results == {"not applicable": 1, "not examined": 1}
 
 
-def test_an_expected_finding_fails_no_backend(make: Make, verdict_of: Callable[..., BackendVerdict]) -> None:
+def test_an_expected_finding_fails_no_backend(make, verdict_of):
     found = verdict_of([make("passed"), make("xfailed", case_id="b"), make("passed", case_id="b", check="lse")])
     assert (found.verdict, found.known, found.failing) == ("passed", 1, ())
     assert found.results == {"right": 1, "failed as expected": 1}
 
 
-def test_backends_come_in_the_order_of_the_header_and_functions_are_none(make: Make, header: RunHeader) -> None:
+def test_backends_come_in_the_order_of_the_header_and_functions_are_none(make, header):
     records = [make("passed", backend="Wrong"), make("failed"), make("failed", check="utilities", case_id="cdiv")]
     answer = run_findings(records, header)
     assert [each.backend for each in answer.verdicts] == ["reference", "Wrong"]

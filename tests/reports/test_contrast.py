@@ -54,9 +54,7 @@ def conditions_of(contrast: Contrast | None) -> list[tuple[str, str, tuple[Value
         ),
     ],
 )
-def test_one_key_separates_failing_cases_from_passing_ones(
-    wrong: tuple[Value, ...], right: tuple[Value, ...], condition: tuple[str, tuple[Value, ...]], text: str
-) -> None:
+def test_one_key_separates_failing_cases_from_passing_ones(wrong, right, condition, text):
     contrast = contrast_of(cases("size", *wrong), cases("size", *right))
     assert conditions_of(contrast) == [("size", *condition)]
     assert contrast is not None
@@ -64,13 +62,13 @@ def test_one_key_separates_failing_cases_from_passing_ones(
     assert str(contrast) == text
 
 
-def test_no_few_values_are_no_pattern() -> None:
+def test_no_few_values_are_no_pattern():
     scattered = cases("size", 1, 3, 5, 7, 9)
     assert contrast_of(scattered, cases("size", 2, 4, 6, 8, 10)) is None
     assert contrast_of(scattered[:4], cases("size", 2, 4, 6, 8)) is not None
 
 
-def test_two_keys_separate_cases_that_neither_does_alone() -> None:
+def test_two_keys_separate_cases_that_neither_does_alone():
     wrong = [{"heads": heads, "dtype": "fp8", "size": 64} for heads in (10, 10)]
     right = [{"heads": 10, "dtype": "bf16", "size": 64}, {"heads": 8, "dtype": "fp8", "size": 64}]
     contrast = contrast_of(wrong, right)
@@ -78,16 +76,16 @@ def test_two_keys_separate_cases_that_neither_does_alone() -> None:
     assert str(contrast).endswith(" in all 2 that fail; in none that passes")
 
 
-def test_three_keys_are_the_most() -> None:
-    wrong = [{"a": True, "b": True, "c": True}]
-    right = [{"a": True, "b": True}, {"a": True, "c": True}, {"b": True, "c": True}]
-    assert [key for key, _, _ in conditions_of(contrast_of(wrong, right))] == ["a", "b", "c"]
-    four = [dict.fromkeys("abcd", True)]
-    rest = [{key: True for key in "abcd" if key != other} for other in "abcd"]
-    assert contrast_of(four, rest) is None
+def test_three_keys_are_the_most():
+    def found(keys):
+        right = [{key: True for key in keys if key != other} for other in keys]
+        return contrast_of([dict.fromkeys(keys, True)], right)
+
+    assert [key for key, _, _ in conditions_of(found("abc"))] == ["a", "b", "c"]
+    assert found("abcd") is None
 
 
-def test_where_nothing_excludes_all_what_excludes_nine_of_ten_is_the_answer() -> None:
+def test_where_nothing_excludes_all_what_excludes_nine_of_ten_is_the_answer():
     wrong = cases("window", 9, 9)
     right = [*cases("window", 9), *cases("window", *[None] * 9)]
     contrast = contrast_of(wrong, right)
@@ -99,11 +97,11 @@ def test_where_nothing_excludes_all_what_excludes_nine_of_ten_is_the_answer() ->
 
 
 @pytest.mark.parametrize(("wrong", "right"), [([], [{"a": 1}]), ([{"a": 1}], []), ([{"a": 1}], [{"a": 1}])])
-def test_there_is_no_contrast_without_a_difference(wrong: list[Keys], right: list[Keys]) -> None:
+def test_there_is_no_contrast_without_a_difference(wrong, right):
     assert contrast_of(wrong, right) is None
 
 
-def test_all_that_separates_the_cases_equally_is_named_or_counted() -> None:
+def test_all_that_separates_the_cases_equally_is_named_or_counted():
     wrong = [{"layer.sinks": True, "cache.block_size": 8, "inputs": "zeros", "other": 1}]
     right = [{"cache.block_size": 16}]
     contrast = contrast_of(wrong, right)
@@ -114,61 +112,50 @@ def test_all_that_separates_the_cases_equally_is_named_or_counted() -> None:
     assert str(contrast).endswith(" (other differences: cache.block_size is 8; path is x; inputs is zeros; and 2 more)")
 
 
-def test_the_dtype_is_the_last_of_equal_explanations() -> None:
-    wrong = [{"layer.dtype": "float16", "batch.max_seq_len": length} for length in (300, 90, 120)]
-    contrast = contrast_of(wrong, [{"layer.dtype": "float32", "batch.max_seq_len": 40}])
-    assert conditions_of(contrast) == [("batch.max_seq_len", "at least", (90,))]
-    assert str(contrast).endswith(" (other differences: layer.dtype is float16)")
-
-
-def test_what_a_layer_has_explains_better_than_its_sizes_and_a_length() -> None:
-    wrong = [{"batch.max_seq_len": 90, "layer.head_size": 80, "layer.logits_soft_cap": 30.0}]
-    right = [{"batch.max_seq_len": 40, "layer.head_size": 64}]
+def test_what_a_layer_has_explains_better_than_its_sizes_a_length_and_a_dtype():
+    features = {"layer.logits_soft_cap": 30.0, "layer.head_size": 80, "layer.dtype": "float16"}
+    wrong = [features | {"batch.max_seq_len": length} for length in (300, 90, 120)]
+    right = [{"layer.dtype": "float32", "batch.max_seq_len": 40, "layer.head_size": 64}]
     contrast = contrast_of(wrong, right)
     assert contrast is not None
-    found = [contrast.conditions[0].key, *(each.key for each in contrast.alternatives)]
-    assert found == ["layer.logits_soft_cap", "layer.head_size", "batch.max_seq_len"]
+    found = [contrast.conditions[0], *contrast.alternatives]
+    keys = ["layer.logits_soft_cap", "layer.head_size", "batch.max_seq_len", "layer.dtype"]
+    assert [each.key for each in found] == keys
+    assert (found[2].bound, found[2].values) == ("at least", (90,))
 
 
-def test_one_and_true_are_different_values() -> None:
+def test_values_are_compared_with_their_types():
     """A sentence names the value that the failing cases have, though True == 1."""
     assert str(contrast_of(cases("v_scale", 1, 1), cases("v_scale", 2))).startswith("v_scale is 1 in all 2")
     assert str(contrast_of(cases("sinks", True, True), cases("sinks", 2))).startswith("sinks is given in all 2")
-    contrast = contrast_of(cases("alibi", True, True), cases("alibi", 1))
-    assert contrast is not None
-    assert conditions_of(contrast) == [("alibi", "", (True,))]
+    assert conditions_of(contrast_of(cases("alibi", True), cases("alibi", 1))) == [("alibi", "", (True,))]
+    contrast = contrast_of(cases("k_scale", 0.5, "2 values", 0.5), cases("k_scale", None, 1, True, "per head"))
+    assert conditions_of(contrast) == [("k_scale", "", (0.5, "2 values"))]
 
 
-def test_values_of_several_types_are_compared() -> None:
-    wrong = cases("cache.k_scale", 0.5, "2 values", 0.5)
-    contrast = contrast_of(wrong, cases("cache.k_scale", None, 1, True, "per head"))
-    assert conditions_of(contrast) == [("cache.k_scale", "", (0.5, "2 values"))]
-
-
-def test_a_bound_does_not_hold_for_what_is_no_number() -> None:
+def test_a_bound_does_not_hold_for_what_is_no_number():
     bound = Condition("size", (8,), "at least")
     assert [bound.holds({"size": value}) for value in (7, 8, 9.5, "8", True)] == [False, True, True, False, False]
     assert not bound.holds({})
 
 
-def test_the_order_of_cases_changes_nothing() -> None:
-    wrong = [{"a": value, "b": value % 3, "c": "x"} for value in (3, 6, 9)]
-    right = [{"a": value, "b": value % 3, "c": "xy"[value % 2]} for value in (1, 2, 4, 5, 7, 8)]
-    assert contrast_of(wrong, right) == contrast_of(wrong[::-1], right[::-1])
-
-
-def test_forty_conditions_without_an_answer_take_less_than_a_second() -> None:
-    """No three of forty conditions exclude all passing cases, and all combinations are tried."""
+def test_many_conditions_without_an_answer_take_less_than_a_second():
+    """No three of forty conditions exclude all passing cases, and all combinations are tried; nor do any of 600."""
     luck = Random(0)
     wrong: list[Keys] = [{f"key{place}": 0 for place in range(40)}] * 100
     right: list[Keys] = [{f"key{place}": luck.randrange(10) // 9 for place in range(40)} for _ in range(200)]
+    names = [f"key-{number}" for number in range(600)]
+    without = [{name: True for name in names if name != missing} for missing in names]
     before = process_time()
     assert contrast_of(wrong, right) is None
     assert parts_of(wrong, right) == []
     assert process_time() - before < 1
+    before = process_time()
+    assert contrast_of([dict.fromkeys(names, True)], without) is None
+    assert process_time() - before < 2
 
 
-def test_failing_cases_of_two_causes_are_two_parts() -> None:
+def test_failing_cases_of_two_causes_are_two_parts():
     right = [{"window": 0, "heads": 8}, {"heads": 4}]
     wrong: list[Keys] = [
         {"window": 9, "heads": 8},
@@ -193,21 +180,12 @@ def test_failing_cases_of_two_causes_are_two_parts() -> None:
         [{"a": 1}, {}],  # one does not differ from the passing ones
     ],
 )
-def test_what_is_not_separable_as_a_whole_is_not_split(wrong: list[Keys]) -> None:
+def test_what_is_not_separable_as_a_whole_is_not_split(wrong):
     assert parts_of(wrong, [{}]) == []
     assert parts_of(wrong, []) == [] or len(wrong) == 2
 
 
-def test_very_many_keys_take_no_time() -> None:
-    names = [f"key-{number}" for number in range(600)]
-    wrong = [dict.fromkeys(names, True)]
-    right = [{name: True for name in names if name != missing} for missing in names]
-    start = process_time()
-    assert contrast_of(wrong, right) is None
-    assert process_time() - start < 2
-
-
-def test_a_kind_of_request_that_is_absent_is_written_in_words() -> None:
+def test_a_kind_of_request_that_is_absent_is_written_in_words():
     kinds = {"batch has a decode": True, "size": 1}
     contrast = contrast_of([{"size": 1}, {"size": 1}], [kinds, kinds])
     assert str(contrast) == "batch has no decode in all 2 that fail; in none that passes"

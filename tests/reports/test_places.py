@@ -1,14 +1,10 @@
 """Files and lines for CI services lie below the root of the checkout, and the line that failed comes first."""
 
-from collections.abc import Callable
-
 import pytest
 
 from attncheck.reports.analysis.places import backend_file, place_to_show
-from attncheck.reports.run_file.header import RunHeader, SuiteInfo
-from attncheck.reports.run_file.records import Record
+from attncheck.reports.run_file.header import SuiteInfo
 
-Make = Callable[..., Record]
 TRACEBACK = """Traceback (most recent call last):
   File "/work/mine.py", line 9, in attend
   File "/usr/lib/python3.12/site-packages/torch/functional.py", line 4, in einsum
@@ -22,7 +18,7 @@ Current thread 0x00007f (most recent call first):
 
 
 @pytest.fixture
-def header_of_file(header: RunHeader) -> RunHeader:
+def header_of_file(header):
     suite = SuiteInfo(name="smoke", ref="./cases/edge.yaml{seed: 1}", cases=1)
     return header.model_copy(update={"suites": (suite,)})
 
@@ -38,14 +34,12 @@ def header_of_file(header: RunHeader) -> RunHeader:
         ("failed", {"backend_ref": "../sibling.py:Mine"}, ("cases/edge.yaml", None)),
     ],
 )
-def test_the_line_is_shown_else_the_backend_else_the_suite(
-    make: Make, header_of_file: RunHeader, outcome: str, fields: dict[str, str], expected: tuple[str, int | None]
-) -> None:
+def test_the_line_is_shown_else_the_backend_else_the_suite(make, header_of_file, outcome, fields, expected):
     record = make(outcome, **{"backend_ref": "./other.py:Mine"} | fields)
     assert place_to_show(record, header_of_file, "/work") == expected
 
 
-def test_a_record_of_files_elsewhere_has_no_place(make: Make, header: RunHeader) -> None:
+def test_a_record_of_files_elsewhere_has_no_place(make, header):
     assert place_to_show(make("failed", backend_ref="package.module:Mine"), header, "/work") == ("", None)
 
 
@@ -60,5 +54,5 @@ def test_a_record_of_files_elsewhere_has_no_place(make: Make, header: RunHeader)
         ("package.pyx:Mine", ""),
     ],
 )
-def test_the_file_of_a_backend_is_named_from_the_root(reference: str, expected: str) -> None:
+def test_the_file_of_a_backend_is_named_from_the_root(reference, expected):
     assert backend_file(reference, "/work") == expected

@@ -2,6 +2,7 @@
 
 import pytest
 
+from attncheck.reports.analysis.phrases import cut
 from attncheck.reports.analysis.reasons import joined, listed, without_first_figure
 
 SHAPE = "data-dependent shape: x[...] (aten.index)"
@@ -24,7 +25,7 @@ SHAPE = "data-dependent shape: x[...] (aten.index)"
         ),
     ],
 )
-def test_what_differs_in_its_line_alone_is_joined(reason: str, short: str) -> None:
+def test_what_differs_in_its_line_alone_is_joined(reason, short):
     assert joined(reason) == short
 
 
@@ -41,11 +42,11 @@ def test_what_differs_in_its_line_alone_is_joined(reason: str, short: str) -> No
         "without a graph: .item() at g.py:1 in f; with a graph: .item() at g.py:2 in f",
     ],
 )
-def test_whatever_differs_in_more_stays(reason: str) -> None:
+def test_whatever_differs_in_more_stays(reason):
     assert joined(reason) == reason
 
 
-def test_reasons_that_differ_in_their_first_figure_list_it() -> None:
+def test_reasons_that_differ_in_their_first_figure_list_it():
     sizes = [f"block_size {size}: supported are multiples of 32" for size in (16, 8, 128, 8)]
     assert listed(sizes) == "block_size 8, 16, 128: supported are multiples of 32"
     assert len(set(map(without_first_figure, sizes))) == 1
@@ -54,3 +55,7 @@ def test_reasons_that_differ_in_their_first_figure_list_it() -> None:
     dtypes = [f"dtype {name}: supported are bfloat16" for name in ("float16", "float32")]
     assert list(map(without_first_figure, dtypes)) == dtypes
     assert without_first_figure("head_size 72: 64, 128") != without_first_figure("head_size 72: 64")
+
+
+def test_a_text_of_just_the_width_is_not_cut():
+    assert (cut("abcdef", 6), cut("abcdefg", 6)) == ("abcdef", "abc...")

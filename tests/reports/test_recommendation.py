@@ -1,8 +1,5 @@
 """Which backends are right for a combination of needs: what became of the cases that need all of it, or each."""
 
-from collections.abc import Callable
-from typing import Any
-
 import pytest
 
 from attncheck.errors import SelectionError
@@ -10,19 +7,13 @@ from attncheck.reports.analysis.measured import Time, measured_run, subjects
 from attncheck.reports.analysis.recommendation import Suitability, checked_needs, known_needs, recommend
 from attncheck.reports.analysis.support import REFUSED
 from attncheck.reports.run_file.header import BackendInfo
-from attncheck.reports.run_file.records import Record
-from attncheck.reports.run_file.store import Run
-
-Ranked = Callable[..., dict[str, Suitability]]
 
 
 @pytest.fixture
-def ranked(run_of: Callable[..., Run]) -> Ranked:
+def ranked(run_of):
     """``ranked("sinks,lse", *records)``: the suitability of each backend, in the order of the answer."""
 
-    def by_backend(
-        needs: str, *records: Record, times: dict[tuple[str, str], float] | None = None, **features: Any
-    ) -> Any:
+    def by_backend(needs, *records, times=None, **features):
         names = dict.fromkeys(record.backend for record in records)
         backends = tuple(BackendInfo(name=name, ref=name, features=features.get(name, ())) for name in names)
         run = run_of(records, backends=backends)
@@ -37,7 +28,7 @@ def standings(found: dict[str, Suitability]) -> dict[str, str]:
     return {name: each.standing for name, each in found.items()}
 
 
-def test_a_case_that_needs_all_proves_more_than_a_case_for_each(ranked: Ranked, make: Any) -> None:
+def test_a_case_that_needs_all_proves_more_than_a_case_for_each(ranked, make):
     both = ("sinks", "block_size=32")
     found = ranked(
         "sinks,block_size=32",
@@ -54,7 +45,7 @@ def test_a_case_that_needs_all_proves_more_than_a_case_for_each(ranked: Ranked, 
     assert found["Half"].why == "block_size=32: no case"
 
 
-def test_a_backend_is_wrong_with_the_finding_of_the_cases_that_need_all(ranked: Ranked, make: Any) -> None:
+def test_a_backend_is_wrong_with_the_finding_of_the_cases_that_need_all(ranked, make):
     ignored = {"finding": "the sinks are ignored", "meaning": "the sinks are ignored", "concerns": ("sinks",)}
     records = [
         make("failed", backend="Liar", case_id="a", needs=("sinks", "lse"), **ignored),
@@ -70,28 +61,20 @@ def test_a_backend_is_wrong_with_the_finding_of_the_cases_that_need_all(ranked: 
     assert (lse.standing, lse.right, lse.why) == ("right", 1, "fails only with sinks")
 
 
-def test_a_failure_that_no_false_claim_explains_counts(ranked: Ranked, make: Any) -> None:
-    found = ranked(
-        "lse",
+def test_a_failure_that_no_false_claim_explains_counts(ranked, make):
+    records = [
         make("passed", case_id="a", needs=("lse", "head_size=64")),
         make("passed", case_id="b", needs=("lse",)),
         make("failed", case_id="c", needs=("lse", "head_size=64")),
-    )
-    (only,) = found.values()
+    ]
+    (only,) = ranked("lse", *records).values()
     assert (only.standing, only.why) == ("wrong", "wrong in 1 of 3")
-
-
-def test_a_need_that_is_wrong_alone_makes_the_combination_wrong(ranked: Ranked, make: Any) -> None:
-    found = ranked(
-        "lse,sinks",
-        make("passed", case_id="a", needs=("lse",)),
-        make("failed", case_id="b", needs=("sinks",)),
-    )
-    (only,) = found.values()
+    # A need that is wrong alone makes the combination wrong.
+    (only,) = ranked("lse,sinks", *records[:2], make("failed", case_id="d", needs=("sinks",))).values()
     assert (only.standing, only.why) == ("wrong", "sinks: wrong in 1 of 1")
 
 
-def test_declared_alone_and_refused_are_different(ranked: Ranked, make: Any) -> None:
+def test_declared_alone_and_refused_are_different(ranked, make):
     out = {"case_id": "a", "needs": ("sinks",)}
     found = ranked(
         "sinks",
@@ -108,7 +91,7 @@ def test_declared_alone_and_refused_are_different(ranked: Ranked, make: Any) -> 
     assert found["Refusing"].why == "sinks: not declared: refused (1)"
 
 
-def test_right_backends_are_ordered_by_their_multiple_of_the_fastest(ranked: Ranked, make: Any) -> None:
+def test_right_backends_are_ordered_by_their_multiple_of_the_fastest(ranked, make):
     records = [
         make("passed", backend=name, case_id=case, needs=("lse",))
         for name in ("Slow", "Fast", "Untimed")
@@ -127,7 +110,7 @@ def test_right_backends_are_ordered_by_their_multiple_of_the_fastest(ranked: Ran
     ("needs", "words"),
     [("sink", "did you mean 'sinks'?"), ("block_size=33", r"known: block_size=8, block_size=32\)")],
 )
-def test_an_unknown_need_is_an_error_with_what_there_is(ranked: Ranked, make: Any, needs: str, words: str) -> None:
+def test_an_unknown_need_is_an_error_with_what_there_is(ranked, make, needs, words):
     record = make("passed", needs=("block_size=32", "block_size=8", "sinks"))
     with pytest.raises(SelectionError, match=words):
         ranked(needs, record)

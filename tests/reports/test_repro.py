@@ -1,34 +1,25 @@
 """The repro line, parsed by a shell's rules, has exactly the values of the record."""
 
 import subprocess
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 
 from attncheck.reports.analysis.repro import repro_command
-from attncheck.reports.run_file.header import RunHeader
-from attncheck.reports.run_file.records import Record
-
-Make = Callable[..., Record]
 
 
-def test_variables_that_the_run_passed_are_passed_again(make: Make, header: RunHeader) -> None:
+def test_variables_that_a_run_needs_or_passed_are_in_the_line(make, header):
     words = ("attncheck", "run", "--pass-env", "A,B", "--suite=x", "--pass-env=C*")
-    line = repro_command(make("failed"), header.model_copy(update={"command": words}))
+    required = {"TRITON_INTERPRET": "1", "FLAGS": "a b;c"}
+    backends = (header.backends[0], header.backends[1].model_copy(update={"required_environment": required}))
+    stated = header.model_copy(update={"command": words, "backends": backends})
+    line = repro_command(make("failed", backend="Wrong"), stated)
+    assert line.startswith("TRITON_INTERPRET=1 FLAGS='a b;c' attncheck run --backend ./wrong.py:Wrong ")
+    line = repro_command(make("failed"), stated)
+    assert line.startswith("attncheck run --backend reference ")
     assert line.endswith("--device cpu '--pass-env=C*' --pass-env A,B --in-process")
 
 
-def test_the_required_environment_comes_first(make: Make, header: RunHeader) -> None:
-    required = {"TRITON_INTERPRET": "1", "FLAGS": "a b;c"}
-    backends = (header.backends[0], header.backends[1].model_copy(update={"required_environment": required}))
-    run_header = header.model_copy(update={"backends": backends})
-    line = repro_command(make("failed", backend="Wrong"), run_header)
-    assert line.startswith("TRITON_INTERPRET=1 FLAGS='a b;c' attncheck run --backend ./wrong.py:Wrong ")
-    assert repro_command(make("failed"), run_header).startswith("attncheck run --backend reference ")
-
-
-def test_what_a_stranger_named_reaches_no_shell(make: Make) -> None:
+def test_what_a_stranger_named_reaches_no_shell(make):
     name = "a'; echo $(id) `id` *.py"
     line = repro_command(make("failed", backend_ref=name))
     done = subprocess.run(["sh", "-c", f"printf '%s\\n' {line}"], capture_output=True, text=True, check=True)
@@ -64,7 +55,5 @@ STOPPED = "the case did not run, because earlier cases used up the time of the b
         ),
     ],
 )
-def test_the_line_has_the_limits_and_the_process_that_show_the_failure(
-    make: Make, header: RunHeader, outcome: str, fields: dict[str, Any], device: str, line: str
-) -> None:
+def test_the_line_has_the_limits_and_the_process_that_show_the_failure(make, header, outcome, fields, device, line):
     assert repro_command(make(outcome, **fields), header.model_copy(update={"device": device, "rounds": 10})) == line

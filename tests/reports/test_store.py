@@ -1,5 +1,6 @@
 """Run files: written safely, read strictly."""
 
+import contextlib
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -7,15 +8,14 @@ from pathlib import Path
 import pytest
 
 from attncheck.errors import QuestionError, RunFileError
-from attncheck.reports.run_file.header import CaseInfo, RunHeader
+from attncheck.reports.run_file.header import CaseInfo
 from attncheck.reports.run_file.records import Record
 from attncheck.reports.run_file.store import RunWriter, read_run
 
 Make = Callable[..., Record]
-Write = Callable[..., Path]
 
 
-def test_what_was_written_is_read(write: Write, make: Make, header: RunHeader) -> None:
+def test_what_was_written_is_read(write, make, header):
     records = (make("passed"), make("failed", check="cache_write"), make("unsupported", check="lse"))
     run = read_run(write(*records, errors=("an expectation matched nothing",)))
     assert run.header == header
@@ -26,49 +26,41 @@ def test_what_was_written_is_read(write: Write, make: Make, header: RunHeader) -
     assert run.errors == ("an expectation matched nothing",)
 
 
-def test_an_interrupted_run_has_no_footer(tmp_path: Path, make: Make, header: RunHeader) -> None:
+def test_an_interrupted_run_has_no_footer(tmp_path, make, header):
     path = tmp_path / "run.jsonl"
-
-    def interrupted() -> None:
-        with RunWriter(path, header) as writer:
-            writer.add(make("passed"))
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        interrupted()
+    with contextlib.suppress(KeyboardInterrupt), RunWriter(path, header) as writer:
+        writer.add(make("passed"))
+        raise KeyboardInterrupt
     run = read_run(path)
     assert not run.complete
     assert not run.cut_line
     assert len(run.records) == 1
 
 
-def test_a_place_in_no_folder_is_a_wrong_question(tmp_path: Path, header: RunHeader) -> None:
-    (tmp_path / "file").touch()
-    with pytest.raises(QuestionError, match="cannot be written"), RunWriter(tmp_path / "file" / "run.jsonl", header):
-        pass
-
-
-def test_the_writer_refuses_the_same_record_twice(tmp_path: Path, make: Make, header: RunHeader) -> None:
-    with RunWriter(tmp_path / "run.jsonl", header) as writer:
-        writer.add(make("passed"))
-        with pytest.raises(ValueError, match="came twice: smoke/edge"):
-            writer.add(make("failed"))
-
-
-def test_a_line_cut_off_in_the_middle_is_tolerated_and_reported(write: Write, make: Make) -> None:
+def test_a_line_cut_off_in_the_middle_is_tolerated_and_reported(write, make):
     path = write(make("passed"), make("passed", check="lse"))
-    header, first, second, _ = path.read_text().splitlines()
+    header, first, second, footer = lines_of(path)
     path.write_text(f"{header}\n{first}\n{second[:50]}")
     run = read_run(path)
     assert run.cut_line
     assert not run.complete
     assert [record.check for record in run.records] == ["numerics"]
-
-
-def test_a_last_line_that_only_lacks_its_newline_counts(write: Write, make: Make) -> None:
-    path = write(make("passed"))
-    path.write_text(path.read_text().rstrip("\n"))
+    path.write_text(f"{header}\n{first}\n{second}\n{footer}")  # which only lacks its newline
     assert read_run(path).complete
+
+
+def test_what_cannot_be_read_or_written_is_refused(tmp_path, make, header):
+    (tmp_path / "file").write_bytes(b"\xff\xfe\x00\n")
+    with pytest.raises(RunFileError, match="cannot be read: No such file"):
+        read_run(tmp_path / "nothing.jsonl")
+    with pytest.raises(RunFileError, match="is not a run file"):
+        read_run(tmp_path / "file")
+    with pytest.raises(QuestionError, match="cannot be written"), RunWriter(tmp_path / "file" / "run.jsonl", header):
+        pass
+    with RunWriter(tmp_path / "run.jsonl", header) as writer:
+        writer.add(make("passed"))
+        with pytest.raises(ValueError, match="came twice: smoke/edge"):
+            writer.add(make("failed"))
 
 
 def due(make: Make) -> list[Record]:
@@ -97,15 +89,8 @@ def due(make: Make) -> list[Record]:
     ],
 )
 def test_a_run_is_complete_with_all_records_that_its_header_announces(
-    write_run: Write,
-    make: Make,
-    header: RunHeader,
-    tmp_path: Path,
-    dropped: int | None,
-    header_fields: dict[str, object],
-    errors: tuple[str, ...],
-    lacking: tuple[str, ...],
-) -> None:
+    write_run, make, header, tmp_path, dropped, header_fields, errors, lacking
+):
     one = CaseInfo(suite="smoke", id="a", shape="", checks=("numerics", "timing"), shard=1)
     other = CaseInfo(suite="smoke", id="b", shape="", checks=("numerics",), backends=("reference",), shard=2)
     stated = {"checks": ("numerics", "timing"), "rounds": 2, "cases": (one, other), **header_fields}
@@ -169,9 +154,7 @@ def lines_of(path: Path) -> list[str]:
         ),
     ],
 )
-def test_a_file_that_contradicts_itself_is_refused_with_the_line(
-    write: Write, make: Make, damage: Callable[[list[str]], list[str]], line: int | None, message: str
-) -> None:
+def test_a_file_that_contradicts_itself_is_refused_with_the_line(write, make, damage, line, message):
     path = write(make("passed"), make("passed", check="lse"))
     path.write_text("".join(f"{text}\n" for text in damage(lines_of(path))))
     with pytest.raises(RunFileError, match=message) as caught:
@@ -181,9 +164,7 @@ def test_a_file_that_contradicts_itself_is_refused_with_the_line(
     assert len(str(caught.value)) < 3000
 
 
-def test_a_check_by_its_former_name_is_read_as_the_one_of_today(
-    tmp_path: Path, write: Write, make: Make, header: RunHeader
-) -> None:
+def test_a_check_by_its_former_name_is_read_as_the_one_of_today(tmp_path, write, make, header):
     """Run files from before have no findings and no cases either."""
     run_header = header.model_copy(update={"checks": ("numerics", "refusals"), "notes": ("on battery",)})
     with RunWriter(tmp_path / "old.jsonl", run_header) as writer:
@@ -205,14 +186,3 @@ def test_a_check_by_its_former_name_is_read_as_the_one_of_today(
 
 def edit(line: str, **changes: object) -> str:
     return json.dumps(json.loads(line) | changes)
-
-
-def test_a_file_that_is_not_there(tmp_path: Path) -> None:
-    with pytest.raises(RunFileError, match="cannot be read: No such file"):
-        read_run(tmp_path / "nothing.jsonl")
-
-
-def test_a_file_that_is_no_text(tmp_path: Path) -> None:
-    (tmp_path / "run.jsonl").write_bytes(b"\xff\xfe\x00\n")
-    with pytest.raises(RunFileError, match="is not a run file"):
-        read_run(tmp_path / "run.jsonl")

@@ -1,32 +1,28 @@
 """The section about providers: words, counts, who shares a sentence, and the line that repeats a record."""
 
-from collections.abc import Callable
-
 import pytest
 
 from attncheck.reports.analysis.repro import repro_command
 from attncheck.reports.analysis.summary import summarise
-from attncheck.reports.analysis.utilities import function_rows, notes_by_heading, provider_title
+from attncheck.reports.analysis.utilities import function_rows, notes_by_heading
 from attncheck.reports.document.run_values import RunValues
 from attncheck.reports.markdown import run as markdown
-from attncheck.reports.run_file.header import BackendInfo, RunHeader, SuiteInfo
-from attncheck.reports.run_file.records import Passed, Record
+from attncheck.reports.run_file.header import BackendInfo, SuiteInfo
+from attncheck.reports.run_file.records import Passed
 from attncheck.reports.run_file.store import Run
 from attncheck.reports.terminal import run as terminal
 
-Make = Callable[..., Record]
-
 
 @pytest.fixture
-def function(make: Make) -> Make:
-    def record(name: str, outcome: str = "passed", **fields: object) -> Record:
+def function(make):
+    def record(name, outcome="passed", **fields):
         return make(outcome, suite="utilities", case_id=name, check="utilities", backend="mine", **fields)
 
     return record
 
 
 @pytest.fixture
-def mine(header: RunHeader) -> RunHeader:
+def mine(header):
     return header.model_copy(
         update={
             "suites": (*header.suites, SuiteInfo(name="utilities", ref="utilities", cases=3)),
@@ -36,14 +32,7 @@ def mine(header: RunHeader) -> RunHeader:
     )
 
 
-def test_rows_show_counts_and_a_dash_for_none(function: Make) -> None:
-    figures = {"questions": 9, "equal": 7, "drifted": 2, "judged": 0, "differs": 0, "drifts": 1, "judgements": 0}
-    (row,) = function_rows([function("f", figures=figures)], "mine")
-    assert (row.name, row.word, *row.counts) == ("f", "drifted", "9", "7", "2", "-", "-")
-    assert function_rows([function("f")], "another") == ()
-
-
-def test_functions_of_which_the_same_is_known_share_a_sentence(function: Make) -> None:
+def test_functions_of_which_the_same_is_known_share_a_sentence(function):
     gone = {"reasons": ["went away"]}
     records = [
         function("f", "unsupported", **gone),
@@ -51,6 +40,10 @@ def test_functions_of_which_the_same_is_known_share_a_sentence(function: Make) -
         function("h", "unsupported", **gone),
         function("i", notes=("upper bound: 3 maxima",)),
     ]
+    figures = {"questions": 9, "equal": 7, "drifted": 2, "judged": 0, "differs": 0, "drifts": 1, "judgements": 0}
+    (row,) = function_rows([function("f", figures=figures)], "mine")
+    assert (row.name, row.word, *row.counts) == ("f", "drifted", "9", "7", "2", "-", "-")
+    assert function_rows(records, "another") == ()
     assert notes_by_heading(function_rows(records, "mine")) == (
         ("known departures", (("g", "drift: x"),)),
         ("missing", (("f, h", "went away"),)),
@@ -58,7 +51,7 @@ def test_functions_of_which_the_same_is_known_share_a_sentence(function: Make) -
     )
 
 
-def test_what_a_provider_lacks_is_no_departure(function: Make, mine: RunHeader) -> None:
+def test_what_a_provider_lacks_is_no_departure(function, mine):
     records = [function("g"), function("f", "unsupported", reasons=["offers nothing of that name"])]
     assert "offers nothing" not in terminal.render(mine, records)
     for text in (
@@ -70,7 +63,7 @@ def test_what_a_provider_lacks_is_no_departure(function: Make, mine: RunHeader) 
         assert "known departures" not in text
 
 
-def test_providers_are_counted_apart_from_backends(function: Make, make: Make, mine: RunHeader) -> None:
+def test_providers_are_counted_apart_from_backends(function, make, mine):
     records = [make("passed"), function("f"), function("g", "unsupported", reasons=["went"])]
     summary = summarise(records, checks=mine.checks)
     assert "mine" not in summary.backends
@@ -80,15 +73,11 @@ def test_providers_are_counted_apart_from_backends(function: Make, make: Make, m
     assert not summary.gaps
     counts = "passed: 1 backend, 1 case: 1 right; 1 provider, 2 functions: 1 passed, 1 unsupported"
     assert RunValues(mine, records).closing() == counts
-
-
-def test_the_terminal_shows_both(function: Make, make: Make, mine: RunHeader) -> None:
-    text = terminal.render(mine, [make("passed"), function("f")])
-    assert provider_title(mine, "mine") == "utilities of mine 7"
+    text = terminal.render(mine, records)
     assert text.index("backend ") < text.index("utilities of mine 7") < text.index("passed: 1 backend")
 
 
-def test_functions_that_are_wrong_are_listed_with_the_line_that_repeats_them(function: Make, mine: RunHeader) -> None:
+def test_functions_that_are_wrong_are_listed_with_the_line_that_repeats_them(function, mine):
     records = [function(f"f{n}", "failed", summary=f"{n} of 9 differ") for n in range(1, 6)]
     text = terminal.render(mine, records)
     assert [n for n in range(1, 6) if f"failed  mine  f{n}\n  {n} of 9 differ\n  repeat: " in text] == [1, 2, 3]
@@ -96,7 +85,7 @@ def test_functions_that_are_wrong_are_listed_with_the_line_that_repeats_them(fun
 
 
 @pytest.mark.parametrize("width", [60, 80, 120, 200])
-def test_functions_keep_to_the_width(function: Make, mine: RunHeader, width: int) -> None:
+def test_functions_keep_to_the_width(function, mine, width):
     figures = {"questions": 123, "equal": 100, "drifted": 20, "judged": 3}
     text = terminal.render(mine, [function("v0.a_function_of_a_long_name", figures=figures)], width=width)
     assert max(map(len, text.splitlines())) <= width
@@ -104,7 +93,7 @@ def test_functions_keep_to_the_width(function: Make, mine: RunHeader, width: int
     assert all(count in shown for count in ("123", "100", "20", "3", "v0.a_function_of_a_long_name"))
 
 
-def test_the_line_that_repeats_it_names_provider_function_and_suites(function: Make, mine: RunHeader) -> None:
+def test_the_line_that_repeats_it_names_provider_function_and_suites(function, mine):
     record = function("v0.f")
     assert isinstance(record, Passed)
     record = record.model_copy(update={"backend_ref": "./mine.py", "seed": 3})

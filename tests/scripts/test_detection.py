@@ -53,13 +53,6 @@ def test_a_mutant_is_examined_first_as_its_entry_names(detection):
     assert first(("limits",)) == {entry(mutants[1]), entry(mutants[2])}
 
 
-@pytest.mark.slow
-def test_a_mutant_that_its_entry_does_not_catch_is_examined_whole(detection):
-    mutant = next(mutant for mutant in catalogue() if mutant.name == "window-off-by-one")
-    wrong = mutant.model_copy(update={"check": "cache_write"})
-    assert detection._caught([wrong], ["smoke"], 1) == {"window-off-by-one"}
-
-
 def test_a_backend_that_ends_its_process_is_found_by_the_tests_that_it_ends(detection, monkeypatch):
     def try_others(refs, projects):
         if "mutants:dies" in refs and "vLLM" in projects:
@@ -75,10 +68,10 @@ def test_a_backend_that_ends_its_process_is_found_by_the_tests_that_it_ends(dete
 
 
 @pytest.mark.slow
-def test_other_tests_run_in_processes_of_their_own(detection):
+def test_what_an_entry_does_not_catch_is_examined_whole_and_other_tests_run_in_processes_of_their_own(detection):
+    mutant = next(mutant for mutant in catalogue() if mutant.name == "window-off-by-one")
+    wrong = mutant.model_copy(update={"check": "cache_write"})
+    assert detection._caught([wrong], ["smoke"], 1) == {"window-off-by-one"}
     found = detection._found_by_others(["mutants:window-off-by-one", "mutants:reads-past-the-end"], 1)
-    assert found == {
-        "vLLM": {"window-off-by-one"},
-        "FlashInfer-Bench": set(),
-        "FlashAttention": {"window-off-by-one"},
-    }
+    window = {"window-off-by-one"}
+    assert found == {"vLLM": window, "FlashInfer-Bench": set(), "FlashAttention": window}

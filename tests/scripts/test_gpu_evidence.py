@@ -33,19 +33,21 @@ def call(shell):
     )
 
 
-def test_without_a_gpu_it_refuses_in_words(call, tmp_path):
+def test_without_a_gpu_and_in_a_folder_that_holds_something_it_refuses_in_words(call, script, tmp_path):
     code, printed = call(tmp_path / "out")
     assert code == 2
     assert "finds no GPU. --device cpu tries" in printed
     assert not (tmp_path / "out").exists()
-
-
-def test_a_folder_that_holds_something_is_refused(call, tmp_path):
     (tmp_path / "mine").write_text("kept")
     code, printed = call("--device", "cpu", tmp_path)
     assert code == 2
     assert "is no empty folder" in printed
     assert [path.name for path in tmp_path.iterdir()] == ["mine"]
+    text = " ".join((ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8").split())
+    documented = [
+        script.options().parse_args(words.split()) for words in re.findall(r"`scripts/gpu-evidence([^`]*)`", text)
+    ]
+    assert {each.device for each in documented} == {"cuda", "cpu"}
 
 
 @pytest.mark.slow
@@ -109,7 +111,7 @@ def runs(script, tmp_path):
     return found
 
 
-def test_every_candidate_and_every_suite_runs_on_the_gpu(script, runs):
+def test_all_candidates_suites_and_graph_miniatures_run_on_the_gpu(script, runs):
     assert {name for name in runs if name.startswith("smoke/")} == {f"smoke/{ref}" for ref in builtin_names()}
     for ref in script.KERNELS:
         params = runs[f"suites/{ref}"]
@@ -117,6 +119,17 @@ def test_every_candidate_and_every_suite_runs_on_the_gpu(script, runs):
         assert list(params["settings"] or ()) == (["cache.block_size=256"] if ref == "flash_attn" else [])
     assert {params["device"] for params in runs.values()} == {"cuda"}
     assert all(list(runs[f"timing/pages-of-{page}"]["backends"]) == list(refs) for page, refs in script.TIMED.items())
+    known = {case.id for case in load_suite("interpreted")}
+    checked = [set(params["cases"]) - known for name, params in runs.items() if name.startswith("memcheck/")]
+    assert checked == [set()] * 3
+    for _, chain in script._chains("memcheck", options_of(Path("x"))):
+        assert any(word.endswith("compute-sanitizer") for word in chain[0])
+    refs = {ref for name, params in runs.items() if name.startswith("miniatures/") for ref in params["backends"]}
+    assert "backends/mutants/graphs.py:RowByRow" in refs
+    assert not [ref for ref in refs if ref.endswith((":Base", ":Miniature", "Backend"))]
+    folders = ROOT / "backends" / "mutants", ROOT / "tests" / "miniatures"
+    files = {path.stem for folder in folders for path in folder.glob("graphs*.py")}
+    assert {f"miniatures/{file}" for file in files} <= runs.keys()
 
 
 def test_classes_of_vllm_and_the_audit_end_within_the_limit_of_a_command(script, runs):
@@ -127,28 +140,3 @@ def test_classes_of_vllm_and_the_audit_end_within_the_limit_of_a_command(script,
     assert runs["audit"]["deadline"] == "30"
     assert runs["audit"]["reports"] == [f"audit={runs['audit']['output'].with_suffix('.md')}"]
     assert {name for params in classes.values() for name in params["suites"][0].split(",")} <= set(suite_names())
-
-
-def test_the_memory_checker_is_put_around_cases_that_exist(script, runs):
-    known = {case.id for case in load_suite("interpreted")}
-    assert [set(params["cases"]) - known for name, params in runs.items() if name.startswith("memcheck/")] == [
-        set()
-    ] * 3
-    for _, chain in script._chains("memcheck", options_of(Path("x"))):
-        assert any(word.endswith("compute-sanitizer") for word in chain[0])
-
-
-def test_every_graph_miniature_is_examined_but_no_base(runs):
-    refs = {ref for name, params in runs.items() if name.startswith("miniatures/") for ref in params["backends"]}
-    assert "backends/mutants/graphs.py:RowByRow" in refs
-    assert not [ref for ref in refs if ref.endswith((":Base", ":Miniature", "Backend"))]
-    folders = ROOT / "backends" / "mutants", ROOT / "tests" / "miniatures"
-    files = {path.stem for folder in folders for path in folder.glob("graphs*.py")}
-    assert {f"miniatures/{file}" for file in files} <= runs.keys()
-
-
-def test_the_documented_commands_for_contributors_are_parsed(script):
-    text = " ".join((ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8").split())
-    commands = re.findall(r"`scripts/gpu-evidence([^`]*)`", text)
-    found = [script.options().parse_args(command.split()) for command in commands]
-    assert {each.device for each in found} == {"cuda", "cpu"}

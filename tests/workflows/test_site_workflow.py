@@ -4,7 +4,6 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -22,7 +21,7 @@ def git(folder: Path, *words: str) -> str:
 
 
 @pytest.fixture
-def job(tmp_path: Path) -> Callable[[str], Path]:
+def job(tmp_path):
     """``job("7")`` runs the commands after run 7 of the GPU workflow, in a new checkout, and returns that checkout."""
     git(tmp_path, "init", "--quiet", "--bare", "--initial-branch=main", "origin")
     git(tmp_path, "clone", "--quiet", "origin", "first")
@@ -43,7 +42,7 @@ def job(tmp_path: Path) -> Callable[[str], Path]:
         (tmp_path / "bin" / name).write_text(f"#!/bin/bash\n{command}\n")
         (tmp_path / "bin" / name).chmod(0o755)
 
-    def run(number: str) -> Path:
+    def run(number):
         checkout = tmp_path / f"job-{len(list(tmp_path.glob('job-*')))}"
         git(tmp_path, "clone", "--quiet", "origin", str(checkout))
         own = {"RUN": number, "GITHUB_REPOSITORY": "owner/name", "PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}"}
@@ -67,7 +66,7 @@ def job(tmp_path: Path) -> Callable[[str], Path]:
     return run
 
 
-def test_runs_are_kept_and_the_site_has_all_of_them(job: Callable[[str], Path], tmp_path: Path) -> None:
+def test_runs_are_kept_once_and_the_site_has_all_of_them(job, tmp_path):
     job("7")
     checkout = job("8")
     names = "attncheck-h100/xformers-vllm-auto.jsonl.gz"
@@ -75,17 +74,14 @@ def test_runs_are_kept_and_the_site_has_all_of_them(job: Callable[[str], Path], 
     assert git(tmp_path / "origin", "ls-tree", "-r", "--name-only", "main").split() == ["README"]
     shown = (checkout / "site/runs.html").read_text(encoding="utf-8")
     assert all(f"{run}/{names}" in shown for run in ("7", "8"))
-
-
-def test_a_job_that_runs_again_or_by_hand_keeps_nothing_new(job: Callable[[str], Path], tmp_path: Path) -> None:
-    job("7")
+    # A job that runs again, or by hand, keeps nothing new.
     kept = git(tmp_path / "origin", "rev-parse", KEPT)
     job("7")
     assert (job("") / "site/index.html").is_file()
     assert git(tmp_path / "origin", "rev-parse", KEPT) == kept
 
 
-def test_the_site_waits_for_the_gpu_workflow() -> None:
+def test_the_site_waits_for_the_gpu_workflow():
     gpu = yaml.safe_load((ROOT / ".github/workflows/attncheck-gpu.yml").read_text(encoding="utf-8"))
     trigger = WORKFLOW[True]["workflow_run"]  # YAML 1.1 reads the key `on` as true
     assert trigger["workflows"] == [gpu["name"]]

@@ -127,9 +127,9 @@ def test_every_mutant_class_is_in_the_catalogue():
 
 
 def suites():
-    """Those of the default run, and in the slow tests every other one."""
+    """One of the default run, and in the slow tests, which CI runs for mutants, every other one."""
     for suite in suite_names():
-        yield pytest.param(suite, marks=() if suite in ("smoke", "interpreted", "mla") else pytest.mark.slow)
+        yield pytest.param(suite, marks=() if suite == "smoke" else pytest.mark.slow)
 
 
 @pytest.mark.parametrize("suite", list(suites()))

@@ -1,13 +1,15 @@
 """A folder to type commands in: a suite of two small questions, and backends that are wrong."""
 
 import os
-from collections.abc import Callable
+import shlex
 from contextlib import suppress
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
 from attncheck.harness.cli import app as cli
+from attncheck.reports.run_file.store import read_run
 
 SUITE = """\
 suite: small
@@ -50,14 +52,31 @@ class Nothing(ReferenceBackend):
     @classmethod
     def unsupported_reasons(cls, layer, cache, batch): return ["cannot"]
 """
+RUN = "run --suite small.yaml --device cpu"
 
-RUN = ("run", "--suite", "small.yaml", "--device", "cpu")
 
-Attncheck = Callable[..., int]
+class Done(NamedTuple):
+    """What a command printed, and its exit code."""
+
+    code: int
+    out: str
+    err: str
 
 
 @pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def typed(capsys):
+    """``typed("list cases", "--suite", path)``: what that command printed, and its exit code."""
+
+    def typed(command, *more):
+        capsys.readouterr()
+        code = cli.main([*shlex.split(command), *map(str, more)])
+        return Done(code, *capsys.readouterr())
+
+    return typed
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
     (tmp_path / "small.yaml").write_text(SUITE)
     (tmp_path / "wrong.py").write_text(WRONG)
     (tmp_path / "results").mkdir()
@@ -67,33 +86,33 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture
-def run(folder: Path, preloaded: None) -> Attncheck:
-    """``run("--backend", "reference")``: the exit code of that run of the small suite."""
-    return lambda *words: cli.main([*RUN, *words])
+def run(typed, folder, preloaded):
+    """``run("reference --check lse")``: that run of the small suite."""
+    return lambda words: typed(f"{RUN} {words}")
 
 
 @pytest.fixture
-def here(folder: Path) -> Attncheck:
+def here(typed, folder):
     """The same without processes of the backends' own, where these are not what is tested: they cost seconds."""
-    return lambda *words: cli.main([*RUN, "--in-process", *words])
+    return lambda words: typed(f"{RUN} --in-process {words}")
 
 
 @pytest.fixture
-def the_run() -> Callable[[Path], Path]:
-    """The one run file below ``results`` of a folder."""
+def the_run():
+    """``the_run()``: the only run below ``results``."""
 
-    def the_run(folder: Path) -> Path:
-        (path,) = (folder / "results").iterdir()
-        return path
+    def the_run():
+        (path,) = Path("results").iterdir()
+        return read_run(path)
 
     return the_run
 
 
 @pytest.fixture
-def workers_of() -> Callable[[int], list[int]]:
+def workers_of():
     """``workers_of(pid)``: the processes of backends that a run has, each of which leads a session."""
 
-    def workers_of(pid: int) -> list[int]:
+    def workers_of(pid):
         paths = Path(f"/proc/{pid}/task").glob("*/children")
         found = [int(each) for path in paths for each in path.read_text().split()]
         return [each for each in found if os.getsid(each) == each]
@@ -102,10 +121,10 @@ def workers_of() -> Callable[[int], list[int]]:
 
 
 @pytest.fixture
-def is_alive() -> Callable[[int], bool]:
+def is_alive():
     """``is_alive(pid)``: whether there is such a process, and it has not ended."""
 
-    def is_alive(pid: int) -> bool:
+    def is_alive(pid):
         with suppress(OSError):
             return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
         return False

@@ -1,64 +1,122 @@
-"""A run over every backend of a family: those that can run are examined, the others reported with one reason each."""
+"""Runs over every backend of a family, and with ``--within``: what is examined, and what is left for which reason."""
+
+import json
+import os
+import re
+import signal
 
 import pytest
 from inline_snapshot import snapshot
 
-from attncheck.harness.cli.app import main
 from attncheck.harness.workers import survey
+from attncheck.harness.workers.limits import TimeLimits
 from attncheck.reports.run_file.header import SurveyedBackend
 from attncheck.reports.run_file.store import read_run
 
-pytestmark = pytest.mark.usefixtures("preloaded")
+pytestmark = pytest.mark.usefixtures("preloaded", "folder")
 
-WORDS = ("--suite", "smoke", "--case", "decode.float32", "--check", "numerics", "--device", "cpu")
-
-
-def surveyed(monkeypatch, *found):
-    monkeypatch.setattr(survey, "survey", lambda family, device, wishes, limit: found)
+WORDS = "run some:* --suite smoke --check numerics --device cpu --jobs 2 --output run.jsonl"
+ONE = SurveyedBackend(name="some:ONE", reason="ONE needs a GPU")
 
 
-def test_those_that_can_run_are_examined_and_the_others_reported(monkeypatch, tmp_path, capfd):
+@pytest.fixture
+def surveyed(monkeypatch):
+    return lambda *found: monkeypatch.setattr(survey, "survey", lambda family, device, wishes, limit: found)
+
+
+def test_those_that_can_run_are_examined_and_the_others_reported(surveyed, typed):
     surveyed(
-        monkeypatch,
         SurveyedBackend(name="reference", level="NEVER", declared={"dtype": ("float32",)}),
-        SurveyedBackend(name="some:ONE", reason="ONE needs a GPU"),
+        ONE,
         SurveyedBackend(name="reference_mla"),
         SurveyedBackend(name="some:TWO", reason="TWO needs a GPU"),
         SurveyedBackend(name="some:THREE", reason="it raised"),
     )
-    file = tmp_path / "run.jsonl"
-    assert main(["run", "--backend", "some:*", "--backend", "torch_sdpa", *WORDS, "--output", str(file)]) == 0
-    printed = " ".join(capfd.readouterr().out.split())
+    done = typed(f"{WORDS} --backend torch_mla --case decode.float32")
+    assert (done.code, done.err.splitlines()[-1]) == snapshot(
+        (
+            2,
+            "error: no case of backend 'torch_mla' was examined: the layer has no latent cache; select cases and checks that it supports",
+        )
+    )
+    printed = " ".join(done.out.split())
     assert "not examined: ONE, TWO: it needs a GPU" in printed
     assert "not examined: THREE: it raised" in printed
-    run = read_run(file)
-    assert [each.name for each in run.header.backends] == ["reference", "reference_mla", "torch_sdpa"]
+    run = read_run("run.jsonl")
+    assert [each.name for each in run.header.backends] == ["reference", "reference_mla", "torch_mla"]
     assert [each.name for each in run.header.surveyed if each.reason] == ["some:ONE", "some:TWO", "some:THREE"]
     outcomes = {record.backend: record.outcome for record in run.records}
-    assert outcomes == {"reference": "passed", "reference_mla": "unsupported", "torch_sdpa": "passed"}
+    assert outcomes == {"reference": "passed", "reference_mla": "unsupported", "torch_mla": "unsupported"}
 
 
-def test_a_backend_named_beside_a_family_must_still_be_examined(monkeypatch, tmp_path, capfd):
-    surveyed(monkeypatch, SurveyedBackend(name="reference"))
-    words = ["run", "--backend", "some:*", "--backend", "torch_mla", *WORDS, "--output", str(tmp_path / "run.jsonl")]
-    assert main(words) == 2
-    printed = capfd.readouterr().err
-    assert "'torch_mla'" in printed
-    assert printed == snapshot(
-        "error: no case of backend 'torch_mla' was examined: the layer has no latent cache; select cases and checks that it supports\n"
-    )
-
-
-def test_a_family_of_which_nothing_can_run_is_a_wrong_question(monkeypatch, capfd):
-    surveyed(monkeypatch, SurveyedBackend(name="some:ONE", reason="ONE needs a GPU"))
-    assert main(["run", "--backend", "some:*", *WORDS, "--no-output"]) == 2
-    assert capfd.readouterr().err == snapshot(
+def test_a_family_of_which_nothing_can_run_is_a_wrong_question(surveyed, typed):
+    surveyed(ONE)
+    done = typed(WORDS)
+    assert done.code == 2
+    assert done.err == snapshot(
         "error: backend 'some:*': none of its 1 backends can run here; not examined: ONE: it needs a GPU\n"
     )
 
 
-def test_an_unknown_family_is_a_wrong_question(capfd):
-    assert main(["run", "--backend", "reference:*", *WORDS, "--no-output"]) == 2
-    printed = capfd.readouterr().err
-    assert "'reference'" in printed
-    assert printed == snapshot("error: backend 'reference:*': 'reference' is no family of backends; write vllm:*\n")
+BACKEND = """\
+import os
+import time
+
+from attncheck.backends.candidates.torch_sdpa import SDPABackend, SDPAImpl
+
+
+class Impl(SDPAImpl):
+    def forward(self, layer, query, *args, **kwargs):
+        if query.dtype.itemsize == 4:
+            {statement}
+        return super().forward(layer, query, *args, **kwargs)
+
+
+class Mine(SDPABackend):
+    @staticmethod
+    def get_impl_cls():
+        return Impl
+"""
+"""A backend that executes a statement in float32 cases."""
+
+
+@pytest.fixture
+def audit(surveyed, typed, folder):
+    """``audit(statement, form, seconds)``: exit code and audit of a run of two backends, and its run file."""
+
+    def run(statement, form, seconds):
+        (folder / "mine.py").write_text(BACKEND.format(statement=statement))
+        able = [SurveyedBackend(name=name, level="UNIFORM_BATCH") for name in ("./mine.py:Mine", "torch_sdpa")]
+        surveyed(*able, ONE)
+        code = typed(f"{WORDS} --case decode --within {seconds} --report {form}=page").code
+        page = (folder / "page").read_text()
+        assert typed(f"report run.jsonl --format {form}").out == page
+        return code, page, read_run("run.jsonl")
+
+    return run
+
+
+def test_a_backend_that_uses_up_its_time_has_its_measured_part_and_what_it_left(audit, monkeypatch):
+    """A hang in float32 takes the time of the backend: its float16 case, which comes before, is right."""
+    shared = TimeLimits.shared  # the time of loading does not count
+    monkeypatch.setattr(TimeLimits, "shared", lambda limits, _, backends, jobs: shared(limits, 5.0, backends, jobs))
+    code, page, run = audit("time.sleep(1e6)", "audit", 1000)
+    assert code == 1
+    assert run.complete
+    assert {record.outcome for record in run.records if record.backend == "torch_sdpa"} == {"passed"}
+    mine = {record.case_id: record.outcome for record in run.records if record.backend == "Mine"}
+    left = list(mine.values()).count("timed_out")
+    assert (mine["decode.float16"], mine["decode.float32"]) == ("passed", "timed_out")
+    assert re.findall(r"^- `(.*)`: (.*)$", page, re.MULTILINE) == [("Mine", f"{left} of {len(mine)} cases")]
+
+
+def test_a_signal_ends_the_audit_with_a_page_of_what_was_measured(audit):
+    """The second backend is done, and waits for the first, which sends the signal."""
+    statement = f"time.sleep(3); os.kill({os.getpid()}, {signal.SIGTERM:d}); time.sleep(1e6)"
+    code, page, run = audit(statement, "audit-json", 0)
+    assert code == 128 + signal.SIGTERM
+    assert not run.complete
+    assert json.loads(page)["complete"] is False
+    done = {(record.backend, record.case_id) for record in run.records}
+    assert ("torch_sdpa", "decode.float32") in done
+    assert ("Mine", "decode.float32") not in done

@@ -4,19 +4,16 @@ import io
 import itertools
 import sys
 import threading
-from collections.abc import Iterable
 
 import pytest
 from inline_snapshot import snapshot
 
 from attncheck.harness.cli import run
 from attncheck.harness.cli.run import ProgressLines, Tally, progress_bar
-from attncheck.reports.run_file.records import Crashed, Failed, Passed, Record, Unsupported
+from attncheck.reports.run_file.records import Crashed, Failed, Passed, Unsupported
 
 
-def record(
-    number: int, *, failed: bool = False, backend: str = "b[1]", check: str = "numerics", round_number: int = 0
-) -> Failed | Passed:
+def record(number, *, failed=False, backend="b[1]", check="numerics", round_number=0):
     who = {
         "suite": "s",
         "case_id": f"case{number}",
@@ -33,68 +30,62 @@ def record(
     return Failed.model_validate(who | {"summary": "1 of 2 rows"}) if failed else Passed.model_validate(who)
 
 
-def see_lines(records: Iterable[Record], cases: int, rounds: int = 1, *, verbose: bool = False) -> None:
-    """Show records as a run outside a terminal does."""
-    tally = Tally(cases, rounds)
-    lines = ProgressLines(tally, verbose=verbose)
-    for each in records:
-        tally.see(each)
-        lines.see(each)
+@pytest.fixture
+def lines(capsys, monkeypatch):
+    """``lines(records, cases, seconds=6)``: what a run outside a terminal prints; each look at the clock takes so long."""
+
+    def lines(records, cases, rounds=1, *, seconds=0.0, verbose=False):
+        clock = itertools.count(step=seconds)
+        monkeypatch.setattr(run.time, "monotonic", lambda: next(clock))
+        tally = Tally(cases, rounds)
+        printer = ProgressLines(tally, verbose=verbose)
+        for each in records:
+            tally.see(each)
+            printer.see(each)
+        printed = capsys.readouterr()
+        assert printed.out == ""
+        return printed.err.splitlines()
+
+    return lines
 
 
-def test_lines_state_the_first_failures_at_once(capsys: pytest.CaptureFixture[str]) -> None:
-    see_lines((record(number, failed=number % 2 == 0) for number in range(30)), 30)
-    printed = capsys.readouterr()
-    assert printed.out == ""
-    lines = printed.err.splitlines()
-    assert lines[0] == snapshot("failed  b[1]  s/case0  numerics: 1 of 2 rows")
-    assert len(lines) == run.PRINTED_AT_ONCE
+def test_lines_state_the_first_failures_at_once_and_every_record_if_verbose(lines):
+    records = [record(number, failed=number % 2 == 0) for number in range(30)]
+    found = lines(records, 30)
+    assert found[0] == "failed  b[1]  s/case0  numerics: 1 of 2 rows"
+    assert len(found) == run.PRINTED_AT_ONCE
+    found = lines(records, 30, verbose=True)
+    assert len(found) == 30
+    assert found[:2] == snapshot(
+        ["failed  b[1]  s/case0  numerics: 1 of 2 rows", "passed  b[1]  s/case1  numerics  0.00 s"]
+    )
 
 
-def test_the_checks_of_a_case_that_one_end_of_the_process_prevents_share_a_line(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_the_checks_of_a_case_that_one_end_of_the_process_prevents_share_a_line(lines):
     who = record(0).model_dump(exclude={"outcome", "check"}, include=set(Crashed.model_fields))
     who |= {"stage": "check numerics", "cause": "killed by SIGSEGV"}
     ended = [("case0", "numerics"), ("case0", "lse"), ("case1", "numerics")]
-    see_lines((Crashed.model_validate(who | {"case_id": case, "check": check}) for case, check in ended), 2)
-    found = [line.split()[2:4] for line in capsys.readouterr().err.splitlines()]
-    assert found == [["s/case0", "numerics:"], ["s/case1", "numerics:"]]
+    found = lines((Crashed.model_validate(who | {"case_id": case, "check": check}) for case, check in ended), 2)
+    assert [line.split()[2:4] for line in found] == [["s/case0", "numerics:"], ["s/case1", "numerics:"]]
 
 
-def test_lines_state_the_progress_now_and_then(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    clock = itertools.count(step=6.0)
-    monkeypatch.setattr(run.time, "monotonic", lambda: next(clock))
-    see_lines(map(record, range(3)), 3)
-    assert capsys.readouterr().err == snapshot("""\
-case 2 of 3, 0 did not pass, about 20 s left
-case 3 of 3, 0 did not pass
-""")
+def test_lines_state_the_progress_now_and_then_and_a_case_counts_once_a_backend(lines):
+    assert lines(map(record, range(3)), 3, seconds=6.0) == snapshot(
+        ["case 2 of 3, 0 did not pass, about 20 s left", "case 3 of 3, 0 did not pass"]
+    )
+    by_backend = [record(0, backend=backend) for backend in ("a", "a", "b")]
+    assert lines(by_backend, 4, seconds=11.0)[-1] == snapshot("case 2 of 4, 0 did not pass, about 2 min left")
 
 
-def test_a_case_counts_once_a_backend(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = itertools.count(step=11.0)
-    monkeypatch.setattr(run.time, "monotonic", lambda: next(clock))
-    see_lines((record(0, backend=backend) for backend in ("a", "a", "b")), 4)
-    assert capsys.readouterr().err.splitlines()[-1] == snapshot("case 2 of 4, 0 did not pass, about 2 min left")
-
-
-def test_a_case_counts_in_every_round_it_is_timed_in_and_once_for_all_else(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    clock = itertools.count(step=11.0)
-    monkeypatch.setattr(run.time, "monotonic", lambda: next(clock))
+def test_a_case_counts_in_every_round_it_is_timed_in_and_once_for_all_else(lines):
     fields = record(1, check="timing").model_dump(exclude={"figures", "notes", "graph", "chosen_kernels", "timing"})
     unsupported = Unsupported.model_validate(fields | {"outcome": "unsupported", "reasons": ["no windows"]})
     timed = [record(0, check="timing", round_number=number) for number in range(3)]
     untimed = [record(0, check="numerics"), record(0, check="lse"), record(1)]
-    see_lines([*untimed, timed[0], unsupported, *timed[1:]], 2 * (1 + 3), rounds=3)
-    lines = capsys.readouterr().err.splitlines()
+    found = lines([*untimed, timed[0], unsupported, *timed[1:]], 2 * (1 + 3), rounds=3, seconds=11.0)
     # Later rounds leave out what the first one did not examine, so it counts as done at once.
-    assert [int(line.split()[1]) for line in lines] == [1, 1, 2, 3, 6, 7, 8]
-    assert lines[-1] == snapshot("case 8 of 8, 0 did not pass")
+    assert [int(line.split()[1]) for line in found] == [1, 1, 2, 3, 6, 7, 8]
+    assert found[-1] == "case 8 of 8, 0 did not pass"
 
 
 @pytest.mark.parametrize(
@@ -106,9 +97,7 @@ def test_a_case_counts_in_every_round_it_is_timed_in_and_once_for_all_else(
         (3, 40.0, ["about 1 min left", "about 40 s left", None]),
     ],
 )
-def test_the_time_left_is_estimated_once_there_is_a_pace(
-    cases: int, seconds_a_case: float, expected: list[str | None], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_time_left_is_estimated_once_there_is_a_pace(cases, seconds_a_case, expected, monkeypatch):
     now = 0.0
     monkeypatch.setattr(run.time, "monotonic", lambda: now)
     tally = Tally(cases, 1)
@@ -120,7 +109,7 @@ def test_the_time_left_is_estimated_once_there_is_a_pace(
     assert times_left == expected
 
 
-def test_the_time_of_explaining_failures_is_not_expected_of_the_cases_left(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_time_of_explaining_failures_is_not_expected_of_the_cases_left(monkeypatch):
     now = 0.0
     monkeypatch.setattr(run.time, "monotonic", lambda: now)
     tally = Tally(100, 1)
@@ -131,50 +120,30 @@ def test_the_time_of_explaining_failures_is_not_expected_of_the_cases_left(monke
     assert tally.left == "about 2 min left"  # 90 cases of 1 s; at the pace so far it is 47 min
 
 
-def test_verbose_lines_state_every_record(capsys: pytest.CaptureFixture[str]) -> None:
-    see_lines((record(number, failed=number % 2 == 0) for number in range(30)), 30, verbose=True)
-    lines = capsys.readouterr().err.splitlines()
-    assert len(lines) == 30
-    assert lines[:2] == ["failed  b[1]  s/case0  numerics: 1 of 2 rows", "passed  b[1]  s/case1  numerics  0.00 s"]
-
-
 class Terminal(io.StringIO):
-    def isatty(self) -> bool:
+    def isatty(self):
         return True
 
 
 @pytest.mark.parametrize("is_timed", [False, True])
-def test_nothing_is_drawn_while_a_time_is_taken(is_timed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_terminal_gets_a_bar_that_is_not_drawn_while_a_time_is_taken(is_timed, monkeypatch):
     terminal = Terminal()
     monkeypatch.setattr(sys, "stderr", terminal)
     threads = threading.active_count()
     tally = Tally(2, 1)
     with progress_bar(tally, is_timed=is_timed, color=True) as draw:
         assert (threading.active_count() == threads) == is_timed  # a thread draws now and then
-        tally.see(record(0))
-        draw(record(0))
-        if is_timed:
-            assert "b[1]  s/case0" in terminal.getvalue()
-
-
-def test_a_terminal_gets_a_bar_that_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
-    terminal = Terminal()
-    monkeypatch.setattr(sys, "stderr", terminal)
-    tally = Tally(2, 1)
-    with progress_bar(tally, is_timed=False, color=True) as draw:
         tally.see(record(0, failed=True))
         draw(record(0, failed=True))
-    message = terminal.getvalue()
-    assert "s/case0" in message
-    assert message == snapshot("""\
-\x1b[?25l\r\x1b[2K\x1b[90m━━━━━━━━━━━━━━━━━━━━\x1b[0m \x1b[32m0/2\x1b[0m \x1b[33m0:00:00\x1b[0m  \r\x1b[2K\x1b[90m━━━━━━━━━━━━━━━━━━━━\x1b[0m \x1b[32m0/2\x1b[0m \x1b[33m0:00:00\x1b[0m b[1]  s/case0, 1 did not pass
-\x1b[?25h\r\x1b[1A\x1b[2K\
-""")
+    text = terminal.getvalue()
+    assert "0/2" in text
+    assert "b[1]  s/case0, 1 did not pass" in text
+    assert text.endswith("\x1b[?25h\r\x1b[1A\x1b[2K")  # nothing stays
 
 
-def test_remaining_cases_are_mentioned_only_while_there_are_some() -> None:
+def test_remaining_cases_are_mentioned_only_while_there_are_some():
     tally, rest = Tally(2, 1), []
     for number in range(2):
         tally.see(record(number))
         rest.append(tally.rest)
-    assert rest == ["; the remaining cases were not examined", ""]
+    assert rest == snapshot(["; the remaining cases were not examined", ""])

@@ -1,8 +1,5 @@
 """Providers of utilities in a process of their own: what ends or hangs there costs its own function."""
 
-from collections.abc import Callable
-from pathlib import Path
-
 import pytest
 from inline_snapshot import snapshot
 
@@ -10,7 +7,6 @@ from attncheck.errors import ProviderLoadError
 from attncheck.harness.cli.run import execute_run
 from attncheck.harness.run.options import RunOptions
 from attncheck.harness.workers import limits
-from attncheck.reports.run_file.records import Record
 
 PROVIDER = """
 import ctypes, os, time
@@ -25,15 +21,20 @@ def reshape_query_for_spec_decode(*args, **kwargs):
 FUNCTIONS = ("reshape_*", "is_valid_kv_cache_layout", "get_kv_cache_layout")
 
 
-def examine(file: Path, **options: object) -> tuple[Record, ...]:
-    given = RunOptions(providers=(str(file),), functions=FUNCTIONS, case_timeout=0.5, **options)  # type: ignore[arg-type]
-    return execute_run(given, lambda header: None, see=lambda record: None).records
+@pytest.fixture
+def examine(tmp_path, preloaded):
+    """``examine(text)``: the records of a provider of this text."""
+
+    def examine(text, **options):
+        (tmp_path / "mine.py").write_text(text)
+        given = RunOptions(providers=(str(tmp_path / "mine.py"),), functions=FUNCTIONS, **options)
+        return execute_run(given, see=lambda record: None).records
+
+    return examine
 
 
-def test_a_function_that_ends_or_hangs_is_a_record_and_the_others_are_examined(tmp_path: Path) -> None:
-    file = tmp_path / "mine.py"
-    file.write_text(PROVIDER)
-    found = {record.case_id: record for record in examine(file)}
+def test_a_function_that_ends_or_hangs_is_a_record_and_the_others_are_examined(examine):
+    found = {record.case_id: record for record in examine(PROVIDER, case_timeout=0.5)}
     assert {name: record.outcome for name, record in found.items()} == {
         "reshape_query_for_spec_decode": "crashed",
         "reshape_attn_output_for_spec_decode": "passed",
@@ -41,34 +42,24 @@ def test_a_function_that_ends_or_hangs_is_a_record_and_the_others_are_examined(t
         "get_kv_cache_layout": "passed",
     }
     ended, hung = found["reshape_query_for_spec_decode"], found["is_valid_kv_cache_layout"]
-    assert (ended.cause, ended.stage) == (snapshot("exited with code 3"), "function reshape_query_for_spec_decode")  # type: ignore[union-attr]
-    assert "in is_valid_kv_cache_layout" in hung.output  # type: ignore[union-attr]
+    assert (ended.cause, ended.stage) == snapshot(("exited with code 3", "function reshape_query_for_spec_decode"))
+    assert "in is_valid_kv_cache_layout" in hung.output
 
 
-def test_records_are_those_of_this_process(tmp_path: Path) -> None:
-    file = tmp_path / "mine.py"
-    file.write_text("from attncheck.reference import *\n")
+def test_records_are_those_of_this_process(examine):
+    text = "from attncheck.reference import *\n"
     apart, here = (
-        [record.model_copy(update={"duration_s": 0}) for record in found]
-        for found in (
-            examine(file),
-            execute_run(
-                RunOptions(providers=(str(file),), functions=FUNCTIONS, in_process=True), lambda header: None
-            ).records,
-        )
+        [record.model_copy(update={"duration_s": 0}) for record in examine(text, in_process=in_process)]
+        for in_process in (False, True)
     )
     assert apart == here
     assert {record.outcome for record in apart} == {"passed"}
 
 
-def test_a_provider_that_hangs_while_it_is_imported_is_refused(
-    plain: Callable[[str], str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_provider_that_hangs_while_it_is_imported_is_refused(examine, plain, monkeypatch):
     monkeypatch.setattr(limits, "LEAST_LOADING_S", 2.0)
-    file = tmp_path / "mine.py"
-    file.write_text("import time; time.sleep(600)\n")
     with pytest.raises(ProviderLoadError) as refused:
-        examine(file)
+        examine("import time; time.sleep(600)\n", case_timeout=0.5)
     assert plain(str(refused.value)) == snapshot(
         "provider 'TMP/mine.py': its process ended while it was imported: not finished within the time limit; the limit was 2 s (--case-timeout 0.5; the least for loading is 2 s)"
     )

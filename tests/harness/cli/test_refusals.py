@@ -1,15 +1,12 @@
 """Commands that are refused: exit code 2, and the line that helps. Nothing runs, and no process of a backend starts."""
 
-import shlex
 import shutil
-from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 
-from attncheck.harness.cli import app as cli
 from attncheck.harness.workers.process import WorkerProcess
 
+NO_MODULE = "it names a Python module, of letters, digits and underscores, a letter first"
 REFUSED = {
     "run --in-process refrence": "error: unknown backend 'refrence'; did you mean 'reference'? (known: ...)",
     "run --in-process ./wrong.py": "error: backend './wrong.py': has 5 backends; write ./wrong.py:Wrong or ./wrong.py:Raising or ./wrong.py:Leaving or ./wrong.py:Nowhere or ./wrong.py:Nothing",
@@ -62,6 +59,7 @@ REFUSED = {
     "run reference --executor ray --show-output": "error: --executor ray cannot be combined with --show-output; leave out one of them",
     "run reference --executor ray --check timing": "error: --executor ray: the check timing compares times of one device, and a cluster has many; take times by a run on one machine",
     "run --executor ray --provider vllm": "error: --executor ray cannot be combined with --provider vllm; leave out one of them",
+    "run reference --resume notes.jsonl --in-process": "error: notes.jsonl:1: is not a run file: its first line is not JSON (expected ident at line 1 column 2)",
     "run reference --resume none.jsonl --in-process": "error: none.jsonl: cannot be read: No such file or directory",
     "run reference --resume run.jsonl.gz --in-process": "error: run.jsonl.gz: cannot be resumed: its name does not end in .jsonl",
     "run reference --resume none.jsonl --output x.jsonl": "error: --resume none.jsonl cannot be combined with --output x.jsonl; leave out one of them",
@@ -100,6 +98,19 @@ REFUSED = {
     "weigh": "error: no such command 'weigh'; see `attncheck --help`",
     "test ./mine.py": "error: no such command 'test'; use `attncheck run`; see `attncheck --help`",
     "version": "error: no such command 'version'; use `attncheck --version`; see `attncheck --help`",
+    "run reference:*": "error: backend 'reference:*': 'reference' is no family of backends; write vllm:*",
+    "record --output gone/a.yaml -- true": "error: --output gone/a.yaml: no such folder",
+    "record --output small.yaml -- true": "error: --output small.yaml: there already; move it away, or name another file",
+    "record --every 0 -- true": "error: recording: every is 0; give a whole number above 0",
+    "record -- no-such-command": "error: no-such-command: cannot be run: No such file or directory",
+    "new backend class": "error: a backend cannot be called 'class': it is a word of Python's",
+    "new backend none": "error: a backend cannot be called 'none': it is a word of Python's",
+    "new backend 9a": f"error: a backend cannot be called '9a': {NO_MODULE}",
+    "new backend kernels/fast": f"error: a backend cannot be called 'kernels/fast': {NO_MODULE}",
+    "new backend ''": f"error: a backend cannot be called '': {NO_MODULE}",
+    "new backend torch_sdpa": "error: a backend cannot be called 'torch_sdpa': that is a registered backend; taken are ...",
+    "new backend json": "error: a backend cannot be called 'json': json.py would hide an installed module of that name",
+    "new backend step --kind classes": "error: a backend cannot be called 'step': its class would be called Step, as another name in the file",
     "new": "Usage: attncheck new [OPTIONS] COMMAND [ARGS]...",
 }
 """Commands in the folder of :mod:`conftest`, with their message. A run is of small.yaml, unless it names a suite."""
@@ -118,25 +129,23 @@ LONG = {
 @pytest.mark.parametrize(
     ("command", "message"), [*REFUSED.items(), *((f"run {words}", message) for words, message in LONG.items())]
 )
-def test_a_refused_command_is_exit_code_2_with_one_line_that_helps(
-    plain: Callable[[str], str],
-    folder: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    command: str,
-    message: str,
-) -> None:
+def test_a_refused_command_is_exit_code_2_with_one_line_that_helps(typed, plain, folder, monkeypatch, command, message):
     shutil.copy(folder / "small.yaml", folder / "again.yaml")
     (folder / "broken.py").write_text("import nothing_of_that_name\n")
+    (folder / "notes.jsonl").write_text("notes of mine")
     (folder / "bad.yaml").write_text("suite: bad\ncases:\n  - id: a\n    bach: q1\n")
     monkeypatch.setattr(WorkerProcess, "__init__", lambda *_, **__: None)
     monkeypatch.setattr(WorkerProcess, "close", lambda *_, **__: None)
-    before = set(folder.rglob("*.jsonl"))
-    words = shlex.split(command)
-    if words[0] in ("run", "time") and "--suite" not in words:
-        words += ["--suite", "small.yaml"]
-    assert cli.main(words) == 2
-    printed = capsys.readouterr()
-    line = plain(" ".join(printed.err.splitlines()[0].split()))
+    before = files(folder)
+    is_run = command.startswith(("run", "time")) and "--suite" not in command
+    done = typed(command, *(["--suite", "small.yaml"] if is_run else []))
+    assert done.code == 2
+    line = plain(" ".join(done.err.splitlines()[0].split()))
     assert line == message or (message.endswith(", ...") and line.startswith(message.removesuffix("...")))
-    assert set(folder.rglob("*.jsonl")) == before
+    assert files(folder) == before
+
+
+def files(folder):
+    """The contents of all files but those of Python's and attncheck's caches."""
+    paths = (path for path in folder.rglob("*") if path.is_file() and not {"__pycache__", "cache"} & {*path.parts})
+    return {path: path.read_bytes() for path in paths}

@@ -1,16 +1,13 @@
 """``attncheck run`` with each backend in a process of its own: what one does to it costs its case, and no other."""
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 from inline_snapshot import snapshot
 
-from attncheck.harness.cli import app as cli
-from attncheck.reports.run_file.records import Crashed, Errored, Record, TimedOut
-from attncheck.reports.run_file.store import Run, read_run
+from attncheck.reports.run_file.store import read_run
 
 SUITE = """\
 suite: small
@@ -87,33 +84,35 @@ class Needy(ReferenceBackend):
     def unavailable_reasons(cls, device):
         return [] if os.environ.get("ATTNCHECK_TEST_NEED") == "one two" else ["was not started with what it needs"]
 """
-
-Attncheck = Callable[..., int]
-WORDS = ("run", "--suite", "small.yaml", "--device", "cpu", "--output", "out.jsonl")
+RUN = "run --suite small.yaml --device cpu --output out.jsonl"
 
 
-def write_files(folder: Path) -> None:
+def write_files(folder):
     (folder / "small.yaml").write_text(SUITE)
     (folder / "mine.py").write_text(MINE)
 
 
-def outcomes(run: Run) -> dict[tuple[str, str, str], str]:
+def outcomes(run):
     return {(each.backend, each.case_id, each.check): each.outcome for each in run.records}
 
 
+def record_of(run, backend):
+    return next(each for each in run.records if each.backend == backend and each.outcome != "passed")
+
+
 @pytest.fixture(scope="module")
-def misdeeds(shell: Callable[..., tuple[int, str]], tmp_path_factory: pytest.TempPathFactory) -> tuple[Run, str]:
+def misdeeds(shell, tmp_path_factory):
     """The run of all misdeeds, but of those that need options of their own; and what it printed."""
     folder = tmp_path_factory.mktemp("misdeeds")
     write_files(folder)
     names = " ".join(f"mine.py:{name}" for name in ("Aborting", "Losing", "Leaking", "Huge", "Printing"))
-    words = f"attncheck {' '.join(WORDS)} {names} reference --check numerics,lse --memory-limit 1GiB"
+    words = f"attncheck {RUN} {names} reference --check numerics,lse --memory-limit 1GiB"
     code, printed = shell(words, folder)
     assert code == 1, printed
     return read_run(folder / "out.jsonl"), printed
 
 
-def test_a_misdeed_costs_its_own_case(misdeeds: tuple[Run, str]) -> None:
+def test_a_misdeed_costs_its_own_case(misdeeds):
     run, _ = misdeeds
     short = {key: outcome for key, outcome in outcomes(run).items() if outcome != "passed"}
     assert short == {
@@ -129,135 +128,122 @@ def test_a_misdeed_costs_its_own_case(misdeeds: tuple[Run, str]) -> None:
     assert run.complete
 
 
-def record_of(run: Run, backend: str) -> Record:
-    return next(each for each in run.records if each.backend == backend and each.outcome != "passed")
-
-
-def test_a_death_is_reported_with_its_place(misdeeds: tuple[Run, str]) -> None:
+def test_a_death_is_reported_with_its_place(misdeeds):
     run, printed = misdeeds
     story = printed.partition(", Aborting: killed by SIGABRT at mine.py:")[2]
     assert "killed by SIGABRT during check numerics" in story
     assert "no such kernel" in story
     assert "repeat: attncheck run --backend mine.py:Aborting" in story
     assert "Fatal Python error" not in printed.partition("attncheck ")[0]  # what it prints is its own
-    death = record_of(run, "Aborting")
-    assert isinstance(death, Crashed)
-    assert "rows: 17\n" in death.output
-    assert "rows: 2\n" not in death.output  # that was at the case before
+    output = record_of(run, "Aborting").output
+    assert "rows: 17\n" in output
+    assert "rows: 2\n" not in output  # that was at the case before
 
 
-def test_a_lost_device_is_reported_with_what_was_printed_last(misdeeds: tuple[Run, str]) -> None:
+def test_a_lost_device_is_reported_with_what_was_printed_last(misdeeds):
     run, printed = misdeeds
     record = record_of(run, "Losing")
-    assert isinstance(record, Crashed)
-    assert record.stage == "check numerics, in forward"
-    assert record.cause == snapshot(
-        "the device was lost: CUDA error: an illegal memory access was encountered; repeat with CUDA_LAUNCH_BLOCKING=1 or under compute-sanitizer"
+    assert (record.stage, record.cause) == snapshot(
+        (
+            "check numerics, in forward",
+            "the device was lost: CUDA error: an illegal memory access was encountered; repeat with CUDA_LAUNCH_BLOCKING=1 or under compute-sanitizer",
+        )
     )
     line = MINE[: MINE.index("raise torch.AcceleratorError")].count("\n") + 1
     assert f'mine.py", line {line} in illegal_access\n' in printed
     assert "      mine.cu:12: Assertion `slot < slots` failed\n" in printed.partition("printed last:\n")[2]
 
 
-def test_memory_over_the_limit_is_named(misdeeds: tuple[Run, str]) -> None:
+def test_memory_over_the_limit_is_named(misdeeds):
     run, _ = misdeeds
-    leaking, huge = record_of(run, "Leaking"), record_of(run, "Huge")
-    assert isinstance(leaking, Crashed)
-    assert leaking.cause.startswith("out of memory (limit 1 GiB, it took ")
-    assert isinstance(huge, Errored)
-    assert "can't allocate memory: you tried to allocate 68719476736 bytes" in huge.message
-    assert huge.message.endswith("(--memory-limit: 1 GiB)")
+    assert record_of(run, "Leaking").cause.startswith("out of memory (limit 1 GiB, it took ")
+    message = record_of(run, "Huge").message
+    assert "can't allocate memory: you tried to allocate 68719476736 bytes" in message
+    assert message.endswith("(--memory-limit: 1 GiB)")
 
 
-def test_a_blind_case_is_reported_once(misdeeds: tuple[Run, str]) -> None:
+def test_a_blind_case_is_reported_once(misdeeds):
     run, printed = misdeeds
-    assert run.errors == (
-        "case small/blind: blind to sliding_window: no row of the batch has a key it could act on; lengthen a request",
+    assert run.errors == snapshot(
+        (
+            "case small/blind: blind to sliding_window: no row of the batch has a key it could act on; lengthen a request",
+        )
     )
     assert printed.count(run.errors[0][:40]) == 1
 
 
 @pytest.fixture
-def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, preloaded: None) -> Attncheck:
-    write_files(tmp_path)
-    monkeypatch.chdir(tmp_path)
-    return lambda *more: cli.main([*WORDS, "--case", "decode,prefill", "--check", "numerics", *more])
+def run(typed, folder, preloaded):
+    write_files(folder)
+    return lambda words: typed(f"{RUN} --check numerics {words}")
 
 
-def test_a_blind_case_alone_is_a_wrong_question(run: Attncheck) -> None:
-    assert run("reference", "--case", "blind", "--in-process") == 2
+TWO = "--case decode,prefill"
+
+
+def test_a_blind_case_alone_is_a_wrong_question(run):
+    assert run("reference --in-process").code == 2
     assert [each.case_id for each in read_run("out.jsonl").records] == ["decode", "prefill"]
 
 
-def test_what_a_backend_prints_is_shown_and_kept_with_its_failure(
-    run: Attncheck, capfd: pytest.CaptureFixture[str]
-) -> None:
-    assert run("mine.py:Pausing", "mine.py:Needy", "-s") == 1
+def test_what_a_backend_prints_is_shown_and_kept_with_its_failure(run):
+    done = run(f"mine.py:Pausing mine.py:Needy {TWO} -s")
+    assert done.code == 1
     found = read_run("out.jsonl")
     record = record_of(found, "Pausing")
-    assert isinstance(record, Errored)
     assert record.message == "breakpoint() needs --in-process: the process of a backend has no terminal"
     assert "printed by C" in record.output
     assert record.output.count("rows: 17") == 1
     assert "rows: 2\n" not in record.output  # of the other case
-    assert {"Pausing | rows: 2", "Pausing | rows: 17"} <= set(capfd.readouterr().err.splitlines())
+    assert {"Pausing | rows: 2", "Pausing | rows: 17"} <= set(done.err.splitlines())
     assert {each.outcome for each in found.records if each.backend == "Needy"} == {"passed"}
     needs = {each.name: each.required_environment for each in found.header.backends}
     assert needs["Needy"] == {"ATTNCHECK_TEST_NEED": "one two"}
-    Path("out.jsonl").unlink()
-    assert run("mine.py:Needy", "--in-process") == 2
-    assert capfd.readouterr().err == snapshot(
+    done = run("mine.py:Needy --in-process --output again.jsonl")
+    assert done.code == 2
+    assert done.err == snapshot(
         "error: backend 'Needy' is unavailable here: this process must have been started with ATTNCHECK_TEST_NEED='one two': type it before the command\n"
     )
 
 
-def test_a_death_may_be_expected(run: Attncheck) -> None:
+def test_a_death_may_be_expected_and_our_own_fault_is_exit_code_3(run):
     entry = {"backend": "Aborting", "case": "prefill", "check": "numerics", "outcome": "crashed", "reason": "issue 9"}
     Path("known.yaml").write_text(json.dumps([entry]))
-    assert run("mine.py:Aborting", "--expect", "known.yaml") == 0
+    assert run(f"mine.py:Aborting {TWO} --expect known.yaml").code == 0
     assert list(outcomes(read_run("out.jsonl")).values()) == ["passed", "xfailed"]
-
-
-def test_our_own_fault_is_exit_code_3_and_what_was_found_is_kept(
-    run: Attncheck, capfd: pytest.CaptureFixture[str]
-) -> None:
-    assert run("mine.py:Breaking", "reference") == 3
-    assert capfd.readouterr().err == snapshot("""\
+    Path("out.jsonl").unlink()
+    done = run(f"mine.py:Breaking reference {TWO}")
+    assert (done.code, done.err) == (
+        3,
+        snapshot("""\
 errored  Breaking  small/prefill  numerics: WorkerError in attncheck itself: TypeError: 'NoneType' object is not callable
 attncheck itself failed at small/prefill: WorkerError: TypeError: 'NoneType' object is not callable
-""")
+"""),
+    )
     found = read_run("out.jsonl")
     assert found.complete
     assert list(outcomes(found).values()).count("passed") == 3
 
 
-@pytest.fixture
-def torch_restored(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Undoes at the end what a backend in this process does to torch."""
+def test_a_run_in_one_process_goes_by_cases_and_ends_where_the_device_is_lost(run, monkeypatch):
     for owner, name in ((torch.cuda, "is_initialized"), (torch.cuda, "synchronize"), (torch.Tensor, "clone")):
-        monkeypatch.setattr(owner, name, getattr(owner, name))
-
-
-@pytest.mark.usefixtures("torch_restored")
-def test_a_run_in_one_process_goes_by_cases_and_ends_where_the_device_is_lost(
-    run: Attncheck, capfd: pytest.CaptureFixture[str]
-) -> None:
-    assert run("mine.py:Wrong", "mine.py:Losing", "--in-process") == 1
+        monkeypatch.setattr(owner, name, getattr(owner, name))  # undoes at the end what the backend does to torch
+    done = run(f"mine.py:Wrong mine.py:Losing {TWO} --in-process")
+    assert done.code == 1
     assert outcomes(read_run("out.jsonl")) == {
         ("Wrong", "decode", "numerics"): "passed",
         ("Losing", "decode", "numerics"): "passed",
         ("Wrong", "prefill", "numerics"): "errored",
         ("Losing", "prefill", "numerics"): "crashed",
     }
-    assert "stopped when this process lost the device" in capfd.readouterr().out
+    assert "stopped when this process lost the device" in done.out
 
 
 @pytest.mark.slow
-def test_a_process_that_hangs_is_killed_at_the_limit_and_the_next_case_is_examined(run: Attncheck) -> None:
-    assert run("mine.py:Hanging", "--case-timeout", "5") == 1
+def test_a_process_that_hangs_is_killed_at_the_limit_and_the_next_case_is_examined(run):
+    assert run(f"mine.py:Hanging {TWO} --case-timeout 5").code == 1
     passed, late = read_run("out.jsonl").records
-    assert passed.outcome == "passed"
-    assert isinstance(late, TimedOut)
+    assert (passed.outcome, late.outcome) == ("passed", "timed_out")
     assert (late.stage, late.limit_s, late.recurrence) == ("check numerics", 5.0, "flaky")
     assert not Path("/proc", Path("hanging").read_text()).exists()
 
@@ -265,17 +251,15 @@ def test_a_process_that_hangs_is_killed_at_the_limit_and_the_next_case_is_examin
 @pytest.mark.parametrize(
     ("words", "seen"),
     [
-        ([], {"ATTNCHECK_OF_MINE", "DATABASE"}),
-        (["--pass-env", "DEP*,VLLM_API_KEY"], {"ATTNCHECK_OF_MINE", "DEPLOY_TOKEN", "VLLM_API_KEY"}),
-        (["--in-process"], {"ATTNCHECK_OF_MINE", "DATABASE"}),
+        ("", {"ATTNCHECK_OF_MINE", "DATABASE"}),
+        ("--pass-env DEP*,VLLM_API_KEY", {"ATTNCHECK_OF_MINE", "DEPLOY_TOKEN", "VLLM_API_KEY"}),
+        ("--in-process", {"ATTNCHECK_OF_MINE", "DATABASE"}),
     ],
 )
-def test_a_backend_sees_of_the_environment_what_it_may_need(
-    run: Attncheck, monkeypatch: pytest.MonkeyPatch, words: list[str], seen: set[str]
-) -> None:
+def test_a_backend_sees_of_the_environment_what_it_may_need(run, monkeypatch, words, seen):
     variables = {"ATTNCHECK_OF_MINE", "DEPLOY_TOKEN", "VLLM_API_KEY", "DATABASE"}
     for name in variables:
         monkeypatch.setenv(name, "x")
     Path("pyproject.toml").write_text("[tool.attncheck]\npass_env = 'DATA*'\n")
-    assert run("mine.py:Printing", "--dry-run", *words) == 0
+    assert run(f"mine.py:Printing --dry-run {words}").code == 0
     assert variables & {*Path("seen").read_text().split()} == seen

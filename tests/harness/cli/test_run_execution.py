@@ -2,12 +2,9 @@
 
 import os
 import time
-from pathlib import Path
-from typing import Any
 
 import pytest
 
-from attncheck.harness.cli import app as cli
 from attncheck.harness.cli.run import execute_run
 from attncheck.harness.run.evaluate import Examiner, RunPlan, environment_of
 from attncheck.harness.run.options import RunOptions
@@ -16,24 +13,17 @@ from attncheck.harness.run.preparation import Gpu
 from attncheck.harness.run.run import Run
 from attncheck.harness.run.selection import select_cases
 from attncheck.harness.workers.pool import WorkerPool
-from attncheck.reports.run_file.header import BackendInfo, RunHeader
+from attncheck.reports.run_file.header import BackendInfo
 from attncheck.reports.run_file.store import read_run
 
 pytestmark = pytest.mark.usefixtures("preloaded")
 
 
 @pytest.mark.parametrize(("in_process", "cache", "truths"), [(True, True, 0), (False, True, 1), (False, False, 0)])
-def test_a_run_is_a_call(
-    in_process: bool,
-    cache: bool,
-    truths: int,
-    tmp_path: Path,
-    capfd: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_run_is_a_call(in_process, cache, truths, tmp_path, capfd, monkeypatch):
     monkeypatch.delenv("ATTNCHECK_NO_CACHE")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    begun: list[RunHeader] = []
+    begun = []
     options = RunOptions(
         backends=("reference",),
         suites=("smoke",),
@@ -54,20 +44,39 @@ def test_a_run_is_a_call(
     assert len(list(tmp_path.glob("attncheck/truths/*"))) == truths
 
 
-def test_a_run_that_lacks_a_record_has_exit_code_2(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_that_lacks_a_record_has_exit_code_2(here, the_run, monkeypatch):
     monkeypatch.setattr(Examiner, "run", lambda _self: (_ for _ in ()))
-    path = str(tmp_path / "run.jsonl")
-    words = ["reference", "--suite", "smoke", "--case", "decode.float32", "--check", "numerics", "--in-process"]
-    assert cli.main(["run", *words, "--output", path]) == 2
-    printed = capsys.readouterr()
-    assert "the run is incomplete: 1 of 1 cases lack records, such as smoke/decode.float32" in printed.err
-    assert not read_run(path).complete
+    done = here("reference --case decode --check numerics")
+    assert done.code == 2
+    assert "the run is incomplete: 1 of 1 cases lack records, such as small/decode" in done.err
+    assert not the_run().complete
+
+
+@pytest.fixture
+def supervised(monkeypatch):
+    """``supervised(device, gpus, jobs=2)``: the processes that examine a run of these options, and whether some warm."""
+    given = []
+
+    def supervise(*_, jobs, warms, costs):
+        given.append((jobs, warms))
+
+    monkeypatch.setattr("attncheck.harness.workers.executor.Supervisor", supervise)
+
+    def supervised(device, gpus, **options):
+        selection = select_cases(["smoke"])
+        backend = BackendDescription(info=BackendInfo(name="reference", ref="reference"))
+        plan = RunPlan(cases=selection.cases, device=device)
+        pool = WorkerPool()
+        pool.gpus = tuple(Gpu(str(index)) for index in range(gpus))
+        pool.examiner(Run(RunOptions(**options), selection, plan, environment_of("cpu"), (backend,)))
+        assert "deadline" not in options or 890 < pool.limits.backend_s <= 900
+        return given.pop()
+
+    return supervised
 
 
 @pytest.mark.parametrize(
-    ("device", "gpus", "cores", "wanted", "expected"),
+    ("device", "gpus", "cores", "jobs", "expected"),
     [
         ("cpu", 0, 2, None, (2, False)),
         ("cpu", 0, 1, None, (1, False)),
@@ -82,41 +91,17 @@ def test_a_run_that_lacks_a_record_has_exit_code_2(
     ],
 )
 def test_processes_share_the_cores_of_a_cpu_and_a_gpu_is_for_one_and_its_warmers(
-    device: str, gpus: int, cores: int, wanted: int | None, expected: tuple[int, bool], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    given: list[tuple[int, bool]] = []
-
-    def supervise(*_: Any, jobs: int, warms: bool, costs: object) -> None:
-        given.append((jobs, warms))
-
+    supervised, device, gpus, cores, jobs, expected, monkeypatch
+):
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(cores)), raising=False)
-    monkeypatch.setattr("attncheck.harness.workers.executor.Supervisor", supervise)
-    pool = WorkerPool()
-    pool.gpus = tuple(Gpu(str(index)) for index in range(gpus))
-    pool.examiner(run_on(device, RunOptions(jobs=wanted)))
-    pool.examiner(run_on(device, RunOptions(jobs=wanted, warm=False)))
-    assert given == [expected, (expected[0], False)]
+    assert supervised(device, gpus, jobs=jobs) == expected
+    assert supervised(device, gpus, jobs=jobs, warm=False) == (expected[0], False)
 
 
-def test_backends_that_share_a_time_limit_share_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("gpus", "jobs", "expected"), [(1, None, (6, False)), (2, None, (6, False)), (1, 4, (4, False)), (1, 1, (1, True))]
+)
+def test_backends_that_share_a_time_limit_share_a_gpu(supervised, gpus, jobs, expected, monkeypatch):
     """Warmers use the cores that other backends need, so they exist only beside a single process."""
-    given: list[tuple[int, bool]] = []
-
-    def supervise(*_: Any, jobs: int, warms: bool, costs: object) -> None:
-        given.append((jobs, warms))
-
     monkeypatch.setattr("attncheck.harness.workers.pool.most_processes", lambda device, gpus=1: 6 // gpus)
-    monkeypatch.setattr("attncheck.harness.workers.executor.Supervisor", supervise)
-    for gpus, jobs in ((1, None), (2, None), (1, 4), (1, 1)):
-        pool = WorkerPool()
-        pool.gpus = tuple(Gpu(str(index)) for index in range(gpus))
-        pool.examiner(run_on("cuda", RunOptions(jobs=jobs, deadline=time.monotonic() + 1000.0)))
-        assert 890 < pool.limits.backend_s <= 900
-    assert given == [(6, False), (6, False), (4, False), (1, True)]
-
-
-def run_on(device: str, options: RunOptions) -> Run:
-    selection = select_cases(["smoke"])
-    backend = BackendDescription(info=BackendInfo(name="reference", ref="reference"))
-    plan = RunPlan(cases=selection.cases, device=device)
-    return Run(options, selection, plan, environment_of("cpu"), (backend,))
+    assert supervised("cuda", gpus, jobs=jobs, deadline=time.monotonic() + 1000.0) == expected

@@ -7,9 +7,7 @@ import shlex
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -58,7 +56,7 @@ CHECKS = ("numerics, containment", "numerics, cudagraph")
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
+def folder(tmp_path):
     (tmp_path / "mine.py").write_text(MINE)
     cases = [f"  - {{id: case{rows}, batch: q{rows}, checks: [{CHECKS[rows % 4 == 0]}]}}\n" for rows in range(1, 33)]
     (tmp_path / "small.yaml").write_text(SUITE + "".join(cases))
@@ -66,7 +64,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def cluster() -> Iterator[Any]:
+def cluster():
     """Three nodes with a core each. Ray's own processes see the attncheck of this process."""
     from ray.cluster_utils import Cluster
 
@@ -81,19 +79,19 @@ def cluster() -> Iterator[Any]:
         os.environ.pop("PYTHONPATH") if before is None else os.environ.update(PYTHONPATH=before)
 
 
-def start(folder: Path, *words: str) -> "subprocess.Popen[str]":
+def start(folder, *words):
     command = [sys.executable, "-m", "attncheck", "run", "--device", "cpu", *words]
     return subprocess.Popen(command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 
-def records(path: Path) -> list[dict[str, Any]]:
+def records(path):
     """Without durations, and without the address of the thread that crashed."""
     lines = [json.loads(re.sub("thread 0x[0-9a-f]+", "", line)) for line in path.read_text().splitlines()]
     assert lines[-1]["kind"] == "footer"
     return [{k: v for k, v in line.items() if k != "duration_s"} for line in lines[1:-1]]
 
 
-def test_records_are_those_of_a_serial_run_though_a_node_is_killed(cluster: Any, folder: Path) -> None:
+def test_records_are_those_of_a_serial_run_though_a_node_is_killed(cluster, folder):
     """One backend aborts in a case, which costs this case alone. A node is killed while it is at work."""
     ray, (victim, _) = cluster
     words = ["./mine.py:Slow", "reference", "--suite", "small.yaml", "--pass-env", "RAY_RAYLET_PID"]
@@ -115,7 +113,7 @@ def test_records_are_those_of_a_serial_run_though_a_node_is_killed(cluster: Any,
     assert {each["case_id"] for each in found if each["outcome"] == "crashed"} == {"case17"}
 
 
-def test_the_command_of_the_page_runs_in_a_copy_of_the_folder(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_command_of_the_page_runs_in_a_copy_of_the_folder(folder, monkeypatch):
     page = (Path(__file__).parents[3] / "docs" / "ci-gpus.md").read_text()
     (command,) = re.findall(r"^\$ attncheck run (.* --executor ray:ray.yaml .*)$", page, re.MULTILINE)
     (environment,) = re.findall(r"^```yaml\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)

@@ -1,25 +1,20 @@
 """``attncheck time``: rounds of fresh processes, their records in the run file, and wrong questions."""
 
 import json
-import os
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 from inline_snapshot import snapshot
 
 from attncheck.errors import SelectionError
 from attncheck.harness.checks.findings import TimingSettings
-from attncheck.harness.cli import app as cli
 from attncheck.harness.cli.run import ProgressLines, execute_run
 from attncheck.harness.run.backend_loading import ThisProcess
 from attncheck.harness.run.options import OPTIONS, RunOptions
-from attncheck.harness.run.selection import DEFAULT_ROUNDS, RunPlan, Selection
+from attncheck.harness.run.selection import DEFAULT_ROUNDS
 from attncheck.harness.workers.pool import WorkerPool
-from attncheck.reports.run_file.header import Environment
-from attncheck.reports.run_file.records import Crashed, Record, timing_of
+from attncheck.reports.run_file.records import timing_of
 from attncheck.reports.run_file.store import read_run
 
 pytestmark = pytest.mark.usefixtures("preloaded")
@@ -87,37 +82,31 @@ class Wrong(Plain):
     get_impl_cls = classmethod(lambda cls: WrongImpl)
 """
 
-Attncheck = Callable[..., int]
-WORDS = ("time", "--suite", "small.yaml", "--device", "cpu", "--time-limit", "0.01")
-
 
 @pytest.fixture
-def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Attncheck:
-    (tmp_path / "small.yaml").write_text(SUITE)
-    (tmp_path / "mine.py").write_text(MINE)
-    monkeypatch.chdir(tmp_path)
-    return lambda *more: cli.main([*WORDS, "--output", "out.jsonl", *more])
+def time(typed, folder):
+    """``time("mine.py:Plain --rounds 2")``: that command, which writes out.jsonl."""
+    (folder / "small.yaml").write_text(SUITE)
+    (folder / "mine.py").write_text(MINE)
+    return lambda words: typed(f"time --suite small.yaml --device cpu --time-limit 0.01 --output out.jsonl {words}")
 
 
-def records() -> tuple[Record, ...]:
+def records():
     return read_run("out.jsonl").records
 
 
-def outcomes() -> list[tuple[str, int, str, str]]:
+def outcomes():
     return [(record.backend, record.round, record.case_id, record.outcome) for record in records()]
 
 
-def pids() -> list[int]:
+def pids():
     return list(map(int, Path("started.txt").read_text().split()))
 
 
-def test_each_round_is_a_fresh_process_alone_and_a_crash_is_of_its_round(
-    run: Attncheck, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_each_round_is_a_fresh_process_alone_and_a_crash_is_of_its_round(time):
     entry = {"backend": "Mortal", "case": "prefill", "check": "timing", "outcome": "crashed", "says": "*SIGABRT*"}
     Path("known.yaml").write_text(json.dumps([entry | {"reason": "issue 9"}]))
-    words = ("--backend", "mine.py:Mortal", "--backend", "mine.py:Alone", "--rounds", "2")
-    assert run(*words, "--expect", "known.yaml") == 0
+    assert time("mine.py:Mortal mine.py:Alone --rounds 2 --expect known.yaml").code == 0
     assert outcomes() == [
         ("Mortal", 0, "decode", "passed"),
         ("Mortal", 0, "prefill", "passed"),
@@ -137,19 +126,19 @@ def test_each_round_is_a_fresh_process_alone_and_a_crash_is_of_its_round(
     assert all(timing is not None and timing.latency("forward") is not None for timing in timings)
 
 
-def test_the_first_round_that_falls_short_may_be_the_last(run: Attncheck, capfd: pytest.CaptureFixture[str]) -> None:
-    assert run("--backend", "mine.py:Mortal", "--rounds", "3", "--case", "prefill", "-x") == 1
+def test_the_first_round_that_falls_short_may_be_the_last(time):
+    done = time("mine.py:Mortal --rounds 3 --case prefill -x")
+    assert done.code == 1
     assert outcomes() == [("Mortal", 0, "prefill", "passed"), ("Mortal", 1, "prefill", "crashed")]
-    (crash,) = (record for record in records() if isinstance(record, Crashed))
-    assert crash.stage == "check timing"
-    line = next(line for line in capfd.readouterr().out.splitlines() if line.strip().startswith("repeat: "))
-    assert line.endswith("--suite small.yaml --case prefill --check timing --device cpu --in-process")
+    assert records()[1].stage == "check timing"
+    repeat = done.out.partition("repeat: ")[2].splitlines()[0]
+    assert repeat.endswith("--suite small.yaml --case prefill --check timing --device cpu --in-process")
 
 
-def test_other_checks_are_made_before_in_a_process_of_their_own(run: Attncheck) -> None:
+def test_other_checks_are_made_before_in_a_process_of_their_own(time):
     options = RunOptions(backends=("mine.py:Plain",), suites=("small.yaml",), cases=("prefill",), device="cpu")
     options = replace(options, checks=("numerics", "timing"), rounds=1, time_limit=0.01, output=Path("out.jsonl"))
-    assert execute_run(options, lambda header: None).ended_by is None
+    assert execute_run(options).ended_by is None
     assert [(record.check, record.round, record.outcome) for record in records()] == [
         ("numerics", 0, "passed"),
         ("timing", 0, "passed"),
@@ -157,39 +146,27 @@ def test_other_checks_are_made_before_in_a_process_of_their_own(run: Attncheck) 
     assert len(set(pids())) == 2
 
 
-def test_an_interrupted_run_keeps_its_rounds_and_leaves_no_process(
-    run: Attncheck, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_an_interrupted_run_keeps_its_rounds_and_leaves_no_process(time, monkeypatch, is_alive):
     see = ProgressLines.see
 
-    def interrupt(self: ProgressLines, record: Record) -> None:
+    def interrupt(self, record):
         see(self, record)
         if record.round == 1:
             raise KeyboardInterrupt
 
     monkeypatch.setattr(ProgressLines, "see", interrupt)
-    assert run("--backend", "mine.py:Plain", "--rounds", "4", "--case", "decode") == 130
-    assert "interrupted by SIGINT: " in capfd.readouterr().out
+    done = time("mine.py:Plain --rounds 4 --case decode")
+    assert (done.code, "interrupted by SIGINT: " in done.out) == (130, True)
     found = read_run("out.jsonl")
     assert not found.complete
     assert [record.round for record in found.records] == [0, 1]
     assert len(pids()) == 2
-    assert [pid for pid in pids() if is_alive(pid)] == []
+    assert not any(map(is_alive, pids()))
 
 
-def is_alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    return True
-
-
-def test_in_this_process_there_is_one_round_with_a_note_and_what_is_wrong_is_dumped(
-    run: Attncheck, capfd: pytest.CaptureFixture[str]
-) -> None:
-    words = ("--case", "prefill", "--in-process", "--dump", "dumped")
-    assert run("--backend", "mine.py:Plain", "--backend", "mine.py:Wrong", *words) == 1
+def test_in_this_process_there_is_one_round_with_a_note_and_what_is_wrong_is_dumped(time):
+    done = time("mine.py:Plain mine.py:Wrong --case prefill --in-process --dump dumped")
+    assert done.code == 1
     assert outcomes() == [("Plain", 0, "prefill", "passed"), ("Wrong", 0, "prefill", "failed")]
     assert [path.name for path in Path("dumped").iterdir()] == ["small.prefill.Wrong.seed0.pt"]
     header = read_run("out.jsonl").header
@@ -197,45 +174,31 @@ def test_in_this_process_there_is_one_round_with_a_note_and_what_is_wrong_is_dum
     assert header.notes == snapshot(
         ("timed in this one process: how far times of different processes lie apart is not known",)
     )
-    assert header.notes[0] in capfd.readouterr().out
-
-
-def test_one_of_whom_no_time_could_be_taken_was_a_wrong_question(
-    run: Attncheck, capfd: pytest.CaptureFixture[str]
-) -> None:
-    assert run("--backend", "mine.py:Plain", "--case", "window", "--rounds", "9") == 2
-    assert outcomes() == [("Plain", 0, "window", "unsupported")]
-    printed = capfd.readouterr().err
-    assert "'Plain'" in printed
-    assert printed == snapshot(
-        "error: no case of backend 'Plain' was examined: no windows; select cases and checks that it supports\n"
-    )
+    assert header.notes[0] in done.out
 
 
 @pytest.mark.parametrize(
     ("words", "settings", "rounds"),
     [
-        ([], TimingSettings(), 10),
-        (["--time-limit", "2", "--rounds", "3"], TimingSettings(limit_s=2.0), 3),
-        (["--warm-cache", "--kernels", "--in-process"], TimingSettings(warm=True, kernels=True), 1),
+        ("", TimingSettings(), 10),
+        ("--time-limit 2 --rounds 3", TimingSettings(limit_s=2.0), 3),
+        ("--warm-cache --kernels --in-process", TimingSettings(warm=True, kernels=True), 1),
     ],
 )
-def test_options_reach_the_plan(
-    run: Attncheck, words: list[str], settings: TimingSettings, rounds: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    opened: list[tuple[TimingSettings, int]] = []
+def test_options_reach_the_plan(typed, folder, words, settings, rounds, monkeypatch):
+    opened = []
 
-    def begin(self: Any, selection: Selection, plan: RunPlan, environment: Environment) -> None:
+    def begin(self, selection, plan, environment):
         opened.append((plan.timing, plan.rounds))
         raise SelectionError("enough")
 
     for kind in (WorkerPool, ThisProcess):
         monkeypatch.setattr(kind, "begin", begin)
     monkeypatch.setattr(WorkerPool, "start", lambda self, refs: None)
-    assert cli.main(["time", "--suite", "small.yaml", "--device", "cpu", *words]) == 2
+    assert typed(f"time --suite small.yaml --device cpu {words}").code == 2
     assert opened == [(settings, rounds)]
 
 
 @pytest.mark.parametrize(("option", "default"), [("rounds", DEFAULT_ROUNDS), ("time_limit", TimingSettings().limit_s)])
-def test_the_help_names_the_defaults(option: str, default: float) -> None:
+def test_the_help_names_the_defaults(option, default):
     assert OPTIONS[option].help.endswith(f" Default: {default}.")

@@ -4,50 +4,36 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 from inline_snapshot import snapshot
 
 from attncheck.cases.loader import load_suite, suite_names
-from attncheck.cases.model import Case, question
+from attncheck.cases.model import question
 from attncheck.cases.yaml_text import case_yaml
-from attncheck.harness.cli import app as cli
 from attncheck.harness.cli.show import case_lines, draw_mask
+from attncheck.reference import layer_params
+from attncheck.reference.attention.params import visible
 from attncheck.reference.spec import LayerSpec, PaddingSpec, PathSpec, RequestSpec, TreeOptions
 
 CASES = [case for name in suite_names() for case in load_suite(name).cases]
 LAYER = LayerSpec(num_heads=1, num_kv_heads=1, head_size=8)
 
 
-def test_pictures() -> None:
-    window = LayerSpec(num_heads=1, num_kv_heads=1, head_size=8, sliding_window=2)
-    assert draw_mask(window, PathSpec(), RequestSpec(query_len=3, seq_len=5), 80) == [
-        snapshot("3 rows x 5 keys"),
-        ".##..",
-        "..##.",
-        "...##",
-    ]
+def test_pictures():
+    window = replace(LAYER, sliding_window=2)
+    assert draw_mask(window, PathSpec(), RequestSpec(query_len=3, seq_len=5), 80) == snapshot(
+        ["3 rows x 5 keys", ".##..", "..##.", "...##"]
+    )
     tree = PathSpec(name="tree", options=TreeOptions())
-    assert draw_mask(LAYER, tree, RequestSpec(query_len=4, seq_len=6), 80)[1:] == [
-        "###...",
-        "####..",
-        "###.#.",
-        "####.#",
-    ]
-    assert draw_mask(LAYER, PathSpec(), RequestSpec(query_len=32, seq_len=64), 8)[:3] == [
-        snapshot("32 rows x 64 keys, a character is 2 x 8"),
-        "####+...",
-        "####+...",
-    ]
-    cross = LayerSpec(num_heads=1, num_kv_heads=1, head_size=8, attn_type="encoder_decoder")
-    assert draw_mask(cross, PathSpec(name="cross"), RequestSpec(query_len=2, encoder_len=3), 80)[1:] == ["###", "###"]
+    rows = draw_mask(LAYER, tree, RequestSpec(query_len=4, seq_len=6), 80)[1:]
+    assert rows == ["###...", "####..", "###.#.", "####.#"]
+    assert draw_mask(LAYER, PathSpec(), RequestSpec(query_len=32, seq_len=64), 8)[:3] == snapshot(
+        ["32 rows x 64 keys, a character is 2 x 8", "####+...", "####+..."]
+    )
 
 
-def reference_mask(case: Case, request: RequestSpec) -> list[str]:
+def reference_mask(case, request):
     """Row by row, by the reference's predicate and, of a tree, by going up from each row."""
-    import torch
-
-    from attncheck.reference import layer_params
-    from attncheck.reference.attention.params import visible
-
     is_cross = request.encoder_len is not None
     keys = request.encoder_len if is_cross else request.total_len
     positions = torch.arange(keys - request.query_len, keys)
@@ -62,7 +48,7 @@ def reference_mask(case: Case, request: RequestSpec) -> list[str]:
     return ["".join("#" if each else "." for each in row) for row in sees.tolist()]
 
 
-def test_masks_are_those_of_the_reference() -> None:
+def test_masks_are_those_of_the_reference():
     compared = set()
     for case in CASES:
         if case.layer.mla or case.batch.path.name in ("merge", "causal_conv1d", "fast_prefill"):
@@ -76,58 +62,35 @@ def test_masks_are_those_of_the_reference() -> None:
     assert paths <= compared
 
 
-def test_the_yaml_is_the_same_question(tmp_path: Path) -> None:
-    for number, case in enumerate(CASES[:: max(len(CASES) // 150, 1)]):
+def test_the_yaml_is_the_same_question_with_batches_before_and_layers_beside(tmp_path):
+    sinks = replace(CASES[0].layer, sliding_window=4, sinks=(0.5,) * CASES[0].layer.num_heads)
+    before = (CASES[1].batch, replace(CASES[1].batch, padding=PaddingSpec(tokens=2)))
+    many = replace(CASES[0], after=before, layers=(CASES[0].layer, sinks))
+    for number, case in enumerate([*CASES[:: max(len(CASES) // 150, 1)], many]):
         path = tmp_path / f"{number}.yaml"
         path.write_text(case_yaml(case), encoding="utf-8")
         (again,) = load_suite(str(path)).cases
         assert question(again) == question(case), case.key
-        assert (again.key, again.checks, again.tolerance, again.inputs, again.description) == (
-            case.key,
-            case.checks,
-            case.tolerance,
-            case.inputs,
-            case.description,
-        )
-
-
-def test_the_yaml_names_batches_before_and_layers_beside(tmp_path: Path) -> None:
-    case = replace(
-        CASES[0],
-        after=(CASES[1].batch, replace(CASES[1].batch, padding=PaddingSpec(tokens=2))),
-        layers=(CASES[0].layer, replace(CASES[0].layer, sliding_window=4, sinks=(0.5,) * CASES[0].layer.num_heads)),
-    )
-    path = tmp_path / "case.yaml"
-    path.write_text(case_yaml(case), encoding="utf-8")
-    (again,) = load_suite(str(path)).cases
-    assert (again.hash, again.after, again.layers) == (case.hash, case.after, case.layers)
+        for name in ("key", "checks", "tolerance", "inputs", "description", "hash", "after", "layers"):
+            assert getattr(again, name) == getattr(case, name), case.key
 
 
 @pytest.mark.parametrize("width", [40, 100])
-def test_every_case_can_be_shown_and_keeps_to_the_width(width: int) -> None:
+def test_every_case_can_be_shown_and_keeps_to_the_width(width):
     for case in CASES[::7]:
         for line in "\n".join(case_lines(case, width)).splitlines():
             is_table = line.startswith("requests") or line[:1].isdigit()
             assert len(line) <= width or is_table or len(max(line.split(), key=len)) > width - 10, (case.key, line)
 
 
-def test_a_case_is_found_in_any_suite(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["show", "sinks/decode.float16"]) == 0
-    printed = capsys.readouterr()
-    assert printed.out.startswith("sinks/decode.float16\n")
+def test_a_case_is_found_in_any_suite_and_its_yaml_can_be_run(typed, folder):
+    done = typed("show sinks/decode.float16")
+    assert (done.code, done.err) == (0, "")
+    assert done.out.startswith("sinks/decode.float16\n")
     for words in ("sinks=True", "numerics", "requests  query_len  context  seq_len  pages"):
-        assert words in printed.out
-    assert printed.err == ""
-    assert cli.main(["show", "decode", "--suite", "smoke"]) == 0
-    text = capsys.readouterr().err
-    assert "decode.bfloat16" in text
-    assert "decode.float32" in text
-    assert text == snapshot("3 cases match; this is the first. The others: decode.bfloat16, decode.float32\n")
-    assert cli.main(["show", "no-such-case"]) == 2
-
-
-def test_the_yaml_can_be_run(capsys: pytest.CaptureFixture[str], folder: Path) -> None:
-    assert cli.main(["show", "smoke/verify-tree.3", "--yaml"]) == 0
-    Path("tree.yaml").write_text(capsys.readouterr().out, encoding="utf-8")
-    assert cli.main(["list", "cases", "--suite", "tree.yaml"]) == 0
-    assert capsys.readouterr().out.startswith("smoke/verify-tree.3")
+        assert words in done.out
+    done = typed("show decode --suite smoke")
+    assert done.code == 0
+    assert done.err == snapshot("3 cases match; this is the first. The others: decode.bfloat16, decode.float32\n")
+    Path("tree.yaml").write_text(typed("show smoke/verify-tree.3 --yaml").out, encoding="utf-8")
+    assert typed("list cases --suite tree.yaml").out.startswith("smoke/verify-tree.3")

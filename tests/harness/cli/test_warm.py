@@ -5,15 +5,11 @@ until there is the kernel of the last case.
 """
 
 import re
-from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 
-from attncheck.harness.cli import app as cli
 from attncheck.harness.workers import executor, pool
 from attncheck.harness.workers.pool import WarmingAhead
-from attncheck.reports.run_file.store import read_run
 
 pytestmark = [pytest.mark.xdist_group("warm"), pytest.mark.usefixtures("preloaded")]
 
@@ -49,51 +45,45 @@ defaults:
 cases:
 """
 ROWS = (16, 32, 48, 64, 80, 96)
-OPTIONS = ("./compiling.py:Compiling", "--suite", "rows.yaml", "--check", "numerics", "--device", "cpu")
+OPTIONS = "./compiling.py:Compiling --suite rows.yaml --check numerics --device cpu"
 
 
 @pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    (tmp_path / "compiling.py").write_text(COMPILING)
-    (tmp_path / "rows.yaml").write_text(SUITE + "".join(f"  - {{id: rows-{n}, batch: q{n}}}\n" for n in ROWS))
-    (tmp_path / "results").mkdir()
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "triton"))
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "inductor"))
-    monkeypatch.setenv("FLASHINFER_WORKSPACE_BASE", str(tmp_path))
+def kernels(folder, monkeypatch):
+    """``kernels()``: the process and the rows of each kernel that was compiled in this folder."""
+    (folder / "compiling.py").write_text(COMPILING)
+    (folder / "rows.yaml").write_text(SUITE + "".join(f"  - {{id: rows-{n}, batch: q{n}}}\n" for n in ROWS))
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(folder / "triton"))
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(folder / "inductor"))
+    monkeypatch.setenv("FLASHINFER_WORKSPACE_BASE", str(folder))
     monkeypatch.setattr(pool, "usable_cores", lambda: 2)
-    return tmp_path
 
+    def kernels():
+        lines = (folder / "compiled.txt").read_text().splitlines()
+        return [(process, int(rows)) for process, rows in map(str.split, lines)]
 
-def compiled(folder: Path) -> list[tuple[str, int]]:
-    """The process and the rows of each kernel that was compiled."""
-    lines = (folder / "compiled.txt").read_text().splitlines()
-    return [(process, int(rows)) for process, rows in map(str.split, lines)]
+    return kernels
 
 
 @pytest.mark.slow
-def test_what_it_warms_is_what_a_run_needs(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["warm", *OPTIONS]) == 0
-    warmed = compiled(folder)
+def test_what_it_warms_is_what_a_run_needs(folder, typed, kernels):
+    done = typed(f"warm {OPTIONS}")
+    warmed = kernels()
     assert set(ROWS) <= {rows for _, rows in warmed}
-    line = re.search(r"^Compiling: 6 cases, \S+ s, processes at once: 2; kernels added: (.*)$", capsys.readouterr().out)
-    kernels = len({rows for _, rows in warmed})
+    line = re.search(r"^Compiling: 6 cases, \S+ s, processes at once: 2; kernels added: (.*)$", done.out)
     assert line is not None
-    assert line[1] == f"triton {kernels}, inductor 0, flashinfer 0"
+    assert line[1] == f"triton {len({rows for _, rows in warmed})}, inductor 0, flashinfer 0"
     assert not list((folder / "results").iterdir())
-    assert cli.main(["run", *OPTIONS]) == 0
-    assert compiled(folder) == warmed
+    assert typed(f"run {OPTIONS}").code == 0
+    assert kernels() == warmed
 
 
-def test_a_run_that_sees_kernels_compiled_has_others_compile_ahead(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, the_run: Callable[[Path], Path]
-) -> None:
+def test_a_run_that_sees_kernels_compiled_has_others_compile_ahead(typed, kernels, monkeypatch, the_run):
     monkeypatch.setattr(pool, "_SLOW_S", 0.05)
     monkeypatch.setattr(executor, "WarmingAhead", lambda *given, is_on: WarmingAhead(*given, is_on=True))
-    assert cli.main(["run", *OPTIONS]) == 0
-    found = read_run(the_run(folder))
-    assert [(record.case_id, record.outcome) for record in found.records] == [(f"rows-{n}", "passed") for n in ROWS]
-    (first, *_) = processes = list(dict.fromkeys(process for process, _ in compiled(folder)))
+    assert typed(f"run {OPTIONS}").code == 0
+    assert [(each.case_id, each.outcome) for each in the_run().records] == [(f"rows-{n}", "passed") for n in ROWS]
+    processes = list(dict.fromkeys(process for process, _ in kernels()))
     assert len(processes) == 2
-    assert (first, ROWS[0]) in compiled(folder)
-    assert (processes[1], ROWS[-1]) in compiled(folder)
+    assert (processes[0], ROWS[0]) in kernels()
+    assert (processes[1], ROWS[-1]) in kernels()

@@ -6,23 +6,19 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from inline_snapshot import snapshot
 
 from attncheck.errors import WriteError
-from attncheck.harness.cli import app as cli
 from attncheck.harness.cli.run_files import open_run
-from attncheck.reports.run_file.header import RunHeader
 from attncheck.reports.run_file.store import read_run
 
-Shell = Callable[..., tuple[int, str]]
-
-WORDS = ["run", "--suite", "small.yaml", "--backend", "reference", "--device", "cpu"]
-TYPED = " ".join(["attncheck", *WORDS])
+CHECKS = "--check numerics,lse,cache_write,containment,determinism"
+TYPED = f"attncheck run reference --suite small.yaml --device cpu {CHECKS}"
 FRESH = f"{sys.executable} -m {TYPED}"
+IN_PROCESS = [*TYPED.split()[1:], "--in-process"]
 LIMITED = """\
 import resource, sys
 sys.dont_write_bytecode = True  # it would be cut off as well
@@ -33,43 +29,45 @@ sys.exit(main())
 """  # a process that writes no file of more bytes than its first argument
 
 
-def outcomes(path: Path | str) -> list[tuple[str, str, str]]:
+def limited(size):
+    """A run whose file may grow to ``size`` bytes."""
+    command = [sys.executable, "-c", LIMITED, str(size), *IN_PROCESS, "--output", "cut.jsonl"]
+    return subprocess.run(command, capture_output=True, text=True, check=False)
+
+
+def outcomes(path):
     return [(record.case_id, record.check, record.outcome) for record in read_run(path).records]
 
 
-@pytest.mark.parametrize("share", [0.6, 0.9])
-def test_a_file_that_cannot_grow_keeps_whole_records_and_is_resumed(
-    folder: Path, preloaded: None, share: float
-) -> None:
-    assert cli.main([*WORDS, "--in-process", "--output", "whole.jsonl"]) == 0
-    limit = int((folder / "whole.jsonl").stat().st_size * share)
-    command = [sys.executable, "-c", LIMITED, str(limit), *WORDS, "--in-process", "--output", "cut.jsonl"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+@pytest.mark.parametrize("share", [0.4, 0.9])
+def test_a_file_that_cannot_grow_keeps_whole_records_and_is_resumed(here, folder, preloaded, share):
+    assert here(f"reference {CHECKS} --output whole.jsonl").code == 0
+    header, *rest = (folder / "whole.jsonl").read_bytes().splitlines(keepends=True)
+    done = limited(len(header) + int(len(b"".join(rest)) * share))
     assert done.returncode == 3
     safe = len(read_run("cut.jsonl").records)
     assert done.stderr.splitlines()[-1] == (
         f"error: cut.jsonl cannot be written: File too large; its first {safe} records can be read, as by "
         "`attncheck report`"
     )
-    assert re.search(r"^numerics +[12]/[12]", done.stdout, re.MULTILINE)  # the table of what was found
+    assert re.search(r"^reference: PASSED: [12] cases? right$", done.stdout, re.MULTILINE)  # what was found
     assert re.search(r"^stopped, since cut.jsonl cannot be written: [12] of 2 cases", done.stdout, re.MULTILINE)
     assert outcomes("cut.jsonl") == outcomes("whole.jsonl")[:safe]
     assert not read_run("cut.jsonl").complete
     # Another process than this one, which has loaded files of the tests beside those of the backend.
-    rest = [sys.executable, "-m", "attncheck", *WORDS, "--in-process", "--resume", "cut.jsonl"]
+    rest = [sys.executable, "-m", "attncheck", *IN_PROCESS, "--resume", "cut.jsonl"]
     assert subprocess.run(rest, capture_output=True, check=False).returncode == 0
     assert outcomes("cut.jsonl") == outcomes("whole.jsonl")
     assert read_run("cut.jsonl").complete
 
 
-def test_a_file_that_cannot_hold_the_header_is_removed(folder: Path, preloaded: None) -> None:
-    command = [sys.executable, "-c", LIMITED, "100", *WORDS, "--in-process", "--output", "cut.jsonl"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stderr) == (3, snapshot("error: cut.jsonl cannot be written: File too large\n"))
+def test_a_file_that_cannot_hold_the_header_is_removed(folder, preloaded):
+    done = limited(100)
+    assert (done.returncode, done.stderr) == (3, "error: cut.jsonl cannot be written: File too large\n")
     assert not (folder / "cut.jsonl").exists()
 
 
-def in_mount(options: str, command: str) -> "subprocess.CompletedProcess[str]":
+def in_mount(options, command):
     """Run ``command`` where the folder ``small`` is a file system of its own, mounted with ``options``."""
     Path("small").mkdir()
     isolated = ["unshare", "--user", "--map-root-user", "--mount", "sh", "-c"]
@@ -79,8 +77,8 @@ def in_mount(options: str, command: str) -> "subprocess.CompletedProcess[str]":
     return subprocess.run([*isolated, f"{mount} && {command}"], capture_output=True, text=True, check=False)
 
 
-def test_a_full_disk_ends_the_run_and_what_it_holds_can_be_read(folder: Path) -> None:
-    command = f"{FRESH} --output small/run.jsonl; code=$?; cat small/run.jsonl > kept.jsonl; exit $code"
+def test_a_full_disk_ends_the_run_and_what_it_holds_can_be_read(folder):
+    command = f"{FRESH} --in-process --output small/run.jsonl; code=$?; cat small/run.jsonl > kept.jsonl; exit $code"
     done = in_mount("size=4k", command)
     assert done.returncode == 3, done.stderr
     assert "error: small/run.jsonl cannot be written: No space left on device; its first " in done.stderr
@@ -88,9 +86,12 @@ def test_a_full_disk_ends_the_run_and_what_it_holds_can_be_read(folder: Path) ->
     assert not read_run("kept.jsonl").complete
 
 
-def test_without_a_temporary_folder_the_error_names_what_would_be_right(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, header: RunHeader
-) -> None:
+def test_a_read_only_folder_is_an_error(folder):
+    done = in_mount("ro", f"{FRESH} --in-process --output small/run.jsonl")
+    assert (done.returncode, done.stderr) == (3, "error: small/run.jsonl cannot be written: Read-only file system\n")
+
+
+def test_without_a_temporary_folder_the_error_names_what_would_be_right(folder, monkeypatch, header):
     monkeypatch.setattr(tempfile, "mkdtemp", lambda **_: Path("nothing", "here").mkdir())
     with pytest.raises(WriteError) as refused, open_run(None, folder / "small.yaml", header, 1):
         pass
@@ -99,57 +100,42 @@ def test_without_a_temporary_folder_the_error_names_what_would_be_right(
     )
 
 
-def test_a_read_only_folder_is_an_error(folder: Path) -> None:
-    done = in_mount("ro", f"{FRESH} --output small/run.jsonl")
-    assert (done.returncode, done.stderr) == (
-        3,
-        snapshot("error: small/run.jsonl cannot be written: Read-only file system\n"),
-    )
-
-
-def test_a_closed_stdout_is_an_error_before_anything_is_examined(folder: Path) -> None:
+def test_a_closed_stdout_is_an_error_before_anything_is_examined(folder):
     done = subprocess.run(["bash", "-c", f"exec {FRESH} >&-"], stderr=subprocess.PIPE, text=True, check=False)
-    assert (done.returncode, done.stderr) == (
-        3,
-        snapshot("error: stdout is closed; send it to a file, or to /dev/null\n"),
+    assert (done.returncode, done.stderr) == snapshot(
+        (3, "error: stdout is closed; send it to a file, or to /dev/null\n")
     )
     assert not list((folder / "results").iterdir())
 
 
-def test_closed_streams_leave_their_numbers_to_no_pipe(the_run: Callable[[Path], Path], folder: Path) -> None:
+def test_closed_streams_leave_their_numbers_to_no_pipe(the_run, folder):
     done = subprocess.run(["bash", "-c", f"exec {FRESH} <&- 2>&-"], stdout=subprocess.PIPE, text=True, check=False)
-    assert done.returncode == 0
-    assert "passed: 1 backend, 2 cases" in done.stdout
-    assert read_run(the_run(folder)).complete
+    assert (done.returncode, "passed: 1 backend, 2 cases" in done.stdout) == (0, True)
+    assert the_run().complete
 
 
-def test_a_stderr_that_takes_no_more_ends_no_run(the_run: Callable[[Path], Path], folder: Path, shell: Shell) -> None:
+def test_a_stderr_that_takes_no_more_ends_no_run(the_run, folder, shell):
     code, printed = shell(f"{TYPED} --verbose 2> /dev/full", folder)
-    assert code == 0
-    assert "passed: 1 backend, 2 cases" in printed
-    assert read_run(the_run(folder)).complete
+    assert (code, "passed: 1 backend, 2 cases" in printed) == (0, True)
+    assert the_run().complete
 
 
-def test_a_reader_that_leaves_gets_no_verdict_and_the_run_is_whole(
-    the_run: Callable[[Path], Path], folder: Path, shell: Shell
-) -> None:
+def test_a_reader_that_leaves_gets_no_verdict_and_the_run_is_whole(the_run, folder, shell):
     code, printed = shell(f"set -o pipefail; {TYPED} | head -1", folder)
-    path = the_run(folder)
     opening, error = printed.splitlines()
     assert code == 3
     assert opening.startswith("attncheck ")
-    assert error == f"error: stdout cannot be written: Broken pipe; the run file is {path.relative_to(folder)}"
-    assert read_run(path).complete
+    assert error == f"error: stdout cannot be written: Broken pipe; the run file is {the_run().path}"
+    assert the_run().complete
 
 
-def test_a_reader_that_is_gone_before_the_run_ends_it_at_once(
-    the_run: Callable[[Path], Path], folder: Path, preloaded: None
-) -> None:
+def test_a_reader_that_is_gone_before_the_run_ends_it_at_once(folder, preloaded):
     reading, writing = os.pipe()
     os.close(reading)
-    command = [sys.executable, "-m", "attncheck", *WORDS]
+    command = [sys.executable, "-m", *TYPED.split()]
     done = subprocess.run(command, stdout=writing, stderr=subprocess.PIPE, text=True, check=False)
     os.close(writing)
-    assert (done.returncode, done.stderr) == (3, snapshot("error: stdout cannot be written: Broken pipe\n"))
-    (line,) = the_run(folder).read_text().splitlines()
+    assert (done.returncode, done.stderr) == (3, "error: stdout cannot be written: Broken pipe\n")
+    (path,) = (folder / "results").iterdir()
+    (line,) = path.read_text().splitlines()
     assert json.loads(line)["kind"] == "header"

@@ -4,8 +4,10 @@ import io
 import runpy
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from signal import SIGABRT
 from types import SimpleNamespace
 
 import pytest
@@ -49,21 +51,6 @@ Mine = kernel_backend(attend, name="mine", features=("lse",), writer=write)
 """
 
 FAULTS, RIGHT = "FAULT, WRITE_FAULT = 1, 0", "FAULT, WRITE_FAULT = 0, 0"
-
-CLASS = """\
-from attncheck.backends.candidates.torch_sdpa import SDPABackend, SDPAImpl
-
-class Wrong(SDPABackend):
-    get_impl_cls = staticmethod(lambda: Impl)
-
-class Impl(SDPAImpl):
-    def forward(self, *args, **keywords):
-        result = super().forward(*args, **keywords)
-        result[1:] *= FACTOR
-        return result
-
-FACTOR = 1.25
-"""
 
 SEPARATE = """\
 from attncheck.backends.candidates.torch_sdpa import SDPABackend, SDPAImpl
@@ -121,6 +108,14 @@ CASE = Case(
 )
 
 
+RunHere = Callable[..., tuple[object, str]]
+
+
+def raising(error: str) -> str:
+    """The function, which raises ``error`` before it does anything."""
+    return FUNCTION.replace("    starts, page", f"    raise {error}\n    starts, page")
+
+
 def write_for(folder: Path, source: str, name: str, check: str = "numerics", **request: object) -> StandAloneAnswer:
     file = folder / "mine.py"
     file.write_text(source, encoding="utf-8")
@@ -138,118 +133,105 @@ def run_alone(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, check=False)
 
 
-def run_here(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *words: str
-) -> tuple[object, str]:
-    """The exit code of the file, and what it prints; run in this process, which has torch."""
-    monkeypatch.setattr(sys, "argv", ["repro.py", *words])
-    monkeypatch.setattr(sys, "path", [*sys.path])
-    with pytest.raises(SystemExit) as ended, torch.no_grad():
-        runpy.run_path(str(folder / "repro.py"))
-    return ended.value.code, capsys.readouterr().out
-
-
 @pytest.fixture
-def kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Files are kept without being run, which takes a process that loads torch."""
+def run_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> RunHere:
+    """``run_here(repaired)``: the exit code of the file and what it prints; run in this process, which has torch.
+
+    ``repaired``: the text of a backend to examine instead. The file is kept without being run in a process of its own.
+    """
     monkeypatch.setattr(stand_alone_process, "_shows", lambda _path, _request: True)
 
+    def run_here(repaired: str = "") -> tuple[object, str]:
+        words = ["repro.py"]
+        if repaired:
+            (tmp_path / "repaired.py").write_text(repaired, encoding="utf-8")
+            words.append(str(tmp_path / "repaired.py"))
+        monkeypatch.setattr(sys, "argv", words)
+        monkeypatch.setattr(sys, "path", [*sys.path])
+        with pytest.raises(SystemExit) as ended, torch.no_grad():
+            runpy.run_path(str(tmp_path / "repro.py"))
+        return ended.value.code, capsys.readouterr().out
 
-@pytest.mark.usefixtures("kept")
-def test_the_assertion_holds_once_the_function_is_repaired(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+    return run_here
+
+
+def test_the_assertion_holds_once_the_function_is_repaired(tmp_path: Path, run_here: RunHere) -> None:
     assert write_for(tmp_path, FUNCTION, "Mine") == StandAloneAnswer(True)
-    code, printed = run_here(tmp_path, monkeypatch, capsys)
+    code, printed = run_here()
     assert code == 1
     assert "wrong: 3 of 3 rows" in printed
     assert "wrong: the log-sum-exp of 6 rows and heads" in printed
-    repaired = tmp_path / "repaired.py"
-    repaired.write_text(FUNCTION.replace(FAULTS, RIGHT), encoding="utf-8")
-    assert run_here(tmp_path, monkeypatch, capsys, str(repaired)) == (0, "right\n")
+    assert run_here(FUNCTION.replace(FAULTS, RIGHT)) == (0, "right\n")
 
 
-@pytest.mark.usefixtures("kept")
 @pytest.mark.parametrize("padding", [PaddingSpec(), PaddingSpec(requests=1, tokens=1, unmapped_tokens=1)])
-def test_what_a_writer_does_to_the_cache_is_shown(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], padding: PaddingSpec
-) -> None:
+def test_what_a_writer_does_to_the_cache_is_shown(tmp_path: Path, run_here: RunHere, padding: PaddingSpec) -> None:
     case = replace(CASE, batch=replace(CASE.batch, padding=padding))
     write_for(tmp_path, FUNCTION.replace(FAULTS, "FAULT, WRITE_FAULT = 0, 1"), "Mine", "cache_write", case=case)
-    code, printed = run_here(tmp_path, monkeypatch, capsys)
+    code, printed = run_here()
     assert code == 1
     assert "elements of the cache" in printed
 
 
-@pytest.mark.usefixtures("kept")
-def test_what_may_be_refused_is_right_if_it_is(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_may_be_refused_is_right_if_it_is(tmp_path: Path, run_here: RunHere) -> None:
     write_for(tmp_path, FUNCTION, "Mine", "refusals", may_refuse=True)
-    refusing = tmp_path / "refusing.py"
-    refusing.write_text(FUNCTION.replace("    starts, page", "    raise ValueError('too long')\n    starts, page"))
-    assert run_here(tmp_path, monkeypatch, capsys, str(refusing)) == (0, "refused: too long\n")
-    assert run_here(tmp_path, monkeypatch, capsys)[0] == 1
+    assert run_here(raising("ValueError('too long')")) == (0, "refused: too long\n")
+    assert run_here()[0] == 1
 
 
-@pytest.mark.usefixtures("kept")
 def test_a_function_of_another_module_is_loaded_by_its_path(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, run_here: RunHere, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.syspath_prepend(str(tmp_path))
     (tmp_path / "kernel_beside.py").write_text(FUNCTION, encoding="utf-8")
-    wrapper = "import kernel_beside\nMine = kernel_beside.kernel_backend(kernel_beside.attend, name='mine')\n"
-    write_for(tmp_path, wrapper.replace("name='mine'", "name='mine', features=('lse',)"), "Mine")
-    monkeypatch.undo()
+    wrapper = "Mine = kernel_beside.kernel_backend(kernel_beside.attend, name='mine', features=('lse',))\n"
+    with monkeypatch.context() as patch:
+        patch.syspath_prepend(str(tmp_path))
+        write_for(tmp_path, f"import kernel_beside\n{wrapper}", "Mine")
     del sys.modules["kernel_beside"]
-    assert run_here(tmp_path, monkeypatch, capsys)[0] == 1
+    assert run_here()[0] == 1
 
 
-@pytest.mark.usefixtures("kept")
-def test_a_class_that_writes_the_cache_apart_from_forward_is_called_for_both(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    write_for(tmp_path, SEPARATE, "Wrong", "cache_write")
-    code, printed = run_here(tmp_path, monkeypatch, capsys)
+def test_a_class_that_writes_the_cache_apart_from_forward_is_called_for_both(tmp_path: Path, run_here: RunHere) -> None:
+    assert write_for(tmp_path, SEPARATE, "Wrong", "cache_write") == StandAloneAnswer(True, needs="attncheck")
+    assert "Needs torch and attncheck." in (tmp_path / "repro.py").read_text(encoding="utf-8")
+    code, printed = run_here()
     assert code == 1
     assert "elements of the cache are wrong" in printed
     (tmp_path / "mine.py").write_text(SEPARATE.replace("1.25", "1"), encoding="utf-8")
-    assert run_here(tmp_path, monkeypatch, capsys) == (0, "right\n")
+    assert run_here() == (0, "right\n")
+
+
+def test_a_large_cache_is_not_compared_with_some_of_its_pages(
+    tmp_path: Path, run_here: RunHere, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pool, "SMALL_POOL", 8)
+    case = replace(CASE, cache=replace(CASE.cache, num_blocks=100))
+    write_for(tmp_path, FUNCTION.replace(FAULTS, RIGHT), "Mine", "cache_write", case=case)
+    assert run_here() == (0, "right\n")
 
 
 @pytest.mark.slow
-def test_a_wrong_function_is_shown_without_attncheck_until_it_is_repaired(tmp_path: Path) -> None:
-    assert write_for(tmp_path, FUNCTION, "Mine") == StandAloneAnswer(True)
+@pytest.mark.parametrize(
+    ("source", "name", "fields", "code", "printed"),
+    [
+        (FUNCTION, "Mine", {}, 1, "wrong: 3 of 3 rows"),
+        (CRASH, "attend", {"ends": True}, -SIGABRT, ""),
+        (raising("RuntimeError('no kernel')"), "Mine", {"raised": "RuntimeError"}, 1, "RuntimeError: no kernel"),
+    ],
+    ids=["wrong", "ends", "raises"],
+)
+def test_a_fault_is_shown_without_attncheck_until_it_is_repaired(
+    tmp_path: Path, source: str, name: str, fields: dict[str, object], code: int, printed: str
+) -> None:
+    assert write_for(tmp_path, source, name, **fields) == StandAloneAnswer(True)
     wrong = run_alone(tmp_path)
-    assert wrong.returncode == 1, wrong.stderr
-    assert "wrong: 3 of 3 rows" in wrong.stdout
+    assert wrong.returncode == code
+    assert printed in wrong.stdout + wrong.stderr
     repaired = tmp_path / "repaired.py"
     repaired.write_text(FUNCTION.replace(FAULTS, RIGHT), encoding="utf-8")
-    right = run_alone(tmp_path, str(repaired))
-    assert (right.returncode, right.stdout.strip()) == (0, "right"), right.stderr
-
-
-@pytest.mark.slow
-def test_the_file_of_a_class_states_that_it_needs_attncheck(tmp_path: Path) -> None:
-    assert write_for(tmp_path, CLASS, "Wrong") == StandAloneAnswer(True, needs="attncheck")
-    text = (tmp_path / "repro.py").read_text(encoding="utf-8")
-    assert "Needs torch and attncheck." in text
-    (tmp_path / "mine.py").write_text(CLASS.replace("1.25", "1"), encoding="utf-8")
-    right = subprocess.run([sys.executable, tmp_path / "repro.py"], capture_output=True, text=True, check=False)
-    assert (right.returncode, right.stdout.strip()) == (0, "right"), right.stderr
-
-
-@pytest.mark.slow
-def test_a_crash_is_shown(tmp_path: Path) -> None:
-    assert write_for(tmp_path, CRASH, "attend", ends=True).written
-    assert run_alone(tmp_path).returncode < 0
-
-
-@pytest.mark.slow
-def test_an_exception_is_shown(tmp_path: Path) -> None:
-    raising = FUNCTION.replace("    starts, page", "    raise RuntimeError('no kernel')\n    starts, page")
-    assert write_for(tmp_path, raising, "Mine", raised="RuntimeError").written
-    assert "RuntimeError: no kernel" in run_alone(tmp_path).stderr
+    if name == "Mine":
+        right = run_alone(tmp_path, str(repaired))
+        assert (right.returncode, right.stdout.strip()) == (0, "right"), right.stderr
 
 
 @pytest.mark.slow
@@ -259,25 +241,50 @@ def test_a_right_backend_leaves_no_file(tmp_path: Path) -> None:
     assert not (tmp_path / "repro.py").exists()
 
 
-def test_a_path_of_several_calls_is_left_to_attncheck(tmp_path: Path) -> None:
-    path = PathSpec(name="split_kv", options=SplitKVOptions(parts=2))
-    requests = (RequestSpec(query_len=1, seq_len=20),)
-    case = Case(suite="fuzz", id="a", layer=CASE.layer, cache=CASE.cache, batch=BatchSpec(requests=requests, path=path))
-    source = FUNCTION.replace('("lse",)', '("lse", "non_causal")')
-    answer = write_for(tmp_path, source, "Mine", case=case)
-    assert answer.reason == "the path split_kv takes 2 calls of forward"
+INNER = """\
+from attncheck import kernel_backend
+def make():
+    def attend(query, key_cache, value_cache, metadata, params, out): ...
+    return attend
+Mine = kernel_backend(make(), name='mine')
+"""
+SPLIT = replace(
+    CASE,
+    batch=BatchSpec(
+        requests=(RequestSpec(query_len=1, seq_len=20),),
+        path=PathSpec(name="split_kv", options=SplitKVOptions(parts=2)),
+    ),
+)
 
 
-def test_a_graph_is_left_to_attncheck(tmp_path: Path) -> None:
-    assert write_for(tmp_path, FUNCTION, "Mine", "cudagraph").reason == "a captured graph takes several steps"
-
-
-def test_what_is_defined_within_a_function_is_left_to_attncheck(tmp_path: Path) -> None:
-    inner = (
-        "def make():\n    def attend(query, key_cache, value_cache, metadata, params, out): ...\n    return attend\n"
-    )
-    source = f"from attncheck import kernel_backend\n{inner}Mine = kernel_backend(make(), name='mine')\n"
-    assert "make.<locals>.attend is defined within a function" in write_for(tmp_path, source, "Mine").reason
+@pytest.mark.parametrize(
+    ("source", "check", "case", "limits", "reason"),
+    [
+        (
+            FUNCTION.replace('("lse",)', '("lse", "non_causal")'),
+            "numerics",
+            SPLIT,
+            {},
+            "the path split_kv takes 2 calls of forward",
+        ),
+        (FUNCTION, "cudagraph", CASE, {}, "a captured graph takes several steps"),
+        (INNER, "numerics", CASE, {}, "make.<locals>.attend is defined within a function"),
+        (FUNCTION, "numerics", CASE, {"_MOST_TEXT": 1024}, "its tensors take more than 1 KiB of text"),
+        (FUNCTION, "numerics", CASE, {"_MOST_MEMORY": 1024}, "its tensors take more than 0 MiB"),
+    ],
+)
+def test_what_no_file_can_show_is_left_to_attncheck(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    source: str,
+    check: str,
+    case: Case,
+    limits: dict[str, int],
+    reason: str,
+) -> None:
+    for name, limit in limits.items():
+        monkeypatch.setattr(stand_alone_process, name, limit)
+    assert reason in write_for(tmp_path, source, "Mine", check, case=case).reason
 
 
 def test_arguments_are_read_as_they_were_without_running_code() -> None:
@@ -302,25 +309,3 @@ def test_arguments_are_read_as_they_were_without_running_code() -> None:
     assert got[6][0] is got[5]
     with pytest.raises(NotExpressibleError, match="a generator is among the arguments"):
         plain((each for each in ()), {})
-
-
-@pytest.mark.usefixtures("kept")
-def test_what_is_too_long_for_a_file_is_left_to_attncheck(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stand_alone_process, "_MOST_TEXT", 1024)
-    assert write_for(tmp_path, FUNCTION, "Mine").reason == "its tensors take more than 1 KiB of text"
-
-
-def test_a_step_of_too_much_memory_is_not_copied_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch, "save", None)
-    monkeypatch.setattr(stand_alone_process, "_MOST_MEMORY", 1024)
-    assert write_for(tmp_path, FUNCTION, "Mine").reason == "its tensors take more than 0 MiB"
-
-
-@pytest.mark.usefixtures("kept")
-def test_a_large_cache_is_not_compared_with_some_of_its_pages(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(pool, "SMALL_POOL", 8)
-    case = replace(CASE, cache=replace(CASE.cache, num_blocks=100))
-    write_for(tmp_path, FUNCTION.replace(FAULTS, RIGHT), "Mine", "cache_write", case=case)
-    assert run_here(tmp_path, monkeypatch, capsys) == (0, "right\n")

@@ -27,40 +27,27 @@ def test_the_truth_of_the_rows_holds_for_them_elsewhere(make_case: Any, which: A
     truths_agree(build_problem(make_case(sliding_window=16), 0), Arrangement(which, elsewhere))
 
 
-def test_keys_lie_in_the_blocks_of_the_block_table(make_case: Any) -> None:
+def test_pages_and_tables_of_an_arrangement(make_case: Any) -> None:
     problem = build_problem(make_case(), 0)
-    for how in (Arrangement((2, 0, 3)), Arrangement((2, 0, 3, 1), elsewhere=True, spare_columns=4)):
-        other = arranged(problem, how)
+    own = [request.pages for request in problem.requests]
+    backwards = arranged(problem, Arrangement((3, 2, 1, 0)))
+    assert [request.pages for request in backwards.requests] == own[::-1]
+    twice = arranged(problem, Arrangement((1, 0, 1), elsewhere=True))
+    first, _, again = twice.requests
+    assert not set(first.pages) & set(again.pages)
+    assert torch.equal(twice.keys[first.base : first.base + 40], twice.keys[again.base : again.base + 40])
+    how = Arrangement((0, 1, 2, 3), elsewhere=True, spare_columns=3, padding=PaddingSpec(requests=2, tokens=5))
+    spread = arranged(problem, how)
+    assert all(a.pages != b for a, b in zip(spread.requests, own, strict=True))
+    assert spread.block_table[:, -3:].tolist() == [[0] * 3] * 4  # the null page
+    assert spread.block_table.shape[1] == problem.block_table.shape[1] + 3
+    assert (spread.case.batch.padding.requests, spread.case.batch.padding.tokens) == (2, 5)
+    for other in (backwards, spread):
         size = other.cache.block_size
         for row, request in enumerate(other.requests):
             for position in range(request.num_keys):
                 slot = int(other.block_table[row, position // size]) * size + position % size
                 assert slot == int(other.key_slots[request.base + position])
-
-
-def test_other_pages_are_others_and_the_same_pages_are_the_same(make_case: Any) -> None:
-    problem = build_problem(make_case(), 0)
-    backwards = arranged(problem, Arrangement((3, 2, 1, 0)))
-    assert [r.pages for r in backwards.requests] == [r.pages for r in reversed(problem.requests)]
-    elsewhere = arranged(problem, Arrangement((0, 1, 2, 3), elsewhere=True))
-    assert all(a.pages != b.pages for a, b in zip(elsewhere.requests, problem.requests, strict=True))
-    assert elsewhere.block_table.shape == problem.block_table.shape
-
-
-def test_spare_columns_name_the_null_page_and_padding_is_added(make_case: Any) -> None:
-    problem = build_problem(make_case(), 0)
-    other = arranged(problem, Arrangement((0, 1, 2, 3), spare_columns=3, padding=PaddingSpec(requests=2, tokens=5)))
-    assert other.block_table[:, -3:].tolist() == [[0] * 3] * 4
-    assert torch.equal(other.block_table[:, :-3], problem.block_table)
-    assert (other.case.batch.padding.requests, other.case.batch.padding.tokens) == (2, 5)
-
-
-def test_a_request_that_comes_twice_owns_pages_twice(make_case: Any) -> None:
-    problem = build_problem(make_case(), 0)
-    other = arranged(problem, Arrangement((1, 0, 1), elsewhere=True))
-    first, _, again = other.requests
-    assert not set(first.pages) & set(again.pages)
-    assert torch.equal(other.keys[first.base : first.base + 40], other.keys[again.base : again.base + 40])
 
 
 @pytest.mark.parametrize(

@@ -79,17 +79,6 @@ def test_layout_invariants(lengths: list[tuple[int, int]], block_size: int, firs
     assert sorted(written + problem.old_keys.tolist()) == list(range(len(problem.keys)))
 
 
-def test_shared_prefixes_are_the_same_pages_with_the_same_contents(make_case: Any) -> None:
-    shared = [RequestSpec(query_len=1, seq_len=40 + i, shared_prefix=32) for i in range(3)]
-    problem = build_problem(make_case(*shared, (5, 50)), 0)
-    first = problem.requests[0]
-    for request in problem.requests[1:3]:
-        assert request.pages[:2] == first.pages[:2]
-        assert request.pages[2] != first.pages[2]
-        assert torch.equal(problem.keys[request.base : request.base + 32], problem.keys[first.base : first.base + 32])
-    assert not set(problem.requests[3].pages) & set(first.pages)
-
-
 def test_cross_attention_brings_encoder_rows_on_the_first_step_only(make_case: Any) -> None:
     first = RequestSpec(query_len=4, seq_len=4, encoder_len=30)
     later = RequestSpec(query_len=1, seq_len=9, encoder_len=21)

@@ -7,7 +7,6 @@ from attncheck.harness.problem.pages import RandomStream
 
 def test_the_stream_is_what_it_was_on_every_other_machine() -> None:
     # Philox4x64-10 with a key from SHA-256; these numbers are the definition, not a measurement.
-    assert RandomStream(0, "abc").int8(8).tolist() == RandomStream(0, "abc").int8(8).tolist()
     first = RandomStream("pinned").int8(2, 3)
     assert first.tolist() == [[-43, -30, -99], [-103, -61, 88]]
 
@@ -32,14 +31,3 @@ def test_uniform_fills_a_float32_mantissa() -> None:
     assert abs(float(values.mean())) < 0.05
     mantissas = values.to(torch.float32).view(torch.int32) & 0xFF
     assert len(mantissas.unique()) == 256, "the last bits are in use"
-
-
-def test_permutation_is_one() -> None:
-    order = RandomStream("order").permutation(1000)
-    assert torch.equal(order.sort().values, torch.arange(1000))
-    assert not torch.equal(order, torch.arange(1000))
-
-
-def test_integers_stay_below() -> None:
-    drawn = RandomStream("few").integers(1000, 7)
-    assert set(drawn.tolist()) == set(range(7))

@@ -20,12 +20,6 @@ def test_a_signature_reads_back(kind: str, request: int, position: int, heads: i
         assert Coordinate(kind, request, position, head) in decode(rows[0, head])
 
 
-def test_signatures_survive_the_narrowest_dtype() -> None:
-    rows = 0.3 * torch.ones(1, 1, CHANNELS, dtype=torch.float64)
-    sign(rows, "key", torch.tensor([3]), torch.tensor([77]))
-    assert Coordinate("key", 3, 77, 0) in decode(rows[0, 0].to(torch.bfloat16))
-
-
 def test_no_channel_is_constant_and_no_row_repeats() -> None:
     rows = 0.3 * torch.ones(512, 2, CHANNELS, dtype=torch.float64)
     sign(rows, "value", torch.arange(512) // 128, torch.arange(512) % 128)

@@ -1,138 +1,172 @@
-"""Choosing a device and backends: what is not there is refused or stays visible, never dropped."""
+"""Choosing a device, GPUs and backends: what is not there is refused or stays visible, never dropped."""
 
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
-from inline_snapshot import snapshot
 
 from attncheck.backends import registry
 from attncheck.cases.loader import load_suite
 from attncheck.cases.model import Case, Suite
 from attncheck.errors import DeviceError, QuestionError, SelectionError, UnknownNameError
+from attncheck.harness.device import Cuda
 from attncheck.harness.driver.observation import Raised
-from attncheck.harness.run.outcomes import (
-    IMPORT,
-    OURSELVES,
-    BackendDescription,
-    ProcessEnd,
-    not_loaded,
-)
+from attncheck.harness.run.evaluate import environment_of
+from attncheck.harness.run.outcomes import IMPORT, OURSELVES, BackendDescription, ProcessEnd, not_loaded
 from attncheck.harness.run.preparation import (
     choose_backends,
     choose_device,
     first_refs,
+    gpu_variables,
+    gpus_alike,
+    refuse_other_gpu,
     refuse_unavailable,
     suite_device,
 )
 from attncheck.reports.run_file.header import BackendInfo
 
-LATENT = ("reference_mla", "torch_mla", "triton_mla")
-PLAIN = tuple(name for name in registry.builtin_names() if name not in LATENT)
+BUILTIN = [*registry.builtin_names()]
+LATENT = ["reference_mla", "torch_mla", "triton_mla"]
+PLAIN = [name for name in BUILTIN if name not in LATENT]
 GONE = not_loaded("flex_attention", ("no library",))
 
 
 def describe(refs: Sequence[str]) -> list[BackendDescription | QuestionError]:
     """Of the built-in backends flex_attention lacks its library; another reference names nothing."""
-    found: list[BackendDescription | QuestionError] = []
-    for ref in refs:
-        if ref == "flex_attention":
-            found.append(GONE)
-        elif ref in registry.builtin_names():
-            found.append(BackendDescription(info=BackendInfo(name=ref, ref=ref), is_mla=ref in LATENT))
-        else:
-            found.append(UnknownNameError("backend", ref, ["torch_sdpa"]))
-    return found
+    known = {ref: BackendDescription(info=BackendInfo(name=ref, ref=ref), is_mla=ref in LATENT) for ref in BUILTIN} | {
+        "flex_attention": GONE
+    }
+    return [known.get(ref, UnknownNameError("backend", ref, ["torch_sdpa"])) for ref in refs]
 
 
-def choose(
-    refs: Sequence[str], suites: Sequence[Suite], cases: Sequence[Case] = ()
-) -> tuple[list[str], tuple[str, ...]]:
-    """The names of the backends, and the notes."""
-    backends, notes = choose_backends(refs, suites, cases, describe)
+def choose(refs: Sequence[str], wishes: Sequence[str], cases: Sequence[Case] = ()) -> tuple[list[str], tuple[str, ...]]:
+    """The names of the backends, and the notes; ``wishes``: the backends of the suite."""
+    backends, notes = choose_backends(refs, [suite(*wishes)], cases, describe)
     return [each.name for each in backends], notes
 
 
-def suite(*backends: str, device: str | None = None) -> Suite:
-    return Suite(
-        name="s", description="", cases=(), path=Path("s.yaml"), default_backends=backends, default_device=device
-    )
+def suite(*backends: str) -> Suite:
+    return Suite(name="s", description="", cases=(), path=Path("s.yaml"), default_backends=backends)
 
 
-@pytest.fixture
-def two_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+def gpu(uuid: str, *, name: str = "H100", minor: int = 0, memory: int = 80) -> SimpleNamespace:
+    sizes = {"total_memory": memory * 2**30, "L2_cache_size": 50 * 2**20, "multi_processor_count": 132}
+    return SimpleNamespace(name=name, major=9, minor=minor, uuid=uuid, **sizes)
 
 
-@pytest.fixture
-def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+def machine(monkeypatch: pytest.MonkeyPatch, *gpus: SimpleNamespace) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: bool(gpus))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: len(gpus))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: gpus[index])
 
 
-@pytest.mark.usefixtures("no_gpu")
-def test_without_a_gpu_the_cpu_is_best_and_cuda_is_refused() -> None:
-    assert choose_device(None) == "cpu"
-    assert choose_device("cpu") == "cpu"
+def test_without_a_gpu_the_cpu_is_best_and_cuda_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    machine(monkeypatch)
+    assert choose_device(None) == choose_device("cpu") == "cpu"
     with pytest.raises(DeviceError, match="give --device cpu, or "):
         choose_device("cuda")
-
-
-@pytest.mark.usefixtures("two_gpus")
-def test_with_gpus_the_first_is_best_and_counting_starts_at_0() -> None:
-    assert choose_device(None) == "cuda"
-    assert choose_device("cuda:1") == "cuda:1"
-    assert choose_device("cpu:0") == "cpu"
-    with pytest.raises(DeviceError) as refused:
-        choose_device("cuda:2")
-    assert str(refused.value) == snapshot("device 'cuda:2': this machine has 2 GPUs, counted from 0")
-
-
-@pytest.mark.usefixtures("no_gpu")
-def test_a_suite_may_wish_for_a_device_and_a_user_decides() -> None:
-    device, notes = suite_device(["cuda"], None)
+    device, (note,) = suite_device(["cuda"], None)
     assert device == "cpu"
-    assert "examined on cpu instead" in notes[0]
-    assert suite_device(["cuda"], "cpu") == ("cpu", ())
-    assert suite_device(["cpu"], None) == ("cpu", ())
+    assert "examined on cpu instead" in note
+    assert suite_device(["cuda"], "cpu") == suite_device(["cpu"], None) == ("cpu", ())
     with pytest.raises(DeviceError):
         suite_device(["cpu"], "cuda")
 
 
+def test_with_gpus_the_first_is_best_and_counting_starts_at_0(monkeypatch: pytest.MonkeyPatch) -> None:
+    machine(monkeypatch, gpu("a"), gpu("b"))
+    chosen = [choose_device(wanted) for wanted in (None, "cuda:1", "cpu:0")]
+    assert chosen == ["cuda", "cuda:1", "cpu"]
+    with pytest.raises(DeviceError, match=r"^device 'cuda:2': this machine has 2 GPUs, counted from 0$"):
+        choose_device("cuda:2")
+
+
+BOTH = {"HIP_VISIBLE_DEVICES": "3,1", "CUDA_VISIBLE_DEVICES": "0,2"}
+
+
+@pytest.mark.parametrize(
+    ("hip", "count", "given", "expected"),
+    [
+        (None, 2, {}, ["0", "1"]),
+        (None, 2, {"CUDA_VISIBLE_DEVICES": "3,1"}, ["3", "1"]),
+        (None, 2, {"CUDA_VISIBLE_DEVICES": "GPU-aa, GPU-bb"}, ["GPU-aa", "GPU-bb"]),
+        (None, 2, {"CUDA_VISIBLE_DEVICES": "5,4,-1,2"}, ["5", "4"]),
+        (None, 1, {"CUDA_VISIBLE_DEVICES": "MIG-aa,MIG-bb"}, ["MIG-aa"]),
+        (None, 2, {"HIP_VISIBLE_DEVICES": "3,1"}, ["0", "1"]),
+        ("6.4", 2, {}, ["0", "1"]),
+        ("6.4", 2, BOTH, ["3", "1"]),
+        ("6.4", 2, {"CUDA_VISIBLE_DEVICES": "2,3"}, ["2", "3"]),
+        ("6.4", 2, {"ROCR_VISIBLE_DEVICES": "2,3"}, ["0", "1"]),
+    ],
+)
+def test_each_process_sees_one_of_the_gpus_that_are_visible(
+    monkeypatch: pytest.MonkeyPatch, hip: str | None, count: int, given: dict[str, str], expected: list[str]
+) -> None:
+    monkeypatch.setattr(torch.version, "hip", hip)
+    names = ["HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES"] if hip else ["CUDA_VISIBLE_DEVICES"]
+    found = gpu_variables(count, given, Cuda.visible_variables())
+    assert found == [dict.fromkeys(names, each) for each in expected]
+
+
+def test_gpus_of_another_kind_than_the_first_are_left_out_with_a_note(monkeypatch: pytest.MonkeyPatch) -> None:
+    machine(monkeypatch, gpu("a"), gpu("b", memory=40), gpu("c"), gpu("d", minor=1), gpu("e", name="H200"))
+    gpus, notes = gpus_alike("cuda")
+    assert [(each.uuid, each.variables["CUDA_VISIBLE_DEVICES"]) for each in gpus] == [("a", "0"), ("c", "2")]
+    assert [note.partition(" (")[0] for note in notes] == ["GPU 1", "GPU 3", "GPU 4"]
+    assert notes[0] == (
+        "GPU 1 (H100, compute capability 9.0, 40.0 GiB) is not used: it is not of the kind of GPU 0 "
+        "(H100, compute capability 9.0, 80.0 GiB)"
+    )
+    assert [gpus_alike(device) for device in ("cpu", "cuda:1")] == [((), ())] * 2
+
+
+def test_a_process_on_another_gpu_or_in_another_environment_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    here = environment_of("cpu")
+    monkeypatch.setattr("attncheck.harness.run.evaluate.collect_environment", lambda device: here)
+    machine(monkeypatch, gpu("a"))
+    refuse_other_gpu("cuda", "a", here)
+    with pytest.raises(QuestionError, match=r"^the process sees the GPUs a, and has to use b alone$"):
+        refuse_other_gpu("cuda", "b", here)
+    with pytest.raises(QuestionError, match=r"^driver on GPU a is None, and '570.1' in the run$"):
+        refuse_other_gpu("cuda", "a", here.model_copy(update={"driver": "570.1"}))
+    machine(monkeypatch, gpu("a"), gpu("b"))
+    with pytest.raises(QuestionError, match=r"^the process sees the GPUs a, b, and has to use a alone$"):
+        refuse_other_gpu("cuda", "a", here)
+
+
 ELSEWHERE = "none of the backends that the suite names can run here: the built-in ones run as well"
+LACKING = ["trt:FMHA", "flex_attention"]
 
 
 @pytest.mark.parametrize(
     ("refs", "wishes", "names", "notes"),
     [
-        ([], [], [*registry.builtin_names()], ()),
+        ([], [], BUILTIN, ()),
         (["reference", "reference"], [], ["reference"], ()),
         ([], ["torch_sdpa", "trt:FMHA", "torch_sdpa"], ["torch_sdpa", "trt:FMHA"], ()),
         (["reference"], ["trt:FMHA"], ["reference"], ()),
-        (
-            [],
-            ["trt:FMHA", "flex_attention"],
-            ["trt:FMHA", "flex_attention", *(name for name in registry.builtin_names() if name != "flex_attention")],
-            (ELSEWHERE,),
-        ),
+        ([], LACKING, list(dict.fromkeys(LACKING + BUILTIN)), (ELSEWHERE,)),
     ],
 )
 def test_the_backends_are_those_of_the_user_else_of_the_suite_else_the_built_in_ones(
     refs: list[str], wishes: list[str], names: list[str], notes: tuple[str, ...]
 ) -> None:
-    assert choose(refs, [suite(*wishes)]) == (names, notes)
-    assert first_refs(refs, [suite(*wishes)]) == tuple(dict.fromkeys(refs or wishes or registry.builtin_names()))
+    assert choose(refs, wishes) == (names, notes)
+    assert first_refs(refs, [suite(*wishes)]) == tuple(dict.fromkeys(refs or wishes or BUILTIN))
 
 
 def test_by_default_backends_of_the_other_kind_are_left_out_and_named() -> None:
     plain, latent = (load_suite(name).cases[:1] for name in ("decode", "mla"))
-    note = "not examined, since no case has a latent cache: reference_mla, torch_mla, triton_mla"
-    assert choose([], [suite()], plain) == ([*PLAIN], (note,))
+    note = f"not examined, since no case has a latent cache: {', '.join(LATENT)}"
+    assert choose([], [], plain) == (PLAIN, (note,))
     note = f"not examined, since every case has a latent cache: {', '.join(PLAIN)}"
-    assert choose([], [suite()], latent) == ([*LATENT], (note,))
-    assert choose([], [suite()], [*plain, *latent]) == ([*registry.builtin_names()], ())
-    assert choose(["torch_mla"], [suite()], plain) == (["torch_mla"], ())
+    assert choose([], [], latent) == (LATENT, (note,))
+    assert choose([], [], [*plain, *latent]) == (BUILTIN, ())
+    assert choose(["torch_mla"], [], plain) == (["torch_mla"], ())
 
 
 def test_what_cannot_run_here_stays_visible_and_is_refused_by_name() -> None:
@@ -144,14 +178,13 @@ def test_what_cannot_run_here_stays_visible_and_is_refused_by_name() -> None:
     (_, unknown), _ = choose_backends([], [suite("torch_sdpa", "trt:FMHA")], (), describe)
     assert unknown.unavailable_reasons[0].startswith("unknown backend 'trt:FMHA'")
     with pytest.raises(UnknownNameError):
-        choose(["reference", "nothing"], [suite()])
+        choose(["reference", "nothing"], [])
 
 
 def test_two_backends_of_one_name_are_refused() -> None:
+    named_alike = [not_loaded(f"{file}.py:mine", (), "mine") for file in "ab"]
     with pytest.raises(SelectionError, match=r"^two of the backends are called 'mine'; examine them in two runs$"):
-        choose_backends(
-            ["a.py:mine", "b.py:mine"], [suite()], (), lambda refs: [not_loaded(ref, (), "mine") for ref in refs]
-        )
+        choose_backends(["a.py:mine", "b.py:mine"], [suite()], (), lambda _refs: named_alike)
 
 
 @pytest.mark.parametrize(
@@ -162,9 +195,7 @@ def test_two_backends_of_one_name_are_refused() -> None:
         ([Raised(IMPORT, "ImportError", "no a"), Raised(IMPORT, "ImportError", "no b")], "no a\nno b"),
     ],
 )
-def test_a_failure_at_the_import_is_a_backend_of_the_run_unless_all_raise(
-    failures: list[ProcessEnd | Raised], message: str
-) -> None:
+def test_a_failure_at_the_import_is_a_backend_of_the_run_unless_all_raise(failures: Any, message: str) -> None:
     found = [not_loaded(ref, failure) for ref, failure in zip("ab", failures, strict=True)]
     if message:
         with pytest.raises(QuestionError, match=f"^{message}$"):

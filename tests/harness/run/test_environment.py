@@ -1,5 +1,6 @@
-"""The environment of a run is stated, and an installation needs neither git nor a GPU."""
+"""The environment of a run is stated, and the caches of compiled kernels on this machine."""
 
+import getpass
 import os
 import subprocess
 import sys
@@ -10,46 +11,35 @@ import pytest
 import torch
 
 import attncheck
-from attncheck.harness import device, host
+from attncheck.harness import device
 from attncheck.harness.device import Cuda, GpuModes, accelerator_of, collect_environment
+from attncheck.harness.host import CacheContents, KernelCache, first_line, kernel_caches
 
 SRC = Path(attncheck.__file__).parents[1]
 
 
-def test_the_environment_is_what_runs() -> None:
+def test_the_environment_is_what_runs_and_its_tools_are_queried_once(monkeypatch: pytest.MonkeyPatch) -> None:
     found = collect_environment("cpu")
-    assert found.torch == torch.__version__
-    assert found.attncheck == attncheck.__version__
-    assert found.device == "cpu"
-    assert found.driver is None
+    assert (found.torch, found.attncheck) == (torch.__version__, attncheck.__version__)
+    assert (found.device, found.driver, accelerator_of("cpu")) == ("cpu", None, None)
     assert found.cores >= 1
     assert found.cpu
-
-
-def test_tools_are_queried_once_and_policies_every_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    first = collect_environment("cpu")
     monkeypatch.setattr(subprocess, "run", lambda *_a, **_k: pytest.fail("queried again"))
-    assert collect_environment("cpu") == first
-    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: not first.deterministic)
-    assert collect_environment("cpu").deterministic != first.deterministic
+    assert collect_environment("cpu") == found
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: not found.deterministic)
+    assert collect_environment("cpu").deterministic != found.deterministic
 
 
-def test_a_missing_tool_is_none() -> None:
-    assert host.first_line("no-such-tool-at-all") is None
-    assert host.first_line("false") is None
+@pytest.mark.parametrize("tool", ["no-such-tool-at-all", "false"])
+def test_a_missing_tool_is_none(tool: str) -> None:
+    assert first_line(tool) is None
 
 
 def test_a_checkout_that_is_not_installed_has_a_version() -> None:
-    code = "import attncheck; print(attncheck.__version__)"
     # -S leaves site-packages out, so that only PYTHONPATH finds attncheck and no metadata is there.
-    done = subprocess.run(
-        [sys.executable, "-S", "-c", code],
-        env={**os.environ, "PYTHONPATH": str(SRC)},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert done.stdout.strip() == attncheck.__version__
+    command = [sys.executable, "-S", "-c", "import attncheck; print(attncheck.__version__)"]
+    done = subprocess.run(command, env=os.environ | {"PYTHONPATH": str(SRC)}, stdout=subprocess.PIPE, check=True)
+    assert done.stdout.decode().strip() == attncheck.__version__
 
 
 @pytest.mark.parametrize(
@@ -64,18 +54,41 @@ def test_a_checkout_that_is_not_installed_has_a_version() -> None:
 def test_the_modes_of_a_gpu_are_those_that_nvidia_smi_prints_for_it(
     printed: str | None, expected: GpuModes | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    arguments: list[str] = []
-
-    def first_line(*words: str) -> str | None:
-        arguments.extend(words)
-        return printed
-
-    monkeypatch.setattr(device, "first_line", first_line)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid=f"of {device}"))
+    monkeypatch.setattr(device, "first_line", lambda *words: printed if "--id=GPU-of 1" in words else "of another")
     assert Cuda(1).modes() == expected
-    assert "--id=GPU-of 1" in arguments
     assert expected is None or expected.is_shared == (expected.compute == "Default")
 
 
-def test_a_cpu_is_no_accelerator() -> None:
-    assert accelerator_of("cpu") is None
+def folders(environment: dict[str, str]) -> dict[str, str]:
+    return {cache.library: str(cache.folder) for cache in kernel_caches(environment)}
+
+
+def test_kernel_caches_lie_where_the_libraries_or_their_variables_put_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    placed = {"TRITON_CACHE_DIR": "t", "TORCHINDUCTOR_CACHE_DIR": "i", "FLASHINFER_WORKSPACE_BASE": "f"}
+    assert folders(placed) == {"triton": "t", "inductor": "i", "flashinfer": "f/.cache/flashinfer"}
+    assert folders({"TRITON_HOME": "h"})["triton"] == "h/.triton/cache"
+    found = folders({})
+    inductor = pytest.importorskip("torch._inductor.runtime.cache_dir_utils").default_cache_dir()
+    home = Path.home()
+    assert found == {
+        "triton": str(home / ".triton/cache"),
+        "inductor": inductor,
+        "flashinfer": str(home / ".cache/flashinfer"),
+    }
+
+    def nameless() -> str:
+        raise KeyError("getpwuid(): uid not found: 4711")
+
+    monkeypatch.setattr(getpass, "getuser", nameless)
+    assert "torchinductor_uid_" in folders({})["inductor"]
+
+
+def test_files_of_a_cache_are_counted_and_kernels_by_their_ending(tmp_path: Path) -> None:
+    cache = KernelCache("triton", tmp_path / "cache", (".cubin", ".hsaco"))
+    assert cache.contents() == CacheContents(0, 0, 0)
+    for name, size in (("key/a.cubin", 100), ("key/a.json", 20), ("other/deep/b.hsaco", 3)):
+        (tmp_path / "cache" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "cache" / name).write_bytes(b"x" * size)
+    (tmp_path / "cache" / "gone.cubin").symlink_to("nowhere")  # as a file that vanishes between the two looks
+    assert cache.contents() == CacheContents(3, 123, 2)

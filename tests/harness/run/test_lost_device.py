@@ -7,16 +7,18 @@ from typing import Any, NoReturn
 import pytest
 import torch
 
-from attncheck.backends.candidates.reference import ReferenceBackend, ReferenceImpl
-from attncheck.backends.registry import load_object
+from attncheck.backends.candidates.reference import ReferenceImpl
 from attncheck.cases.model import Case
 from attncheck.harness.run import evaluate
 from attncheck.harness.run.evaluate import Examiner, RunPlan
 from attncheck.harness.run.outcomes import DeviceLostError
 from attncheck.reports.run_file.records import Crashed, Record
 
+REPEAT = "repeat with CUDA_LAUNCH_BLOCKING=1 or under compute-sanitizer"
 ILLEGAL = "CUDA error: an illegal memory access was encountered"
-LOST = f"the device was lost: {ILLEGAL}; repeat with CUDA_LAUNCH_BLOCKING=1 or under compute-sanitizer"
+LOST = f"the device was lost: {ILLEGAL}; {REPEAT}"
+LEFT = "CUDA error: invalid configuration argument"
+LEFT_BEHIND = f"a CUDA error was left behind: {LEFT}; {REPEAT}"
 
 
 def raising(message: str) -> Callable[..., NoReturn]:
@@ -29,7 +31,7 @@ def raising(message: str) -> Callable[..., NoReturn]:
 
 
 @pytest.fixture
-def lose(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+def lose(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     """``lose(message)``: from now on waiting for the device raises it."""
     synchronize = raising(ILLEGAL)
 
@@ -40,46 +42,39 @@ def lose(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
     return lose
 
 
-def records(
-    case: Case, deed: Callable[[], object], checks: tuple[str, ...] = ("numerics", "lse"), **plan: Any
-) -> list[Record]:
-    """What becomes of a case whose forward does ``deed`` at its end."""
+@pytest.fixture
+def records(with_impl: Any, loaded: Any) -> Callable[..., list[Record]]:
+    """``records(case, deed, checks)``: what becomes of a case whose forward does ``deed`` at its end."""
 
-    class Impl(ReferenceImpl):
-        def forward(self, *arguments: Any, **keywords: Any) -> Any:
-            out = super().forward(*arguments, **keywords)
+    def records(case: Case, deed: Any, checks: tuple[str, ...] = ("numerics", "lse"), **plan: Any) -> list[Record]:
+        def forward(self: Any, *arguments: Any, **keywords: Any) -> Any:
+            out = ReferenceImpl.forward(self, *arguments, **keywords)
             deed()
             return out
 
-    class Mine(ReferenceBackend):
-        @classmethod
-        def get_impl_cls(cls) -> type[ReferenceImpl]:
-            return Impl
+        backend = loaded(with_impl(forward=forward))
+        return list(Examiner(RunPlan((case,), (backend,), checks, **plan)).records(case, backend))
 
-    loaded = load_object(Mine)
-    return list(Examiner(RunPlan((case,), (loaded,), checks, **plan)).records(case, loaded))
+    return records
 
 
-def crash(case: Case, deed: Callable[[], object], **plan: Any) -> Crashed:
-    with pytest.raises(DeviceLostError) as caught:
-        records(case, deed, **plan)
-    return caught.value.record
+@pytest.fixture
+def crash(records: Callable[..., list[Record]]) -> Callable[..., Crashed]:
+    """``crash(...)``: the record of the check that lost the device, of a run as by ``records``."""
 
+    def crash(*arguments: Any, **plan: Any) -> Crashed:
+        with pytest.raises(DeviceLostError) as caught:
+            records(*arguments, **plan)
+        return caught.value.record
 
-LEFT = "CUDA error: invalid configuration argument"
-LEFT_BEHIND = f"a CUDA error was left behind: {LEFT}; repeat with CUDA_LAUNCH_BLOCKING=1 or under compute-sanitizer"
+    return crash
 
 
 @pytest.mark.parametrize(
     ("loses", "clone", "cause"), [(True, None, LOST), (True, ILLEGAL, LOST), (False, LEFT, LEFT_BEHIND)]
 )
 def test_a_check_has_crashed_also_if_a_call_of_the_harness_raises_first(
-    make_case: Any,
-    lose: Callable[[], None],
-    monkeypatch: pytest.MonkeyPatch,
-    loses: bool,
-    clone: str | None,
-    cause: str,
+    make_case: Any, crash: Any, lose: Any, monkeypatch: Any, loses: bool, clone: str | None, cause: str
 ) -> None:
     def deed() -> None:
         if loses:
@@ -91,7 +86,7 @@ def test_a_check_has_crashed_also_if_a_call_of_the_harness_raises_first(
     assert (record.check, record.stage, record.cause) == ("numerics", "check numerics", cause)
 
 
-def test_what_the_backend_raised_names_its_stage(make_case: Any, lose: Callable[[], None]) -> None:
+def test_what_the_backend_raised_names_its_stage(make_case: Any, crash: Any, lose: Any) -> None:
     def deed() -> None:
         lose()
         raise RuntimeError("Triton Error [CUDA]: an illegal memory access was encountered")
@@ -102,7 +97,7 @@ def test_what_the_backend_raised_names_its_stage(make_case: Any, lose: Callable[
     assert " in deed" in record.output
 
 
-def test_the_step_that_lost_the_device_is_named_not_a_later_one(make_case: Any, lose: Callable[[], None]) -> None:
+def test_the_step_that_lost_the_device_is_named_not_a_later_one(make_case: Any, crash: Any, lose: Any) -> None:
     number = 0
 
     def deed() -> None:
@@ -117,30 +112,27 @@ def test_the_step_that_lost_the_device_is_named_not_a_later_one(make_case: Any, 
     assert number == 7
 
 
-def test_out_of_memory_is_no_lost_device(make_case: Any, lose: Callable[[str], None]) -> None:
+def test_out_of_memory_is_no_lost_device(make_case: Any, records: Any, lose: Any) -> None:
     found = records(make_case(), lambda: lose("CUDA error: out of memory"))
     assert [record.outcome for record in found] == ["passed", "passed"]
 
 
 @pytest.mark.parametrize("step", ["shortage", "build_problem"])
 def test_a_device_lost_by_a_declaration_shows_as_the_case_is_prepared(
-    make_case: Any, monkeypatch: pytest.MonkeyPatch, step: str
+    make_case: Any, crash: Any, monkeypatch: pytest.MonkeyPatch, step: str
 ) -> None:
     monkeypatch.setattr(evaluate, step, raising(ILLEGAL))
     assert crash(make_case(), lambda: None).stage == "check numerics"
 
 
-def test_a_fault_of_ours_stays_one(make_case: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*_: object) -> NoReturn:
-        raise RuntimeError("ours")
-
-    monkeypatch.setattr(evaluate, "shortage", fail)
-    with pytest.raises(RuntimeError, match="ours"):
+def test_a_fault_of_ours_stays_one(make_case: Any, records: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(evaluate, "shortage", lambda *_: {}["ours"])
+    with pytest.raises(KeyError, match="ours"):
         records(make_case(), lambda: None)
 
 
 def test_tensors_that_a_lost_device_holds_are_not_dumped(
-    make_case: Any, lose: Callable[[], None], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    make_case: Any, crash: Any, lose: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     wrong = evaluate.Broken("wrong", {})
     monkeypatch.setattr("attncheck.harness.run.evaluate.finding_of", lambda examination, check: wrong)

@@ -12,17 +12,26 @@ from attncheck.harness.checks.findings import TimingSettings
 from attncheck.harness.run.evaluate import THREAD_VARIABLES, current_device
 
 
-def test_float32_stays_float32_and_the_callers_setting_comes_back(make_case: Any, examine: Any, with_impl: Any) -> None:
-    seen = []
+@pytest.fixture
+def observing(with_impl: Any) -> Any:
+    """``observing(read, seen)``: a backend that appends what ``read`` returns to ``seen`` in each call."""
 
-    def attend(self: Any, *args: Any) -> None:
-        seen.append(torch.get_float32_matmul_precision())
-        ReferenceImpl.attend(self, *args)
+    def observing(read: Any, seen: list[Any]) -> Any:
+        def attend(self: Any, *args: Any) -> None:
+            seen.append(read())
+            ReferenceImpl.attend(self, *args)
 
+        return with_impl(attend=attend)
+
+    return observing
+
+
+def test_float32_stays_float32_and_the_callers_setting_comes_back(make_case: Any, examine: Any, observing: Any) -> None:
+    seen: list[str] = []
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("medium")
     try:
-        examine(with_impl(attend=attend), make_case(), checks=("numerics",))
+        examine(observing(torch.get_float32_matmul_precision, seen), make_case(), checks=("numerics",))
         assert torch.get_float32_matmul_precision() == "medium"
     finally:
         torch.set_float32_matmul_precision(before)
@@ -46,31 +55,23 @@ def test_a_precision_set_per_backend_is_no_obstacle_and_comes_back(make_case: An
     assert torch.get_float32_matmul_precision() == "highest"
 
 
-@pytest.mark.parametrize(
-    ("stated", "expected"), [({}, 1), ({"OMP_NUM_THREADS": "3"}, 3), ({"MKL_NUM_THREADS": "3"}, 3)]
-)
+@pytest.mark.parametrize("variable", [None, *THREAD_VARIABLES])
 def test_checks_but_timing_have_one_thread_unless_the_user_states_more(
-    stated: dict[str, str], expected: int, monkeypatch: pytest.MonkeyPatch, make_case: Any, examine: Any, with_impl: Any
+    variable: str | None, monkeypatch: pytest.MonkeyPatch, make_case: Any, examine: Any, observing: Any
 ) -> None:
     for name in THREAD_VARIABLES:
         monkeypatch.delenv(name, raising=False)
-    for name, value in stated.items():
-        monkeypatch.setenv(name, value)
+    if variable is not None:
+        monkeypatch.setenv(variable, "3")
     seen: list[int] = []
-
-    def attend(*args: Any) -> None:
-        seen.append(torch.get_num_threads())
-        ReferenceImpl.attend(*args)
-
+    backend, case = observing(torch.get_num_threads, seen), make_case((1, 20))
     before = torch.get_num_threads()
     torch.set_num_threads(3)
     try:
-        quick = TimingSettings(limit_s=60, min_samples=1, max_samples=1)
-        backend = with_impl(attend=attend)
-        examine(backend, make_case((1, 20)), checks=("numerics",))
-        assert set(seen) == {expected}
+        examine(backend, case, checks=("numerics",))
+        assert set(seen) == {1 if variable is None else 3}
         seen.clear()
-        examine(backend, make_case((1, 20)), checks=("timing",), timing=quick)
+        examine(backend, case, checks=("timing",), timing=TimingSettings(limit_s=60, min_samples=1, max_samples=1))
         assert set(seen) == {3}
         assert torch.get_num_threads() == 3
     finally:

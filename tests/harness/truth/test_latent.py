@@ -10,16 +10,22 @@ import torch
 from attncheck.backends.caches.codecs import packed_codec
 from attncheck.backends.candidates.reference_mla import ReferenceMLABackend, ReferenceMLAImpl
 from attncheck.backends.candidates.torch_mla import TorchMLABackend
+from attncheck.errors import BlindCaseError
 from attncheck.harness.checks.interface import dump_case
-from attncheck.harness.driver.construction import KVBProj
-from attncheck.harness.driver.session import Fill, Session
+from attncheck.harness.driver.session import Session
 from attncheck.harness.problem.problem import Problem, build_problem
-from attncheck.harness.problem.sizes import naive_layer, needed_bytes, stored_sizes
+from attncheck.harness.problem.sizes import needed_bytes
 from attncheck.harness.problem.storage import make_up_projections
 from attncheck.harness.run.selection import unanswered_reasons
-from attncheck.harness.truth.truth import Truth, truth_of
+from attncheck.harness.truth.truth import Truth, honest_answers, params_of, rows_of, truth_of
 from attncheck.harness.truth.unpaged import share_of_budget
-from attncheck.reference import mla_attention_absorbed, mla_attention_chunked, mla_attention_naive, mla_params
+from attncheck.reference import (
+    mla_attention_absorbed,
+    mla_attention_chunked,
+    mla_attention_naive,
+    mla_params,
+    mla_write_cache,
+)
 from attncheck.reference.spec import CacheSpec, MLASpec
 
 CPU = torch.device("cpu")
@@ -69,19 +75,6 @@ def test_the_truth_is_that_of_the_reference_over_pages_in_either_form(make_laten
         assert torch.allclose(lse, truth.lse, rtol=1e-10, atol=1e-10)
 
 
-def test_keys_of_latent_rows_by_hand(make_latent: Any) -> None:
-    problem = build_problem(make_latent((2, 9)), 0)
-    rows, weights = truth_of(problem, CPU).rows, problem.up_projections
-    assert weights is not None
-    token, head = 4, 2
-    latent, rotary = problem.keys[token, 0].double(), problem.values[token, 0].double()
-    for channel in range(32):
-        column = weights.w_uk[:, head, channel].double()
-        assert rows.keys[token, head, channel] == sum(a * b for a, b in zip(latent, column, strict=True))
-    assert torch.equal(rows.keys[token, head, 32:], rotary)
-    assert torch.equal(rows.values[token, head], latent @ weights.w_uv[:, head].double())
-
-
 @pytest.mark.parametrize("rank", [16, 64, 512])
 def test_products_are_exact_in_any_order(make_latent: Any, rank: int) -> None:
     mla = replace(SIZES, kv_lora_rank=rank)
@@ -113,24 +106,6 @@ def test_weights_belong_to_the_layer(make_latent: Any) -> None:
     assert torch.equal(one.w_uk, other.w_uk)
     assert torch.equal(build_problem(case, 0).up_projections.w_uv, build_problem(case, 7).up_projections.w_uv)  # type: ignore[union-attr]
     assert not torch.equal(one.w_uk[:, 0], one.w_uk[:, 1]), "heads differ"
-    plain = replace(case.layer, mla=None)
-    assert make_up_projections(plain, torch.bfloat16) is None
-    assert naive_layer(plain) is plain
-    assert stored_sizes(plain) == (80, 80)
-
-
-def test_the_fused_weight_alternates_by_head(make_latent: Any) -> None:
-    problem = build_problem(make_latent(), 0)
-    weights = problem.up_projections
-    assert weights is not None
-    fused = weights.fused()
-    assert fused.shape == (3 * (32 + 24), 64)
-    assert torch.equal(fused[56 + 5], weights.w_uk[:, 1, 5])
-    assert torch.equal(fused[2 * 56 + 32 + 7], weights.w_uv[:, 2, 7])
-    rows, nothing = KVBProj(fused)(problem.keys[:, 0])
-    assert nothing is None
-    made = rows.unflatten(-1, (3, 56))
-    assert torch.equal(made[..., 32:], weights.values(problem.keys).to(problem.dtype))
 
 
 def test_every_row_points_somewhere(make_latent: Any) -> None:
@@ -182,50 +157,37 @@ def test_both_forms_in_low_precision_stay_within_the_budget(make_latent: Any, dt
         assert float(shares(truth, torch.zeros_like(truth.out)).min()) > 1
 
 
-class Recorder(ReferenceMLABackend):
-    """Keeps what it is handed."""
+def test_a_layer_is_driven_as_the_contract_requires(make_latent: Any) -> None:
+    seen: dict[str, Any] = {}
 
-    seen: list[Any] = []  # noqa: RUF012 (emptied by the fixture)
+    class Impl(ReferenceMLAImpl):
+        def __init__(self, *arguments: Any, **keywords: Any) -> None:
+            seen["init"] = arguments, keywords
+            super().__init__(*arguments, **keywords)
 
-    @staticmethod
-    def get_impl_cls() -> Any:
-        return RecorderImpl
+        def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
+            seen["weights"] = act_dtype
+            super().process_weights_after_loading(act_dtype)
 
+        def forward(self, *arguments: Any, **keywords: Any) -> torch.Tensor:
+            seen["forward"] = arguments, keywords
+            return super().forward(*arguments, **keywords)
 
-class RecorderImpl(ReferenceMLAImpl):
-    backend = Recorder
-
-    def __init__(self, *arguments: Any, **keywords: Any) -> None:
-        Recorder.seen.append(("init", arguments, keywords))
-        super().__init__(*arguments, **keywords)
-
-    def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
-        Recorder.seen.append(("weights", (act_dtype,), {}))
-        super().process_weights_after_loading(act_dtype)
-
-    def forward(self, *arguments: Any, **keywords: Any) -> torch.Tensor:
-        Recorder.seen.append(("forward", arguments, keywords))
-        return super().forward(*arguments, **keywords)
-
-
-@pytest.fixture
-def recorder() -> Any:
-    Recorder.seen.clear()
-    return Recorder
-
-
-def test_a_layer_is_driven_as_the_contract_requires(make_latent: Any, recorder: Any) -> None:
+    backend: Any = type("Recorder", (ReferenceMLABackend,), {"get_impl_cls": staticmethod(lambda: Impl)})
     mla = replace(SIZES, workspace=24)
     problem = build_problem(make_latent((1, 37), (5, 40), padding=(1, 3), dtype="float16", mla=mla), 0)
-    seen = Session(recorder, problem, CPU).run()
-    assert seen.output.shape == (6 + 3, 3, 24)
-    (_, arguments, keywords), weights, (_, call, options) = recorder.seen
+    assert Session(backend, problem, CPU).run().output.shape == (6 + 3, 3, 24)
+    arguments, keywords = seen["init"]
     assert arguments == (3, 80, 48**-0.5, 1, None, None, "auto", None, "decoder", None)
-    assert keywords.pop("kv_b_proj").weight.shape == (3 * 56, 64)
+    weight, weights = keywords.pop("kv_b_proj").weight, problem.up_projections
+    assert weights is not None
+    assert weight.shape == (3 * (32 + 24), 64)
+    assert torch.equal(weight[56 + 5], weights.w_uk[:, 1, 5])  # keys and values alternate by head
+    assert torch.equal(weight[2 * 56 + 32 + 7], weights.w_uv[:, 2, 7])
     sizes = {"kv_lora_rank": 64, "qk_nope_head_dim": 32, "qk_rope_head_dim": 16, "qk_head_dim": 48, "v_head_dim": 24}
     assert keywords == {"q_lora_rank": None, **sizes}
-    assert weights == ("weights", (torch.float16,), {})
-    _, query, kv_c_normed, k_pe, kv_cache, metadata = call
+    assert seen["weights"] == torch.float16
+    (_, query, kv_c_normed, k_pe, kv_cache, metadata), options = seen["forward"]
     assert [tuple(x.shape) for x in (query, kv_c_normed, k_pe)] == [(9, 3, 48), (9, 64), (9, 1, 16)]
     assert tuple(kv_cache.shape) == (problem.num_blocks, 16, 80)
     assert tuple(options["output"].shape) == (9, 3 * 24)
@@ -233,21 +195,11 @@ def test_a_layer_is_driven_as_the_contract_requires(make_latent: Any, recorder: 
     assert not query.is_contiguous(), "slices of a fused tensor"
 
 
-class WithoutCodec(TorchMLABackend):
-    """Filled through its own writer."""
-
-    @classmethod
-    def kv_cache_codec(cls, layer: Any, cache: Any) -> None:
-        return None
-
-
-def test_a_backend_without_a_codec_is_filled_through_its_own_writer(make_latent: Any) -> None:
+def test_a_latent_cache_is_filled_by_slots_or_by_the_backends_own_writer(make_latent: Any) -> None:
     problem = build_problem(make_latent(), 0)
-    seen = Session(WithoutCodec, problem, CPU).run(Fill())
+    backend: Any = type("WithoutCodec", (TorchMLABackend,), {"kv_cache_codec": classmethod(lambda *_: None)})
+    seen = Session(backend, problem, CPU).run()
     assert float(shares(truth_of(problem, CPU), seen.output).max()) <= 1
-
-
-def test_the_default_codec_of_a_latent_cache(make_latent: Any) -> None:
     layer, cache = make_latent(dtype="float32").layer, CacheSpec(block_size=4)
     codec = packed_codec(TorchMLABackend, layer, cache)
     assert codec is not None
@@ -257,18 +209,10 @@ def test_the_default_codec_of_a_latent_cache(make_latent: Any) -> None:
     assert torch.equal(pool[2, 3], torch.cat([latent[0], rotary[0]]))
     assert torch.equal(pool[1, 1], torch.cat([latent[1], rotary[1]]))
     assert int(pool.count_nonzero()) == 160
-    assert all(
-        torch.equal(a, b) for a, b in zip(codec.read(pool, torch.tensor([11, 5])), (latent, rotary), strict=True)
+    backend.get_kv_cache_shape = staticmethod(
+        lambda num_blocks, block_size, _heads, size: (num_blocks, size, block_size)
     )
-
-
-def test_a_shape_that_is_no_latent_cache_has_no_codec(make_latent: Any) -> None:
-    class Odd(TorchMLABackend):
-        @classmethod
-        def get_kv_cache_shape(cls, num_blocks: int, block_size: int, num_kv_heads: int, head_size: int) -> Any:
-            return (num_blocks, head_size, block_size)
-
-    assert packed_codec(Odd, make_latent().layer, CacheSpec()) is None
+    assert packed_codec(backend, layer, cache) is None
 
 
 def test_paths_of_latent_layers(make_latent: Any) -> None:
@@ -290,3 +234,60 @@ def test_a_dump_holds_the_weights(make_latent: Any, tmp_path: Any) -> None:
     assert problem.up_projections is not None
     assert torch.equal(content["w_uk"], problem.up_projections.w_uk)
     assert torch.equal(content["w_uv"], problem.up_projections.w_uv)
+
+
+# Caches of FP8 codes: one scale for a whole row, and a truth taken from what the codes mean.
+
+FORMATS = {"fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
+def test_the_truth_is_that_of_the_codes(make_latent: Any, name: str, dtype: str) -> None:
+    cache = {"kv_cache_dtype": name, "k_scale": 0.3, "v_scale": 5.0}
+    problem = build_problem(make_latent((1, 37), (5, 40), cache=cache, dtype=dtype), 0)
+    truth = truth_of(problem, CPU)
+    pool = torch.zeros(problem.num_blocks, 16, 80).to(FORMATS[name])
+    scale = torch.tensor(0.3)
+    mla_write_cache(problem.keys[:, 0], problem.values[:, 0], pool, problem.key_slots, k_scale=scale)
+    weights = problem.up_projections
+    assert weights is not None
+    out, lse = mla_attention_naive(
+        *problem.query.split([32, 16], -1),
+        pool,
+        weights.w_uk,
+        weights.w_uv,
+        problem.block_table,
+        torch.tensor([37, 40]),
+        problem.cu_seqlens_q,
+        mla_params(problem.layer),
+        k_scale=scale,
+    )
+    assert torch.allclose(out, truth.out, rtol=1e-10, atol=1e-10)
+    assert torch.allclose(lse, truth.lse, rtol=1e-10, atol=1e-10)
+
+
+def test_kernels_may_read_codes_exactly_or_rounded(make_latent: Any) -> None:
+    plain, coded = (
+        build_problem(make_latent(cache=cache), 0) for cache in ({}, {"kv_cache_dtype": "fp8_e4m3", "k_scale": 0.3})
+    )
+    ways = [len(list(honest_answers(p, rows_of(p, CPU), params_of(p)))) for p in (plain, coded)]
+    assert ways == [3, 6]
+
+
+def test_one_scale_stores_the_whole_row(make_latent: Any) -> None:
+    layer = make_latent(dtype="float32").layer
+    codec = packed_codec(TorchMLABackend, layer, CacheSpec(kv_cache_dtype="fp8_e4m3", k_scale=0.5, v_scale=3.0))
+    assert codec is not None
+    pool = torch.zeros(1, 16, 80, dtype=torch.uint8)
+    codec.write(pool, torch.tensor([3]), torch.full((1, 64), 2.0), torch.full((1, 16), 6.0))
+    stored = pool[0, 3].view(torch.float8_e4m3fn).float()
+    assert stored.tolist() == [4.0] * 64 + [12.0] * 16
+    latent, rotary = codec.read(pool, torch.tensor([3]))
+    assert (latent.unique().tolist(), rotary.unique().tolist()) == ([2.0], [6.0])
+
+
+def test_a_scale_close_to_1_is_blind(make_latent: Any) -> None:
+    cache = {"kv_cache_dtype": "fp8_e4m3", "k_scale": 1.0 + 2**-20}
+    with pytest.raises(BlindCaseError, match="blind to k_scale: only 0 of 40 rows"):
+        truth_of(build_problem(make_latent(cache=cache), 0), CPU)

@@ -96,6 +96,12 @@ def test_another_question_has_another_truth(make_case: Any, truths: Truths, monk
     truths.of(case, machine="another")
     assert truths.computed == len(truths.files()) == 6
     truths.of(replace(case, id="renamed"))  # the same question
+    problem = build_problem(case, 0)
+    cache = TruthCache(CPU, truths.folder, machine="m")
+    for name in ("query", "keys", "values"):
+        other = replace(problem, **{name: -getattr(problem, name)})
+        assert_same(cache.truth_of(other, refuse_blindness=False), truth_of(other, CPU, refuse_blindness=False))
+    truths.computed -= 3
     assert truths.computed == 6
     monkeypatch.setattr(truth_module, "digest_of_sources", lambda: "edited")
     truths.of(case)
@@ -104,15 +110,6 @@ def test_another_question_has_another_truth(make_case: Any, truths: Truths, monk
     monkeypatch.setattr(torch, "get_num_threads", lambda: 99)
     truths.of(case)
     assert truths.computed == len(truths.files()) == 9
-
-
-def test_other_inputs_have_another_truth(make_case: Any, tmp_path: Path) -> None:
-    cache = TruthCache(CPU, tmp_path / "truths", stores=True)
-    problem = build_problem(make_case(*SMALL), 0)
-    cache.truth_of(problem, refuse_blindness=False)
-    for name in ("query", "keys", "values"):
-        other = replace(problem, **{name: -getattr(problem, name)})
-        assert_same(cache.truth_of(other, refuse_blindness=False), truth_of(other, CPU, refuse_blindness=False))
 
 
 @pytest.mark.parametrize("damage", ["garbage", "truncated", "empty"])
@@ -146,20 +143,13 @@ def test_numbers_that_no_truth_has_are_computed_again(wrong: str, make_case: Any
     assert truths.computed == 2
 
 
-def test_how_long_a_truth_took_is_stored_with_it(make_case: Any, truths: Truths) -> None:
-    case = make_case(*SMALL)
-    computed, read = truths.of(case), truths.of(case)
-    assert truths.computed == 1
-    assert 0 < computed.computed_s == read.computed_s
-
-
-def test_a_process_that_may_not_store_reads(make_case: Any, truths: Truths) -> None:
+def test_a_process_that_may_not_store_reads_and_learns_how_long_the_truth_took(make_case: Any, truths: Truths) -> None:
     case = make_case(*SMALL)
     truths.of(case, stores=False)
     assert not truths.folder.exists()
-    truths.of(case)
-    truths.of(case, stores=False)
+    stored, read = truths.of(case), truths.of(case, stores=False)
     assert truths.computed == 2
+    assert 0 < stored.computed_s == read.computed_s
 
 
 def test_a_blind_case_is_refused_every_time(make_case: Any, truths: Truths) -> None:

@@ -10,7 +10,6 @@ from attncheck.cases.model import Case
 from attncheck.harness.device import float64_rate
 from attncheck.harness.truth import truth as module
 from attncheck.harness.truth.truth import device_seconds, host_seconds, truth_device, truth_notes
-from attncheck.reference.spec import AttentionType, RequestSpec
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 
@@ -71,9 +70,3 @@ def test_the_seconds_are_operations_over_rates(prefill: Case) -> None:
     assert device_seconds(prefill, float64_rate(gpu(12, 0, 132))) == pytest.approx(
         32 * device_seconds(prefill, float64_rate(H100))
     )
-
-
-def test_rows_of_an_encoder_decoder_see_the_encoders_keys(make_case: Any) -> None:
-    cross = make_case(RequestSpec(query_len=8, seq_len=8, encoder_len=1000), attn_type=AttentionType.ENCODER_DECODER)
-    ordinary = make_case((8, 1000), causal=False)
-    assert device_seconds(cross, float64_rate(H100)) == device_seconds(ordinary, float64_rate(H100))

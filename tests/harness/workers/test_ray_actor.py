@@ -65,11 +65,10 @@ def begun(actor: RayActor, folder: Path) -> tuple[Selection, Assignment]:
 
 def test_a_node_examines_questions_to_a_backend_of_the_same_file(actor: RayActor, folder: Path) -> None:
     selection, _ = begun(actor, folder)
-    digest = file_digest(REF)
-    (description,) = actor.describe({REF: digest})
+    (description,) = actor.describe({REF: file_digest(REF)})
     assert isinstance(description, BackendDescription)
     for case in selection.cases:
-        found = actor.examine(BackendQuestion(description, case, ("numerics", "lse")), digest)
+        found = actor.examine(BackendQuestion(description, case, ("numerics", "lse")))
         assert isinstance(found, ActorRecords)
         records = [parse_line(line) for line in found.records]
         assert [(each.case, each.check, each.outcome) for each in records] == [
@@ -81,18 +80,18 @@ def test_a_node_examines_questions_to_a_backend_of_the_same_file(actor: RayActor
 
 def test_another_file_or_another_description_is_refused(actor: RayActor, folder: Path) -> None:
     selection, _ = begun(actor, folder)
-    digest = file_digest(REF)
-    (folder / "mine.py").write_text(MINE + "# edited\n")
-    other = BackendQuestion(
-        BackendDescription.model_validate({"info": {"name": "Mine", "ref": REF}}), selection.cases[0], ("lse",)
-    )
-    found = actor.examine(other, digest)
-    assert isinstance(found, Refused)
-    assert found.reason == f"{folder} has another file for {REF}, or none"
-    actor._described.clear()
-    found = actor.examine(other, file_digest(REF))
-    assert isinstance(found, Refused)
-    assert found.reason == f"backend {REF!r} is another one there"
+    (description,) = actor.describe({REF: file_digest(REF)})
+    assert isinstance(description, BackendDescription)
+    files = dict.fromkeys(description.info.files, "0" * 12)
+    assert "mine.py" in files
+    for change in ({"files": files}, {"features": ("lse",)}):
+        info = description.info.model_copy(update=change)
+        other = BackendQuestion(description.model_copy(update={"info": info}), selection.cases[0], ("lse",))
+        found = actor.examine(other)
+        assert isinstance(found, Refused)
+        assert found.reason == f"backend {REF!r} is another one there"
+    (reason,) = actor.describe({REF: "0" * 12})
+    assert reason == f"{folder} has another file for {REF}, or none"
 
 
 def test_a_backend_that_cannot_be_loaded_is_unavailable(actor: RayActor, folder: Path) -> None:
@@ -102,7 +101,7 @@ def test_a_backend_that_cannot_be_loaded_is_unavailable(actor: RayActor, folder:
     gone = BackendDescription.model_validate(
         {"info": {"name": "gone", "ref": "no.such:Thing"}, "is_loaded": False, "unavailable_reasons": [reason]}
     )
-    found = actor.examine(BackendQuestion(gone, selection.cases[0], ("numerics",)), "")
+    found = actor.examine(BackendQuestion(gone, selection.cases[0], ("numerics",)))
     assert isinstance(found, ActorRecords)
     (record,) = map(parse_line, found.records)
     assert (record.outcome, record.reasons) == ("unavailable", (reason,))

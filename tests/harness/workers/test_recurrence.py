@@ -1,13 +1,14 @@
 """Which of the cases before a crash is found to cause it, and how many processes that takes."""
 
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 
 import pytest
 
 from attncheck.harness.run.outcomes import BackendDescription
-from attncheck.harness.workers.executor import BackendQuestion, Recurrence, Replayed, find_recurrence
+from attncheck.harness.workers.executor import BackendQuestion, Recurrence, Replay, find_recurrence
 from attncheck.reports.run_file.header import BackendInfo
+from attncheck.reports.run_file.records import Record
 
 BACKEND = BackendDescription(info=BackendInfo(name="a", ref="a"))
 
@@ -27,24 +28,17 @@ class Replays:
         self._causes = causes
         self.made: list[list[str]] = []
 
-    def __call__(self, questions: Sequence[BackendQuestion]) -> Generator[None, None, Replayed]:
+    def __call__(self, questions: Sequence[BackendQuestion]) -> tuple[Record, ...] | None:
         *before, last = [each.case.key.partition("/")[2] for each in questions]
         assert last == "victim"
         self.made.append(before)
-        yield None
-        return Replayed(self._causes(set(before)))
+        return None if self._causes(set(before)) else ()
 
 
-def find(replays: Replays, earlier: Sequence[BackendQuestion] = EARLIER, seconds: float = 0.0) -> Recurrence:
+def find(replays: Replay, earlier: Sequence[BackendQuestion] = EARLIER, seconds: float = 0.0) -> Recurrence:
     """Each look at the clock takes ``seconds``."""
     now = iter(range(1000))
-    finding = find_recurrence(replays, VICTIM, earlier, lambda: seconds * next(now))
-    while True:
-        try:
-            assert next(finding) is None
-        except StopIteration as end:
-            assert isinstance(end.value, Recurrence)
-            return end.value
+    return find_recurrence(replays, VICTIM, earlier, lambda: seconds * next(now))
 
 
 def test_a_case_that_ends_a_fresh_process_is_tried_once() -> None:
@@ -77,11 +71,10 @@ def test_a_search_that_takes_too_long_names_no_case() -> None:
     assert len(replays.made) == 3
 
 
-def test_the_records_of_a_case_that_goes_well_are_kept(make_record: Callable[..., object]) -> None:
+def test_the_records_of_a_case_that_goes_well_are_kept(make_record: Callable[..., Record]) -> None:
     record = make_record("passed")
 
-    def replay(questions: Sequence[BackendQuestion]) -> Generator[None, None, Replayed]:
-        yield None
-        return Replayed(len(questions) > 1, (record,))  # type: ignore[arg-type]
+    def replay(questions: Sequence[BackendQuestion]) -> tuple[Record, ...] | None:
+        return None if len(questions) > 1 else (record,)
 
-    assert find(replay, EARLIER[:1]) == Recurrence("after", "smoke/0", (record,))  # type: ignore[arg-type]
+    assert find(replay, EARLIER[:1]) == Recurrence("after", "smoke/0", (record,))

@@ -57,4 +57,3 @@ def test_a_library_that_is_missing_or_no_family_is_a_wrong_question(library):
     with pytest.raises(BackendLoadError) as refused:
         survey("other", "cpu", (), LIMIT)
     assert str(refused.value) == snapshot("backend 'other:*': 'other' is no family of backends; write some:*")
-    assert "'other'" in str(refused.value)

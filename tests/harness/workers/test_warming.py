@@ -83,27 +83,14 @@ class Starter:
         return self.made[-1]
 
 
-def test_cases_are_examined_from_the_last_by_one_process(questions: list[Question]) -> None:
+def test_small_cases_are_examined_from_the_last_by_one_process(questions: list[Question], make_case: CaseMaker) -> None:
     start = Starter()
-    warmers = Warmers(start, questions, 1)
+    large = make_case((8192, 2**17), name="large")
+    warmers = Warmers(start, [*questions, (large, ("numerics",))], 1)
     warmers.wait()
     assert start.sent == ["d", "c", "b", "a"]
     assert warmers.examined == [f"made/{name}" for name in "dcba"]
     assert [process.is_closed for process in start.made] == [True]
-
-
-def test_there_are_no_more_processes_than_cases(questions: list[Question]) -> None:
-    start = Starter()
-    Warmers(start, questions[:2], 8).wait()
-    assert len(start.made) <= 2
-    assert sorted(start.sent) == ["a", "b"]
-
-
-def test_a_case_that_needs_much_memory_is_left_out(questions: list[Question], make_case: CaseMaker) -> None:
-    start = Starter()
-    large = make_case((8192, 2**17), name="large")
-    Warmers(start, [*questions, (large, ("numerics",))], 1).wait()
-    assert start.sent == ["d", "c", "b", "a"]
 
 
 @pytest.mark.parametrize("how", ["deadly", "losing"])
@@ -226,18 +213,24 @@ def log_of(
     return log
 
 
+@pytest.mark.parametrize(
+    ("how", "expected"),
+    [
+        ({"added": 2, "seconds": 3.0}, ["4 for cd", "skips c", "skips d", "ends"]),
+        ({"added": 0, "seconds": 3.0}, []),
+        ({"added": 1, "seconds": 0.1}, []),
+        ({"added": 2, "seconds": 3.0, "is_on": False}, []),
+    ],
+    ids=["compiles", "kernels are there", "kernels cost nothing", "off"],
+)
 def test_warmers_begin_when_the_first_case_has_compiled_and_end_with_the_backend(
-    machine: Machine, questions: list[Question], monkeypatch: pytest.MonkeyPatch
+    how: dict[str, Any],
+    expected: list[str],
+    machine: Machine,
+    questions: list[Question],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    log = log_of(machine, questions, monkeypatch, seconds=3.0, added=2)
-    assert log == ["4 for cd", "skips c", "skips d", "ends"]
-
-
-@pytest.mark.parametrize("how", [{"added": 0, "seconds": 3.0}, {"added": 1, "seconds": 0.1}])
-def test_where_kernels_are_there_or_cost_nothing_no_process_is_started(
-    how: dict[str, Any], machine: Machine, questions: list[Question], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert log_of(machine, questions, monkeypatch, **how) == []
+    assert log_of(machine, questions, monkeypatch, **how) == expected
 
 
 def test_gpus_at_work_share_the_warmers_of_a_backend(
@@ -254,12 +247,6 @@ def test_gpus_at_work_share_the_warmers_of_a_backend(
     ahead.finish("a")
     ahead.close()
     assert log == ["2 for cd", "skips c", "2 for cd", "ends", "ends"]
-
-
-def test_switched_off_nothing_is_started(
-    machine: Machine, questions: list[Question], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert log_of(machine, questions, monkeypatch, seconds=3.0, added=2, is_on=False) == []
 
 
 def test_what_is_only_timed_is_examined_before_and_nothing_beside_the_times(

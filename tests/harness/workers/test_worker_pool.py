@@ -10,10 +10,8 @@ from inline_snapshot import snapshot
 
 from attncheck.errors import BackendLoadError, QuestionError
 from attncheck.harness.checks.findings import TimingSettings
-from attncheck.harness.driver.observation import Raised
 from attncheck.harness.run.evaluate import RunPlan, environment_of
-from attncheck.harness.run.outcomes import OURSELVES, BackendDescription, ProcessEnd, not_loaded
-from attncheck.harness.run.preparation import Gpu
+from attncheck.harness.run.outcomes import BackendDescription, ProcessEnd, not_loaded
 from attncheck.harness.run.selection import select_cases
 from attncheck.harness.workers import limits as limits_module
 from attncheck.harness.workers import pool as workers
@@ -26,7 +24,7 @@ from attncheck.harness.workers.limits import (
     passed_environment,
 )
 from attncheck.harness.workers.pool import WorkerPool
-from attncheck.harness.workers.process import ProcessEndedError, RefusedError, WorkerError, WorkerProcess
+from attncheck.harness.workers.process import ProcessEndedError, RefusedError, StoppedError, WorkerError, WorkerProcess
 from attncheck.harness.workers.protocol import HarnessFailure
 from attncheck.harness.workers.worker import Assignment, CaseServer, DeviceChosen, Imports
 from attncheck.reports.run_file.header import BackendInfo
@@ -95,6 +93,9 @@ class Fake:
 
     def finish(self) -> None:
         self.state = "finished"
+
+    def kill(self) -> None:
+        self.close()
 
     def close(self, *, at_once: bool = False) -> None:
         self.state = "ended at once" if at_once or self.state == "alive" else "ended"
@@ -199,30 +200,6 @@ def test_every_process_is_watched_and_gets_its_limits(started: list[Fake], monke
     assert [[message.memory for message in fake.received] for fake in started] == [[limits]] * 3
 
 
-def test_processes_of_a_twin_see_one_gpu_and_have_to_use_it(started: list[Fake]) -> None:
-    gpus = tuple(Gpu(f"GPU-{index}", {"CUDA_VISIBLE_DEVICES": str(index)}) for index in range(2))
-    Fake.device = CHOSEN.model_copy(update={"device": "cuda", "gpus": gpus})
-    Fake.script = {"a": [described("a", ATTNCHECK_NEED="1")] * 5}
-    with assigned() as processes:
-        processes.start(["a"])
-        processes.choose_device((), None)
-        processes.describe(["a"])
-        twin = processes.twin(processes.gpus[1])
-        twin.restart("a")
-        twin.start_extra("a").close()
-        processes.restart("a")
-    needed = {"ATTNCHECK_NEED": "1"}
-    alone = needed | {"CUDA_VISIBLE_DEVICES": "1"}
-    assert [fake.environment for fake in started[1:]] == [needed, alone, alone, needed]
-    assert [message.gpu for fake in started[1:] for message in fake.received] == [None, "GPU-1", "GPU-1", None]
-
-
-def test_a_device_that_is_not_there_is_refused(started: list[Fake]) -> None:
-    Fake.device = RefusedError("device 'cuda': torch finds no GPU")
-    with WorkerPool() as processes, pytest.raises(QuestionError, match="torch finds no GPU"):
-        processes.choose_device((), "cuda")
-
-
 def test_a_host_with_little_memory_holds_few_and_the_next_starts_while_one_works(
     started: list[Fake], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -293,37 +270,16 @@ def test_a_death_while_a_backend_is_loaded_is_part_of_its_description(started: l
     assert (found.is_loaded, found.failure) == (False, end)
 
 
-def test_a_process_that_its_backend_has_spoilt_names_no_device_and_is_replaced(started: list[Fake]) -> None:
-    Fake.script, Fake.spoilt = {"a": [described("a"), FAULT]}, {"a": FAULT}
-    with assigned() as processes:
-        processes.start(["a", "b"])
-        assert processes.choose_device((), "cpu")[0] == "cpu"
-        found, other = processes.describe(["a", "b"])
-    assert isinstance(found, BackendDescription)
-    assert found.failure == Raised(OURSELVES, "WorkerError", FAULT.fault.error, FAULT.fault.traceback)
-    assert other == described("b")
-    assert [fake.ref for fake in started] == ["a", "b", "a"]
-
-
-def test_our_own_fault_in_a_process_that_takes_the_place_of_another(started: list[Fake]) -> None:
-    Fake.script = {"a": [described("a"), FAULT]}
-    with assigned() as processes:
-        processes.describe(["a"])
-        with pytest.raises(WorkerError) as caught:
-            processes.restart("a")
-        assert str(caught.value) == snapshot("ValueError: ours (in the process of a)")
-    assert caught.value.__notes__ == [FAULT.fault.traceback]
-
-
 @pytest.mark.parametrize(
     ("second", "message"),
     [
-        (RefusedError("the suite has changed"), snapshot("the suite has changed")),
-        (not_loaded("a", ("no library", "no GPU")), snapshot("no library; no GPU")),
+        (RefusedError("the suite has changed"), "the suite has changed"),
+        (not_loaded("a", ("no library", "no GPU")), "no library; no GPU"),
         (
             BackendDescription(info=BackendInfo(name="a", ref="a", features=("lse",))),
-            snapshot("a has changed since the run began"),
+            "a has changed since the run began",
         ),
+        (FAULT, "ValueError: ours (in the process of a)"),
     ],
 )
 def test_one_that_does_not_come_up_again_as_it_was(started: list[Fake], second: Any, message: str) -> None:
@@ -331,9 +287,19 @@ def test_one_that_does_not_come_up_again_as_it_was(started: list[Fake], second: 
     with assigned() as processes:
         processes.describe(["a"])
         processes.restart("a")
-        with pytest.raises(QuestionError) as refused:
+        with pytest.raises(WorkerError if second is FAULT else QuestionError) as refused:
             processes.restart("a")
     assert str(refused.value) == message
+
+
+def test_a_pool_that_is_stopped_ends_its_processes_and_starts_none(started: list[Fake]) -> None:
+    with assigned() as processes:
+        processes.describe(["a"])
+        processes.stop()
+        assert started[0].state == "ended at once"
+        with pytest.raises(StoppedError):
+            processes.restart("a")
+    assert len(started) == 1
 
 
 def test_those_not_chosen_end_and_those_that_are_done_may_take_a_moment(started: list[Fake]) -> None:

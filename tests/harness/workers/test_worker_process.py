@@ -58,28 +58,28 @@ def wait_for(condition: object, limit: float = 20) -> bool:
     return bool(found)
 
 
+INTRUDED = "stopped, since it wrote into attncheck's own pipe"
+
+
 @pytest.mark.parametrize(
-    ("code", "cause"),
+    ("code", "cause", "smaller"),
     [
-        ("os.abort()", "killed by SIGABRT"),
-        ("os._exit(0)", "exited with code 0"),
-        ("sys.exit(3)", "exited with code 3"),
-        ("os.kill(os.getpid(), 35)", "killed by signal 35"),
-        ("send('no message')\nimport time; time.sleep(60)", "stopped, since it wrote into attncheck's own pipe"),
+        ("os.abort()", "killed by SIGABRT", {}),
+        ("os._exit(0)", "exited with code 0", {}),
+        ("sys.exit(3)", "exited with code 3", {}),
+        ("os.kill(os.getpid(), 35)", "killed by signal 35", {}),
+        ("send('no message'); time.sleep(60)", INTRUDED, {}),
+        ("while True: os.write(int(sys.argv[2]), b'x' * 65536)", INTRUDED, {"_LONGEST_ANSWER": 300_000}),
+        ("os.closerange(3, 256); time.sleep(60)", "stopped, since it closed attncheck's own pipe", {"_GRACE_S": 0.2}),
     ],
 )
-def test_how_a_process_ended(monkeypatch: pytest.MonkeyPatch, code: str, cause: str) -> None:
-    text = f"print('last words', flush=True)\n{code}"
+def test_how_a_process_ended(monkeypatch: pytest.MonkeyPatch, code: str, cause: str, smaller: dict[str, float]) -> None:
+    for name, value in smaller.items():
+        monkeypatch.setattr(process_module, name, value)
+    text = f"import time\nprint('last words', flush=True)\n{code}"
     with start(monkeypatch, text) as process, pytest.raises(ProcessEndedError) as caught:
         process.receive()
     assert (caught.value.end.cause, caught.value.end.output) == (cause, "last words\n")
-
-
-def test_one_that_writes_into_the_pipe_without_end_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(process_module, "_LONGEST_ANSWER", 300_000)
-    code = "while True: os.write(int(sys.argv[2]), b'x' * 65536)"
-    with start(monkeypatch, code) as process, pytest.raises(ProcessEndedError, match="wrote into attncheck's own pipe"):
-        process.receive()
 
 
 def test_what_was_sent_before_is_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -146,7 +146,6 @@ def test_a_process_that_nothing_ends_is_left_and_named(monkeypatch: pytest.Monke
     kill = os.killpg
     monkeypatch.setattr(process_module.os, "killpg", lambda pid, number: None)  # as a driver that holds it
     monkeypatch.setattr(process_module, "end_marked", lambda mark: None)
-    monkeypatch.setattr(process_module, "end_marked", lambda mark: None)
     with start(monkeypatch, code) as process:
         pid = process._process.pid
         assert wait_for(process.output)
@@ -195,13 +194,6 @@ open({str(tmp_path / "awake")!r}, "w").close()
     assert wait_for(lambda: ended(int(note.read_text())))
 
 
-def test_a_process_that_closes_its_pipe_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(process_module, "_GRACE_S", 0.2)
-    code = "os.closerange(3, 256)\nimport time; time.sleep(60)"
-    with start(monkeypatch, code) as process, pytest.raises(ProcessEndedError, match="closed attncheck's own pipe"):
-        process.receive()
-
-
 def test_of_what_was_printed_the_end_is_kept_from_a_lines_start_on(monkeypatch: pytest.MonkeyPatch) -> None:
     code = "sys.stdout.buffer.write(b'\\xff{\\n' * 10**6 + b'end'); sys.stdout.flush(); os.abort()"
     with start(monkeypatch, code) as process, pytest.raises(ProcessEndedError) as caught:
@@ -224,28 +216,26 @@ def test_a_process_that_prints_without_end_does_not_block_and_fills_no_disk(monk
         assert kept == "x" * 20_000
 
 
-def test_how_much_memory_a_killed_process_had_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
-    code = "x = bytearray(b'x' * 2**28); os.kill(os.getpid(), 9)"
-    for module in (process_module, process_module):
-        monkeypatch.setattr(module, "oom_kills", lambda: 1)
+@pytest.mark.parametrize(
+    ("kills", "words"), [((1, 1), "out of memory?"), ((1, 2), "out of memory, as the kernel counts")]
+)
+def test_a_killed_process_is_reported_with_its_memory(
+    monkeypatch: pytest.MonkeyPatch, kills: tuple[int, int], words: str
+) -> None:
+    counts = iter(kills)
+    monkeypatch.setattr(process_module, "oom_kills", lambda: next(counts))
     monkeypatch.setattr(process_module, "free_host_bytes", lambda: 3 * 2**29)
+    code = "x = bytearray(b'x' * 2**28); os.kill(os.getpid(), 9)"
     with start(monkeypatch, code) as process, pytest.raises(ProcessEndedError) as caught:
         process.receive()
-    pattern = r"killed by SIGKILL; out of memory\? \(peak memory of the process (\d+\.\d) GiB, free memory 1\.5 GiB\)"
+    pattern = (
+        rf"killed by SIGKILL; {re.escape(words)} \(peak memory of the process (\d+\.\d) GiB, free memory 1\.5 GiB\)"
+    )
     found = re.fullmatch(pattern, caught.value.end.cause)
     assert found is not None
     # Linux counts what this process held when it forked, as the peak of its child.
     own = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
     assert 0.5 <= float(found[1]) <= max(0.6, own + 0.1)
-
-
-def test_a_kill_that_the_kernel_counts_is_reported_as_such(monkeypatch: pytest.MonkeyPatch) -> None:
-    counts = iter([1, 2])
-    for module in (process_module, process_module):
-        monkeypatch.setattr(module, "oom_kills", lambda: next(counts))
-    with start(monkeypatch, "os.kill(os.getpid(), 9)") as process, pytest.raises(ProcessEndedError) as caught:
-        process.receive()
-    assert caught.value.end.cause.startswith("killed by SIGKILL; out of memory, as the kernel counts (peak memory")
 
 
 def test_the_interpreter_is_this_one_with_its_path_and_the_environment(
@@ -261,11 +251,12 @@ def test_the_interpreter_is_this_one_with_its_path_and_the_environment(
     assert caught.value.end.output.split() == [sys.executable, "given", sys.path[0]]
 
 
-def test_hundred_processes_leave_no_descriptor_and_no_process(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_processes_leave_no_descriptor_and_no_process(monkeypatch: pytest.MonkeyPatch) -> None:
     before = descriptors()
-    for _ in range(100):
+    for _ in range(10):
         with start(monkeypatch, "import time; time.sleep(60)") as process:
-            identity = process._process.pid
+            identity = process.identity
+            assert os.getsid(identity) == identity  # Ctrl-C at the terminal does not reach it
         assert ended(identity)
     assert descriptors() == before
 
@@ -286,11 +277,6 @@ def test_closing_twice_and_sending_to_a_dead_process_do_no_harm(monkeypatch: pyt
         process.finish()
         process.close()
         process.close()
-
-
-def test_ctrl_c_at_the_terminal_does_not_reach_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    with start(monkeypatch, "import time; time.sleep(60)") as process:
-        assert os.getsid(process._process.pid) == process._process.pid != os.getsid(0)
 
 
 @pytest.mark.parametrize("busy", [False, True])

@@ -34,11 +34,30 @@ class PagedBatch:
     values: tuple[Tensor, ...]
 
     def attend(self, params: AttentionParams, **options: Any) -> tuple[Tensor, Tensor]:
-        tables = (self.block_table, self.seq_lens, self.query_start_loc)
-        return paged_attention(self.query, self.key_cache, self.value_cache, *tables, params, **options)
+        """Paged attention; no argument is modified, in any test."""
+        arguments = (
+            self.query,
+            self.key_cache,
+            self.value_cache,
+            self.block_table,
+            self.seq_lens,
+            self.query_start_loc,
+        )
+        versions = [x._version for x in arguments]
+        state = paged_attention(*arguments, params, **options)
+        assert [x._version for x in arguments] == versions
+        return state
 
     def rows(self, request: int) -> slice:
         return slice(int(self.query_start_loc[request]), int(self.query_start_loc[request + 1]))
+
+    def places(self) -> list[tuple[int, int, int]]:
+        """(row, request, position) of every row of a request."""
+        return [
+            (row, r, len(self.keys[r]) - self.rows(r).stop + row)
+            for r in range(len(self.keys))
+            for row in range(self.rows(r).start, self.rows(r).stop)
+        ]
 
     def only(self, requests: Sequence[int]) -> "PagedBatch":
         """The given requests, in the given order, over the same cache."""
@@ -56,7 +75,7 @@ class PagedBatch:
         )
 
 
-def page_out(
+def _page_out(
     keys: Sequence[Tensor], values: Sequence[Tensor], block_size: int, seed: int = 0, spare: int = 3
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(key_cache, value_cache, block_table) that hold the given tokens at random places, NaN everywhere else."""
@@ -97,7 +116,7 @@ def _make_batch(
         query[-unowned_rows:] = torch.nan
     keys = tuple(draw(n, params.num_kv_heads, params.head_size) for n in seq_lens)
     values = tuple(draw(n, params.num_kv_heads, params.value_head_size) for n in seq_lens)
-    caches = page_out(keys, values, block_size, seed)
+    caches = _page_out(keys, values, block_size, seed)
     return PagedBatch(query, *caches, torch.tensor(seq_lens, dtype=torch.int32), starts, keys, values)
 
 
@@ -129,18 +148,12 @@ def _batches(
     draw: DrawFn,
     params: AttentionParams,
     *,
-    requests: tuple[int, int] = (1, 4),
-    query_lens: SearchStrategy[int] | None = None,
-    context_lens: SearchStrategy[int] | None = None,
+    context_lens: SearchStrategy[int] = st.integers(0, 17),  # noqa: B008 (immutable)
     fitting: bool = True,
     shared_pages: SearchStrategy[int] = st.integers(0, 3),  # noqa: B008 (immutable)
     block_size: int | None = None,
-    gain: float | None = None,
-    dtype: torch.dtype = torch.float64,
 ) -> PagedBatch:
-    new = st.integers(0, 7) if query_lens is None else query_lens
-    old = st.integers(0, 17) if context_lens is None else context_lens
-    pairs = draw(st.lists(st.tuples(new, old), min_size=requests[0], max_size=requests[1]))
+    pairs = draw(st.lists(st.tuples(st.integers(0, 7), context_lens), min_size=1, max_size=4))
     pairs = [(q, q + c) for q, c in pairs]
     if not fitting:
         pairs = [(q, draw(st.sampled_from((s, s % 6, 0)))) for q, s in pairs]
@@ -150,8 +163,7 @@ def _batches(
         params,
         block_size=block_size or draw(st.integers(1, 7)),
         seed=draw(st.integers(0, 10**6)),
-        gain=gain or draw(st.sampled_from((1.0, 4.0))),
-        dtype=dtype,
+        gain=draw(st.sampled_from((1.0, 4.0))),
         unowned_rows=draw(st.integers(0, 2)),
     )
     return _with_shared_pages(batch, draw(shared_pages))
@@ -179,7 +191,7 @@ def _with_shared_pages(batch: PagedBatch, pages: int) -> PagedBatch:
     )
 
 
-def seen_keys(params: AttentionParams, q: int, num_keys: int) -> set[int]:
+def _seen_keys(params: AttentionParams, q: int, num_keys: int) -> set[int]:
     """The keys a row at position ``q`` sees, by striking out; nothing here is shared with ``visible``."""
     seen = set(range(num_keys))
     if params.causal:
@@ -191,7 +203,7 @@ def seen_keys(params: AttentionParams, q: int, num_keys: int) -> set[int]:
         seen = {j for j in seen if j <= q or len(range(q, j)) <= right}
     if params.attn_chunk_size is not None:
         size = params.attn_chunk_size
-        own = next(c for c in range(-num_keys - 1000, num_keys + 1000) if c * size <= q < (c + 1) * size)
+        own = next(c for c in range(-abs(q) - 1, abs(q) + 1) if c * size <= q < (c + 1) * size)
         seen &= {j for c in range(own - params.attn_chunk_lookback, own + 1) for j in range(c * size, (c + 1) * size)}
     return seen
 
@@ -222,17 +234,19 @@ def _dense(
         if params.logits_soft_cap:
             scores = params.logits_soft_cap * torch.tanh(scores / params.logits_soft_cap)
         for i in range(len(query)):
-            seen = seen_keys(params, offset + i, len(keys))
+            seen = _seen_keys(params, offset + i, len(keys))
             if sees is not None:
                 seen = {j for j in range(len(keys)) if sees(r, offset + i, j)}
             if kv_range is not None:
                 seen = {j for j in seen if kv_range[0] <= j < kv_range[1]}
             if tree_mask is not None:
                 seen -= {offset + node for node in range(len(query)) if not tree_mask[i, node]}
-            for j in range(len(keys)) if params.alibi_slopes is not None else ():
-                back = offset + i - j
-                steps = (-math.sqrt(back) if back >= 0 else 0.0) if params.alibi_sqrt else -back
-                scores[:, i, j] += torch.tensor([s * steps for s in params.alibi_slopes], dtype=torch.float64)
+            if params.alibi_slopes is not None:
+                back = [offset + i - j for j in range(len(keys))]
+                steps = [math.sqrt(max(distance, 0)) for distance in back] if params.alibi_sqrt else back
+                scores[:, i] -= torch.tensor(
+                    [[s * step for step in steps] for s in params.alibi_slopes], dtype=torch.float64
+                )
             scores[:, i, [j for j in range(len(keys)) if j not in seen]] = -math.inf
         if params.sinks is not None and include_sinks:
             sinks = torch.tensor(params.sinks, dtype=torch.float64)[:, None, None].expand(-1, len(query), 1)
@@ -246,7 +260,7 @@ def _dense(
     return out, lse
 
 
-def assert_state(state: tuple[Tensor, Tensor], expected: tuple[Tensor, Tensor], tolerance: float = 1e-12) -> None:
+def _same_state(state: tuple[Tensor, Tensor], expected: tuple[Tensor, Tensor], tolerance: float = 1e-12) -> None:
     """Output and lse agree to ``tolerance``, relative to the greatest value of the row (lse: or 1)."""
     (out, lse), (want_out, want_lse) = state, expected
     assert out.shape == want_out.shape
@@ -267,6 +281,12 @@ def make_batch() -> Callable[..., PagedBatch]:
 
 
 @pytest.fixture(scope="session")
+def page_out() -> Callable[..., tuple[Tensor, Tensor, Tensor]]:
+    """``(keys, values, block_size, seed) -> (key_cache, value_cache, block_table)``, pages in random order."""
+    return _page_out
+
+
+@pytest.fixture(scope="session")
 def dense() -> Callable[..., tuple[Tensor, Tensor]]:
     """``(batch, params) -> (out, lse)`` by the dense formulation."""
     return _dense
@@ -275,13 +295,13 @@ def dense() -> Callable[..., tuple[Tensor, Tensor]]:
 @pytest.fixture(scope="session")
 def seen() -> Callable[[AttentionParams, int, int], set[int]]:
     """``(params, q, num_keys) -> the keys the row at q sees``."""
-    return seen_keys
+    return _seen_keys
 
 
 @pytest.fixture(scope="session")
 def same_state() -> Callable[..., None]:
     """``(state, expected, tolerance)``: asserts that two ``(out, lse)`` agree."""
-    return assert_state
+    return _same_state
 
 
 @pytest.fixture(scope="session")
@@ -303,27 +323,6 @@ def batches() -> Callable[..., SearchStrategy[PagedBatch]]:
 def tiles() -> SearchStrategy[dict[str, int]]:
     """Small tiles, so that their edges fall anywhere."""
     return st.fixed_dictionaries({"q_tile": st.integers(1, 9), "kv_tile": st.integers(1, 25)})
-
-
-@pytest.fixture(scope="session")
-def row_places() -> Callable[[PagedBatch], list[tuple[int, int, int]]]:
-    """``batch -> (row, request, position)`` of every row of a request."""
-
-    def places(batch: PagedBatch) -> list[tuple[int, int, int]]:
-        spans = [batch.rows(r) for r in range(len(batch.keys))]
-        return [
-            (row, r, int(batch.seq_lens[r]) - span.stop + row)
-            for r, span in enumerate(spans)
-            for row in range(span.start, span.stop)
-        ]
-
-    return places
-
-
-@pytest.fixture(scope="session")
-def agree() -> Callable[..., None]:
-    """``(state, expected)``: what real arithmetic makes equal is equal to 1e-10."""
-    return lambda state, expected: assert_state(state, expected, tolerance=1e-10)
 
 
 @pytest.fixture(scope="session")

@@ -7,12 +7,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from attncheck.errors import ReferenceArgumentError
 from attncheck.reference import (
     AttentionParams,
     compute_slot_mapping,
     copy_blocks,
-    dequantize_fp8,
     kv_cache_views,
     paged_attention,
     quantize_fp8,
@@ -69,40 +67,6 @@ def test_entries_of_no_token_are_not_looked_at():
     assert compute_slot_mapping(torch.tensor([1, 5]), torch.tensor([0, 1]), table, 4).tolist() == [21, 25]
 
 
-@pytest.mark.parametrize(
-    ("change", "name"),
-    [
-        ({"positions": torch.tensor([-1, 0])}, "positions"),
-        ({"positions": torch.tensor([0, 8])}, "positions"),
-        (
-            # Counted by rank 0 it is position 8: beyond its row of two pages, where the next row's page would be read.
-            {"positions": torch.tensor([0, 16]), "block_table": torch.tensor([[1, 3], [5, 7]]), "dcp_size": 2},
-            "positions on this rank",
-        ),
-        ({"positions": torch.tensor([0.0, 1.0])}, "positions"),
-        ({"positions": torch.tensor([0])}, "req_indices"),
-        ({"req_indices": torch.tensor([0, 1])}, "req_indices"),
-        ({"block_table": torch.tensor([[-1, 3]])}, "block_table"),
-        ({"block_table": torch.tensor([1, 3])}, "block_table"),
-        ({"block_size": 0}, "block_size"),
-        ({"dcp_size": 0}, "dcp_size"),
-        ({"dcp_rank": 1}, "dcp_rank"),
-        ({"cp_kv_cache_interleave_size": 3}, "cp_kv_cache_interleave_size"),
-    ],
-)
-def test_slot_questions_that_mean_nothing(change, name):
-    question = {
-        "positions": torch.tensor([0, 5]),
-        "req_indices": torch.tensor([0, 0]),
-        "block_table": torch.tensor([[1, 3]]),
-        "block_size": 4,
-    }
-    assert compute_slot_mapping(**question).tolist() == [4, 13]
-    with pytest.raises(ReferenceArgumentError) as refusal:
-        compute_slot_mapping(**{**question, **change})
-    assert refusal.value.argument.startswith(name)
-
-
 NB, BS, HKV, D, DV = 3, 4, 2, 5, 3
 PACKINGS = {
     "split_first": ((2, NB, BS, HKV, D), lambda kv, b, t, h, c: (kv, b, t, h, c)),
@@ -124,46 +88,6 @@ def test_every_element_of_a_packing(packing):
             assert view[tuple(at)] == cache[place(kv, *at)]
     views[1][2, 3, 1, 0] = -1
     assert cache[place(1, 2, 3, 1, 0)] == -1
-
-
-@pytest.mark.parametrize(
-    ("packing", "shape"),
-    [
-        ("split_first", (3, NB, BS, HKV, D)),
-        ("split_first", (2, NB, BS, HKV, D + 1)),
-        ("split_second", (2, NB, BS, HKV)),
-        ("content", (NB, HKV, BS, D)),
-        ("plane", (NB, HKV, 7, D)),
-        ("planes", (NB, HKV, 8, D)),
-    ],
-)
-def test_packings_that_do_not_fit(packing, shape):
-    with pytest.raises(ReferenceArgumentError, match="packing" if packing == "planes" else "cache"):
-        kv_cache_views(torch.zeros(shape), packing, D)
-
-
-def test_strided_arguments(make_batch, same_state):
-    """Query out of a fused tensor, cache pages with gaps and heads first, tables and lengths with strides."""
-    params = AttentionParams(4, 2, 8)
-    batch = make_batch((3, 1), (13, 6), params)
-    fused = torch.full((len(batch.query), 3, 5, 8), torch.nan, dtype=torch.float64)
-    fused[:, 1, :4] = batch.query
-
-    def gapped(cache):
-        wide = torch.full((len(cache), 2, 2, 6, 9), torch.nan, dtype=torch.float64)
-        view = wide[:, 1, :, 1:5, :8].transpose(1, 2)
-        return view.copy_(cache)
-
-    views = replace(
-        batch,
-        query=fused[:, 1, :4],
-        key_cache=gapped(batch.key_cache),
-        value_cache=gapped(batch.value_cache),
-        block_table=torch.stack([batch.block_table, batch.block_table + 1], dim=2)[..., 0],
-        seq_lens=torch.tensor([13, 0, 6, 0])[::2],
-        query_start_loc=torch.tensor([[0, 9], [3, 9], [4, 9]])[:, 0],
-    )
-    same_state(views.attend(params), batch.attend(params), tolerance=0)
 
 
 def raw(x):
@@ -207,7 +131,7 @@ LAYOUTS = (*PACKINGS, "HND", "padded")
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16, E4M3, E5M2)
 
 
-@settings(max_examples=120)
+@settings(max_examples=80)
 @given(write=writes(), packing=st.sampled_from(LAYOUTS), dtype=st.sampled_from(DTYPES))
 def test_every_live_slot_holds_its_row_and_nothing_else_changes(write, packing, dtype):
     """Rows are converted, or divided by the scale and coded; every other byte of the pool's memory stays."""
@@ -225,57 +149,42 @@ def test_every_live_slot_holds_its_row_and_nothing_else_changes(write, packing, 
 
 
 @pytest.mark.parametrize("packing", LAYOUTS)
-def test_attention_reads_what_was_written_in_any_packing(make_batch, same_state, packing):
+def test_attention_reads_what_was_written_in_any_packing_and_strides(make_batch, same_state, packing):
+    """Query out of a fused tensor; tables, lengths and offsets with strides."""
     params = AttentionParams(4, 2, 8)
-    batch = make_batch((3, 6), (13, 6), params)
+    batch = make_batch((3, 1), (13, 6), params)
     _, *caches = pool_of(packing, *batch.key_cache.shape, torch.float64)
     positions, requests = torch.cat([torch.arange(13), torch.arange(6)]), torch.tensor([0] * 13 + [1] * 6)
     slots = compute_slot_mapping(positions, requests, batch.block_table, 4)
     reshape_and_cache(torch.cat(batch.keys), torch.cat(batch.values), *caches, slots)
-    written = replace(batch, key_cache=caches[0], value_cache=caches[1])
+    fused = torch.full((len(batch.query), 3, 5, 8), torch.nan, dtype=torch.float64)
+    fused[:, 1, :4] = batch.query
+    written = replace(
+        batch,
+        query=fused[:, 1, :4],
+        key_cache=caches[0],
+        value_cache=caches[1],
+        block_table=torch.stack([batch.block_table, batch.block_table + 1], dim=2)[..., 0],
+        seq_lens=torch.tensor([13, 0, 6, 0])[::2],
+        query_start_loc=torch.tensor([[0, 9], [3, 9], [4, 9]])[:, 0],
+    )
     same_state(written.attend(params), batch.attend(params), tolerance=0)
 
 
-def draw(*shape, seed=0):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
-
-
-def pool(dtype=torch.float32):
-    """Caches full of a pattern that no write produces by chance."""
-    bits = torch.arange(NB * BS * HKV * (D + DV), dtype=torch.int64) % 251
-    k, v = bits[: NB * BS * HKV * D], bits[NB * BS * HKV * D :]
-    if dtype.itemsize == 1:
-        return tuple(x.to(torch.uint8).view(dtype).view(NB, BS, HKV, -1) for x in (k, v))
-    return tuple(x.to(dtype).view(NB, BS, HKV, -1) for x in (k, v))
-
-
 @pytest.mark.parametrize("per", ["tensor", "head", "slot"])
-def test_float8_scales(per):
-    key, value = draw(3, HKV, D), draw(3, HKV, DV, seed=1)
+def test_float8_scales_of_a_write(per):
+    generator = torch.Generator().manual_seed(0)
+    key, value = (torch.randn(3, HKV, size, generator=generator) for size in (D, DV))
     slots = torch.tensor([2, 5, 11])
     blocks, offsets = slots // BS, slots % BS
-    k_scale, v_scale = {
-        "tensor": (torch.tensor([0.03]), 0.07),
-        "head": (torch.tensor([0.03, 0.4]), torch.tensor([0.7, 0.09])),
-        "slot": (draw(NB, BS, HKV, seed=2).abs() + 0.01, draw(NB, BS, HKV, seed=3).abs() + 0.01),
-    }[per]
-    caches = pool(E4M3)
-    reshape_and_cache(key, value, *caches, slots, k_scale=k_scale, v_scale=v_scale)
-    for cache, rows, scale in zip(caches, (key, value), (k_scale, v_scale), strict=True):
-        wide = {"tensor": lambda s: s, "head": lambda s: s[:, None], "slot": lambda s: s[blocks, offsets][..., None]}
-        of_rows = wide[per](scale)
+    shape = {"tensor": (1, 1), "head": (HKV,), "slot": (NB, BS, HKV)}[per]
+    scales = [torch.rand(shape, generator=generator) + 0.01 for _ in range(2)]
+    caches = [torch.zeros(NB, BS, HKV, size).to(E4M3) for size in (D, DV)]
+    reshape_and_cache(key, value, *caches, slots, k_scale=scales[0], v_scale=scales[1])
+    for cache, rows, scale in zip(caches, (key, value), scales, strict=True):
+        wide = scale[..., None].expand(NB, BS, HKV, 1)[blocks, offsets] if per != "tensor" else scale
         codes = cache.view(torch.uint8)[blocks, offsets]
-        assert torch.equal(codes, quantize_fp8(rows, of_rows).view(torch.uint8))
-        values = dequantize_fp8(codes.view(E4M3), of_rows)
-        assert (values - rows).abs().max() <= (rows.abs() / 16).max() + 0.01
-
-
-def test_a_refused_write_writes_nothing():
-    caches, before = pool(), pool()
-    for slots in ([3, NB * BS], [3, 3], [3] * 9):
-        with pytest.raises(ReferenceArgumentError):
-            reshape_and_cache(draw(3, HKV, D), draw(3, HKV, DV), *caches, torch.tensor(slots))
-    assert all(torch.equal(a, b) for a, b in zip(caches, before, strict=True))
+        assert torch.equal(codes, quantize_fp8(rows, wide).view(torch.uint8))
 
 
 def test_high_slots_of_a_large_pool():
@@ -297,9 +206,15 @@ def test_high_slots_of_a_large_pool():
     assert (out == 3.0).all()
 
 
+def bytes_of(*shape, dtype, first=0):
+    count = torch.Size(shape).numel() * dtype.itemsize
+    return ((torch.arange(count) + first) % 119).to(torch.uint8).view(dtype).view(shape)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, E4M3, torch.uint8], ids=str)
-def test_copy_blocks(dtype):
-    caches = [x.view(dtype) if dtype.itemsize == 1 else x for x in pool(E4M3 if dtype.itemsize == 1 else dtype)]
+def test_copies_of_blocks(dtype):
+    """In the order of the mapping: a block that was copied over is copied on."""
+    caches = [bytes_of(3, 4, size, dtype=dtype) for size in (5, 3)]
     want = [x.clone() for x in caches]
     for cache in want:
         cache[2], cache[1] = cache[0].clone(), cache[2].clone()
@@ -307,23 +222,12 @@ def test_copy_blocks(dtype):
     assert all(torch.equal(raw(a), raw(b)) for a, b in zip(caches, want, strict=True))
 
 
-def test_swap_blocks():
-    (src, _), (dst, _) = pool(E4M3), pool(E4M3)
-    dst = dst.transpose(1, 2).contiguous().transpose(1, 2)
-    dst.view(torch.uint8).fill_(1)
-    before = src.view(torch.uint8).clone()
-    swap_blocks(src, dst, torch.tensor([[2, 0], [1, 2]]))
-    want = torch.ones_like(before)
-    want[0], want[2] = before[2], before[1]
-    assert torch.equal(raw(dst), raw(want))
-    assert torch.equal(src.view(torch.uint8), before)
-
-
-@pytest.mark.parametrize("mapping", [[[0, 1], [2, 1]], [[0, NB]], [[-1, 0]], [[0, -1]], [[NB, 0]]], ids=str)
-def test_copies_that_mean_nothing_change_nothing(mapping):
-    caches, before = pool(), pool()
-    with pytest.raises(ReferenceArgumentError, match="mapping"):
-        copy_blocks(caches, torch.tensor(mapping))
-    with pytest.raises(ReferenceArgumentError, match="mapping"):
-        swap_blocks(before[0], caches[0], torch.tensor(mapping))
-    assert all(torch.equal(a, b) for a, b in zip(caches, before, strict=True))
+def test_swaps_of_blocks():
+    source = bytes_of(3, 4, 2, 5, dtype=E4M3)
+    target = bytes_of(3, 2, 4, 5, dtype=E4M3, first=7).transpose(1, 2)
+    want = target.clone()
+    want[0], want[2] = source[2], source[1]
+    before = source.clone()
+    swap_blocks(source, target, torch.tensor([[2, 0], [1, 2]]))
+    assert torch.equal(raw(target), raw(want))
+    assert torch.equal(raw(source), raw(before))

@@ -10,7 +10,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from attncheck.errors import ReferenceArgumentError
 from attncheck.reference import AttentionParams, dequantize_fp8, quantize_fp8, quantize_fp8_group
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -90,7 +89,6 @@ def test_a_python_scale_is_used_exactly():
     assert dequantize_fp8(torch.tensor([3.0]).to(E4M3), torch.tensor(0.1)).item() != 3.0 * 0.1
 
 
-many = settings(max_examples=40)
 formats = st.sampled_from((E4M3, E5M2))
 scales = st.floats(1e-3, 1e3)
 per_head = st.lists(st.floats(0.01, 4), min_size=2, max_size=2).map(lambda x: torch.tensor(x, dtype=torch.float64))
@@ -103,10 +101,10 @@ def plain(make_batch):
     return make_batch((3, 1, 6), (13, 9, 6), PLAIN)
 
 
-@many
+@settings(max_examples=30)
 @given(layer=layers, q_dtype=formats, k_dtype=formats, v_dtype=formats, q=scales, k=scales | per_head, v=scales)
 def test_codes_are_their_values(plain, same_state, layer, q_dtype, k_dtype, v_dtype, q, k, v):
-    """One scale for a tensor, as a number or one element, or one scale per KV head."""
+    """One scale for a tensor, as a number or as one element of several dimensions, or one scale per KV head."""
     batch = replace(
         plain,
         query=plain.query.to(q_dtype),
@@ -121,8 +119,9 @@ def test_codes_are_their_values(plain, same_state, layer, q_dtype, k_dtype, v_dt
     )
     want = values.attend(layer)
     same_state(batch.attend(layer, q_scale=q, k_scale=k, v_scale=v), want, tolerance=0)
-    v_scale = torch.full((1, 1), v, dtype=torch.float64)
-    same_state(batch.attend(layer, q_scale=q, k_scale=k, v_scale=v_scale), want, tolerance=0)
+    for dimensions in (1, 2, 3):
+        one = torch.full((1,) * dimensions, v, dtype=torch.float64)
+        same_state(batch.attend(layer, q_scale=q, k_scale=k, v_scale=one), want, tolerance=0)
     same_state(values.attend(layer, q_scale=q, k_scale=k, v_scale=v), want, tolerance=0)  # ignored: no codes
 
 
@@ -148,16 +147,6 @@ def test_scales_per_query_head_and_per_token_and_head(plain, same_state):
     same_state(batch.attend(MODIFIED, q_scale=q, k_scale=k, v_scale=v), values.attend(MODIFIED))
 
 
-def test_codes_no_request_owns_are_without_effect(plain, same_state):
-    batch = replace(plain, key_cache=plain.key_cache.to(E4M3))
-    unowned = batch.key_cache.double().isnan()
-    assert unowned.any()
-    codes = batch.key_cache.view(torch.uint8).clone()
-    codes[unowned] = 0xFF
-    other = replace(batch, key_cache=codes.view(E4M3))
-    same_state(other.attend(MODIFIED, k_scale=0.3), batch.attend(MODIFIED, k_scale=0.3), tolerance=0)
-
-
 LIMITS = {E4M3: 448.0, E5M2: 57344.0}
 
 
@@ -169,7 +158,7 @@ def same_codes(one, other):
     return torch.equal(one.view(torch.uint8), other.view(torch.uint8))
 
 
-@many
+@settings(max_examples=30)
 @given(st.integers(0, 5), st.integers(1, 4), st.integers(1, 9), st.integers(0, 99), formats)
 def test_each_group_by_itself(rows, groups, group, seed, dtype):
     x = draw(rows, groups * group, seed=seed, gain=30.0)
@@ -210,23 +199,3 @@ def test_any_dtype_and_strides():
     assert same_codes(codes, want)
     assert torch.equal(scales, same)
     assert quantize_fp8_group(x[:, :0], 4)[1].shape == (8, 0)
-
-
-@pytest.mark.parametrize(
-    ("change", "argument"),
-    [
-        ({"x": torch.zeros(4, 2, 2)}, "x.shape"),
-        ({"x": torch.zeros(4, 4, dtype=torch.int32)}, "x.dtype"),
-        ({"x": torch.zeros(4, 4).to(E4M3)}, "x.dtype"),
-        ({"group": 3}, "group"),
-        ({"group": 0}, "group"),
-        ({"group": 2.0}, "group"),
-        ({"dtype": torch.float16}, "dtype"),
-    ],
-)
-def test_refusals(change, argument):
-    sound = {"x": torch.zeros(4, 4), "group": 2}
-    quantize_fp8_group(**sound)
-    with pytest.raises(ReferenceArgumentError) as refusal:
-        quantize_fp8_group(**{**sound, **change})
-    assert refusal.value.argument == argument

@@ -18,9 +18,9 @@ def merged(states):
     return merge_many([out for out, _ in states], [lse for _, lse in states])
 
 
-@settings(max_examples=60)
+@settings(max_examples=40)
 @given(data=st.data())
-def test_parts_merge_to_the_whole_in_any_order_and_grouping(data, layers, batches, tiles, agree):
+def test_parts_merge_to_the_whole_in_any_order_and_grouping(data, layers, batches, tiles, same_state):
     """Consecutive key ranges, empty ones included; the sinks are in one of them."""
     params = data.draw(layers())
     batch = data.draw(batches(params, fitting=False))
@@ -31,17 +31,17 @@ def test_parts_merge_to_the_whole_in_any_order_and_grouping(data, layers, batche
         for i, pair in enumerate(pairwise(edges))
     ]
     whole = batch.attend(params)
-    agree(merged(data.draw(st.permutations(states))), whole)
+    same_state(merged(data.draw(st.permutations(states))), whole, tolerance=1e-10)
     while len(states) > 1:
         first = states.pop(data.draw(st.integers(0, len(states) - 1)))
         other = states.pop(data.draw(st.integers(0, len(states) - 1)))
         states.append(merge_attn_states(*first, *other))
-    agree(states[0], whole)
+    same_state(states[0], whole, tolerance=1e-10)
 
 
-@settings(max_examples=40)
+@settings(max_examples=30)
 @given(data=st.data())
-def test_cascade_one_block_row_for_all_then_the_rest(data, layers, batches, tiles, agree):
+def test_cascade_one_block_row_for_all_then_the_rest(data, layers, batches, tiles, same_state):
     """Cascade: part 1 over the shared prefix as ONE request, not causal; part 2 causal over the rest; merged.
 
     The prefix is any number of shared pages, none and the whole of the shortest context included.
@@ -49,9 +49,7 @@ def test_cascade_one_block_row_for_all_then_the_rest(data, layers, batches, tile
     params = data.draw(layers(causal=True, window=(-1, -1), attn_chunk_size=None, alibi_slopes=None))
     shared = data.draw(st.integers(0, 4))
     contexts = st.integers(shared * 2, shared * 2 + 7)
-    batch = data.draw(
-        batches(params, requests=(1, 4), context_lens=contexts, shared_pages=st.just(shared), block_size=2)
-    )
+    batch = data.draw(batches(params, context_lens=contexts, shared_pages=st.just(shared), block_size=2))
     prefix, sizes, carrier = shared * 2, data.draw(tiles), data.draw(st.booleans())
     everyone = replace(
         batch,
@@ -61,7 +59,7 @@ def test_cascade_one_block_row_for_all_then_the_rest(data, layers, batches, tile
     )
     one = everyone.attend(replace(params, causal=False), include_sinks=carrier, **sizes)
     two = batch.attend(params, kv_range=(prefix, ENDLESS), include_sinks=not carrier, **sizes)
-    agree(merge_attn_states(*one, *two), batch.attend(params))
+    same_state(merge_attn_states(*one, *two), batch.attend(params), tolerance=1e-10)
 
 
 def state(seed=0):

@@ -44,7 +44,7 @@ def test_random_packed_sequences(data, include_sinks, layers, batches, tiles, de
 
 @settings(max_examples=40)
 @given(data=st.data(), modulus=st.integers(1, 4))
-def test_a_mask_function_replaces_the_rule(data, modulus, layers, batches, tiles, dense, same_state, row_places):
+def test_a_mask_function_replaces_the_rule(data, modulus, layers, batches, tiles, dense, same_state):
     """It gets the request and the absolute position of every key once, also of keys outside of window and chunk."""
     params = data.draw(layers())
     batch = data.draw(batches(params, fitting=False))
@@ -56,7 +56,7 @@ def test_a_mask_function_replaces_the_rule(data, modulus, layers, batches, tiles
 
     state = batch.attend(params, mask_fn=mask_fn, **data.draw(tiles))
     same_state(state, dense(batch, params, sees=lambda request, q, k: (q + k + request) % modulus == 0))
-    assert sorted(pairs) == sorted((r, q, k) for _, r, q in row_places(batch) for k in range(len(batch.keys[r])))
+    assert sorted(pairs) == sorted((r, q, k) for _, r, q in batch.places() for k in range(len(batch.keys[r])))
 
 
 def test_no_requests_at_all(make_batch):

@@ -2,15 +2,13 @@
 
 import math
 
-import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from attncheck.errors import ReferenceArgumentError
 from attncheck.reference import Precision, causal_conv1d
 
-BF16, E4M3 = torch.bfloat16, torch.float8_e4m3fn
+BF16 = torch.bfloat16
 CHANNELS = 3
 
 
@@ -68,33 +66,12 @@ def questions(draw_from):
     return draw(sum(lens), CHANNELS, seed=2), draw(CHANNELS, width), bias, states, lens, lines, flags
 
 
-many = settings(max_examples=50, deadline=None)
-
-
-@many
+@settings(max_examples=50)
 @given(questions(), st.sampled_from((None, "silu", "swish")), st.sampled_from((-1, 0)))
 def test_agrees_with_the_loops(question, activation, pad_id):
     options = {"activation": activation, "pad_id": pad_id}
     question = *question[:5], [pad_id if line == -1 else line for line in question[5]], question[6]
     same(run(*question, **options), by_loops(*question, **options))
-
-
-@many
-@given(questions(), st.data())
-def test_a_second_piece_begins_with_the_state_of_the_first(question, data):
-    x, weight, bias, states, lens, lines, flags = question
-    want, starts, y = run(*question), offsets(lens).tolist(), torch.zeros_like(x)
-    cuts = [data.draw(st.integers(0, length)) for length in lens]
-    for ranges, known in (
-        ([(s, s + cut) for s, cut in zip(starts, cuts, strict=False)], flags),
-        (
-            [(s + cut, s + n) for s, cut, n in zip(starts, cuts, lens, strict=False)],
-            [flag or cut > 0 for flag, cut in zip(flags, cuts, strict=True)],
-        ),
-    ):
-        rows = torch.tensor([t for lo, hi in ranges for t in range(lo, hi)], dtype=torch.int64)
-        y[rows], states = run(x[rows], weight, bias, states, [hi - lo for lo, hi in ranges], lines, known)
-    same((y, states), want)
 
 
 def test_nothing_leaks():
@@ -131,51 +108,6 @@ def test_dtypes_strides_and_roundings():
     fine = x + 2.0**-20
     causal_conv1d(fine, weight, None, single, *places, precision=Precision(compute=torch.float16))
     assert torch.equal(single.flatten(), fine[1:, 0])
-
-
-@pytest.mark.parametrize(
-    ("change", "argument"),
-    [
-        ({"x": torch.zeros(5, 3, 1)}, "x.shape"),
-        ({"x": torch.zeros(5, 3, dtype=torch.int32)}, "x.dtype"),
-        ({"x": torch.zeros(3, 3)}, "query_start_loc[-1]"),
-        ({"weight": torch.ones(2, 4)}, "weight.shape"),
-        ({"weight": torch.ones(3, 0)}, "weight.shape"),
-        ({"weight": torch.ones(3, 1, 4)}, "weight.shape"),
-        ({"weight": torch.ones(3, 4).to(E4M3)}, "weight.dtype"),
-        ({"weight": torch.ones(3, 5)}, "conv_states.shape"),
-        ({"bias": torch.ones(4)}, "bias.shape"),
-        ({"bias": torch.ones(3, device="meta")}, "bias.device"),
-        ({"conv_states": torch.zeros(4, 3, 3).to(E4M3)}, "conv_states.dtype"),
-        ({"query_start_loc": torch.tensor([0, 4, 2, 5])}, "query_start_loc"),
-        ({"query_start_loc": torch.tensor([0, 5])}, "cache_indices.shape"),
-        ({"cache_indices": torch.tensor([0, 1, 4])}, "cache_indices"),
-        ({"cache_indices": torch.tensor([0, 1, -2])}, "cache_indices"),
-        ({"cache_indices": torch.tensor([2, 1, 2])}, "cache_indices"),
-        ({"cache_indices": torch.tensor([0.0, 1.0, 2.0])}, "cache_indices.dtype"),
-        ({"has_initial_state": torch.tensor([True])}, "has_initial_state.shape"),
-        ({"has_initial_state": torch.tensor([1, 0, 1])}, "has_initial_state.dtype"),
-        ({"activation": "relu"}, "activation"),
-        ({"activation": True}, "activation"),
-    ],
-)
-def test_refused_before_anything_is_written(change, argument):
-    states = torch.zeros(4, 3, 3)
-    sound = {
-        "x": torch.ones(5, 3),
-        "weight": torch.ones(3, 4),
-        "bias": None,
-        "conv_states": states,
-        "query_start_loc": torch.tensor([0, 2, 4, 5]),
-        "cache_indices": torch.tensor([2, -1, 0]),
-        "has_initial_state": torch.tensor([True, False, True]),
-    }
-    with pytest.raises(ReferenceArgumentError) as refusal:
-        causal_conv1d(**{**sound, **change})
-    assert refusal.value.argument == argument
-    assert not states.any()
-    causal_conv1d(**sound)
-    assert states.any()
 
 
 def test_an_index_without_rows_is_never_looked_at():

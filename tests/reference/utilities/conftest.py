@@ -1,16 +1,15 @@
-"""Batches in vLLM's words from query and sequence lengths, and a watch over what must not change."""
+"""Batches in vLLM's words from query and sequence lengths, a watch over what must not change, and refusals."""
 
-import copy
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import fields, is_dataclass
+from dataclasses import is_dataclass
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
+from attncheck.errors import ReferenceArgumentError
 from attncheck.reference import CommonAttentionMetadata
 
 
@@ -28,19 +27,17 @@ def _common(
     """Blocks ``10 * r + page`` and slots from 100 on; ``one_object``: device tensors are their host twins."""
     starts = torch.tensor([sum(query_lens[:i]) for i in range(len(query_lens) + 1)], dtype=dtype)
     lens = torch.tensor(list(seq_lens), dtype=dtype)
+    computed = [s - q for q, s in zip(query_lens, seq_lens, strict=True)]
     rows = [[10 * r + page for page in range(4)] for r in range(len(query_lens))] if table is None else table
-    tokens = sum(query_lens) + extra_tokens
     slots = list(range(100, 100 + sum(query_lens))) + [-1] * extra_tokens
     given: dict[str, Any] = {
         "query_start_loc": starts,
         "query_start_loc_cpu": starts if one_object else starts.clone(),
         "seq_lens": lens,
         "seq_lens_cpu": lens if one_object else lens.clone(),
-        "num_computed_tokens_cpu": torch.tensor(
-            [s - q for q, s in zip(query_lens, seq_lens, strict=True)], dtype=dtype
-        ),
+        "num_computed_tokens_cpu": torch.tensor(computed, dtype=dtype),
         "num_reqs": len(query_lens),
-        "num_actual_tokens": tokens,
+        "num_actual_tokens": len(slots),
         "max_query_len": max(query_lens, default=0),
         "max_seq_len": max(seq_lens, default=0),
         "block_table_tensor": torch.tensor(rows, dtype=dtype),
@@ -51,31 +48,26 @@ def _common(
 
 @contextmanager
 def _unchanged(*objects: Any) -> Iterator[None]:
-    """Every tensor in the objects (dataclasses of fields, tensors, lists) is the same object with the same bits."""
-    before = [(thing, _parts(thing), copy.deepcopy(_parts(thing))) for thing in objects]
+    """Every value of the objects (metadata, tensors) is the same object, and no tensor is written to."""
+    before = [dict(_parts(thing)) for thing in objects]
+    versions = [value._version for parts in before for value in parts.values() if isinstance(value, Tensor)]
     yield
-    for thing, parts, values in before:
-        now = _parts(thing)
-        assert list(now) == list(parts)
-        for name, value in now.items():
-            assert value is parts[name], name
-            assert _equal(value, values[name]), name
+    for thing, parts in zip(objects, before, strict=True):
+        assert all(_parts(thing)[name] is value for name, value in parts.items())
+    assert [x._version for parts in before for x in parts.values() if isinstance(x, Tensor)] == versions
 
 
 def _parts(thing: Any) -> dict[str, Any]:
-    return {f.name: getattr(thing, f.name) for f in fields(thing)} if is_dataclass(thing) else {"itself": thing}
+    return vars(thing) if is_dataclass(thing) else {"itself": thing}
 
 
-def _equal(a: Any, b: Any) -> bool:
-    if isinstance(a, Tensor):
-        return isinstance(b, Tensor) and a.dtype == b.dtype and torch.equal(a, b)
-    if isinstance(a, np.ndarray):
-        return np.array_equal(a, b)
-    return bool(a == b)
-
-
-def _same_storage(a: Tensor, b: Tensor) -> bool:
-    return a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()
+def _refused(function: Callable[..., Any], *arguments: Any) -> str | None:
+    with _unchanged(*arguments):
+        try:
+            function(*arguments)
+        except ReferenceArgumentError as refusal:
+            return refusal.argument
+    return None
 
 
 @pytest.fixture(scope="session")
@@ -86,33 +78,29 @@ def common() -> Callable[..., CommonAttentionMetadata]:
 
 @pytest.fixture(scope="session")
 def unchanged() -> Callable[..., AbstractContextManager[None]]:
-    """``with unchanged(*objects)``: their tensors are the same objects with the same bits afterwards."""
+    """``with unchanged(*objects)``: their tensors are the same objects with the same values afterwards."""
     return _unchanged
+
+
+@pytest.fixture(scope="session")
+def refused() -> Callable[..., str | None]:
+    """``(function, *arguments)``: the argument that the refusal names, None without one; nothing is changed."""
+    return _refused
 
 
 @pytest.fixture(scope="session")
 def same_storage() -> Callable[[Tensor, Tensor], bool]:
     """Whether two tensors share memory."""
-    return _same_storage
+    return lambda a, b: a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()
 
 
 @pytest.fixture(scope="session")
-def plain() -> Callable[[Any], dict[str, Any]]:
-    """A metadata object (or a tensor) as a dictionary of lists, integers and None."""
+def plain() -> Callable[[CommonAttentionMetadata], dict[str, Any]]:
+    """Metadata as a dictionary of lists, integers and None; every number is a Python integer."""
 
-    def flatten(metadata: Any) -> dict[str, Any]:
-        return {k: v.tolist() if isinstance(v, Tensor) else v for k, v in _parts(metadata).items()}
+    def flatten(metadata: CommonAttentionMetadata) -> dict[str, Any]:
+        values = {k: v.tolist() if isinstance(v, Tensor) else v for k, v in vars(metadata).items()}
+        assert all(type(v) is int for k, v in values.items() if k.startswith(("num_reqs", "num_actual", "max")))
+        return values
 
     return flatten
-
-
-@pytest.fixture
-def batch_a() -> CommonAttentionMetadata:
-    """Three requests: q 3, 4, 5 of s 8, 4, 15."""
-    return _common([3, 4, 5], [8, 4, 15])
-
-
-@pytest.fixture
-def batch_p() -> CommonAttentionMetadata:
-    """Two requests of q 2, 3 and s 5, 9, two padding requests, three padding tokens."""
-    return _common([2, 3, 0, 0], [5, 9, 0, 0], extra_tokens=3)

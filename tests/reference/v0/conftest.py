@@ -73,7 +73,6 @@ def _image(src: range, src_len: int, dest: range, dest_len: int) -> SimpleNamesp
 
 @pytest.fixture(scope="session")
 def seq() -> type[Seq]:
-    """``(seq_id, seq_len, context_len, table, windowed=None, window_blocks=0)``."""
     return Seq
 
 
@@ -85,7 +84,7 @@ def group() -> Callable[..., SimpleNamespace]:
 
 @pytest.fixture(scope="session")
 def builder() -> Callable[..., Any]:
-    """``(*groups, window, chunked, array, device, kind)``: a builder over the groups, blocks of 4, not yet prepared."""
+    """A builder over groups, blocks of 4, not yet prepared."""
     return _builder
 
 

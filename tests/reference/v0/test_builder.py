@@ -53,10 +53,14 @@ def test_prompts_then_decodes(builder, prompts, decodes):
     assert {getattr(metadata, name).dtype for name in INT32} == {torch.int32}
 
 
-def test_chunked_prefill_changes_tables_only(builder, prompts, decodes):
-    metadata = build(builder(*prompts, decodes, chunked=True), [6, 11, 9, 14], [6, 3, 1, 1], -1, 4)
+def test_chunked_prefill_changes_tables_only_and_nothing_of_the_scheduler(builder, prompts, decodes):
+    groups, seq_lens, query_lens = [*prompts, decodes], [6, 11, 9, 14], [6, 3, 1, 1]
+    before = copy.deepcopy(groups)
+    metadata = build(builder(*groups, chunked=True), seq_lens, query_lens, -1, 4)
     tables = [[3, 8, 0, 0], [1, 4, 9, 0], [2, 0, 5, 0], [6, 7, 11, 12]]
     assert plain(metadata) == {**MIXED, "block_tables": tables}
+    assert groups == before
+    assert (seq_lens, query_lens) == ([6, 11, 9, 14], [6, 3, 1, 1])
 
 
 def test_a_window_shortens_rows_and_lengths_but_not_slots(builder, group, seq):
@@ -69,13 +73,10 @@ def test_a_window_shortens_rows_and_lengths_but_not_slots(builder, group, seq):
     assert metadata["context_lens_tensor"] == [8, 13]
 
 
-@pytest.mark.parametrize(("blocks", "row"), [(0, [6, 7, 11]), (1, [11]), (3, [6, 7, 11]), (9, [6, 7, 11])])
-def test_as_many_window_blocks_as_there_are(builder, group, seq, blocks, row):
-    metadata = build(builder(group(False, seq(1, 9, 8, [6, 7, 11], 4, blocks)), window=4), [4], [1], -1, 1)
-    assert metadata.block_tables.tolist() == [row]
-
-
-def test_a_prefix_hit_takes_the_whole_table_even_under_a_window(builder, group, seq):
+def test_as_many_window_blocks_as_there_are_and_the_whole_table_of_a_prefix_hit(builder, group, seq):
+    for blocks, row in ((0, [6, 7, 11]), (1, [11]), (9, [6, 7, 11])):
+        metadata = build(builder(group(False, seq(1, 9, 8, [6, 7, 11], 4, blocks)), window=4), [4], [1], -1, 1)
+        assert metadata.block_tables.tolist() == [row]
     metadata = build(builder(group(True, seq(1, 11, 8, [1, 4, 9], 4, 1), hit=True), window=4), [4], [3], -1, 1)
     assert metadata.block_tables.tolist() == [[1, 4, 9]]
 
@@ -88,15 +89,14 @@ def test_a_prompts_window_masks_its_first_slots(builder, group, seq):
     assert metadata.seq_lens_tensor.tolist() == [8]
 
 
-@pytest.mark.parametrize("chunked", [False, True])
 @pytest.mark.parametrize("tables", [None, {0: None}, {}])
-def test_without_a_cache_there_are_no_slots_and_no_rows(builder, group, seq, tables, chunked):
-    metadata = build(builder(group(True, seq(0, 5, 0, None), tables=tables), chunked=chunked), [5], [5], -1, 1)
-    assert metadata.slot_mapping.tolist() == [-1] * 5
-    assert metadata.block_tables.shape == (1, 0)
-    assert metadata.block_tables.dtype == torch.int32
-    assert metadata.max_prefill_seq_len == 5
-    assert metadata.max_decode_seq_len == 0
+def test_without_a_cache_there_are_no_slots_and_no_rows(builder, group, seq, tables):
+    for chunked in (False, True):
+        metadata = build(builder(group(True, seq(0, 5, 0, None), tables=tables), chunked=chunked), [5], [5], -1, 1)
+        assert metadata.slot_mapping.tolist() == [-1] * 5
+        assert metadata.block_tables.shape == (1, 0)
+        assert metadata.block_tables.dtype == torch.int32
+        assert (metadata.max_prefill_seq_len, metadata.max_decode_seq_len) == (5, 0)
 
 
 def test_decodes_alone_have_no_longest_prompt(builder, decodes):
@@ -119,29 +119,14 @@ def test_maps_of_prompts_are_concatenated_by_modality(builder, group, seq, image
     two = {"image": image(range(1, 4), 4, range(3), 3), "audio": image(range(1), 1, range(1), 3)}
     groups = [
         group(True, seq(1, 5, 0, [1, 2]), maps=one),
-        group(True, seq(2, 3, 0, [3]), maps=two),
+        group(True, seq(2, 3, 0, [3]), seq(4, 3, 0, [5]), maps=two),  # once for each sequence
         group(False, seq(3, 2, 1, [4]), maps=one),
     ]
-    metadata = build(builder(*groups), [5, 3, 2], [5, 3, 1], -1, 3)
+    metadata = build(builder(*groups), [5, 3, 3, 2], [5, 3, 3, 1], -1, 4)
     assert metadata.multi_modal_placeholder_index_maps == {
-        "image": ([0, 1, 3, 4, 5], [1, 2, 5, 6, 7]),
-        "audio": ([0], [0]),
+        "image": ([0, 1, 3, 4, 5, 7, 8, 9], [1, 2, 5, 6, 7, 8, 9, 10]),
+        "audio": ([0, 1], [0, 3]),
     }
-
-
-def test_a_map_is_appended_once_a_sequence_of_its_group(builder, group, seq, image):
-    maps = {"image": image(range(1), 2, range(1), 3)}
-    metadata = build(builder(group(True, seq(1, 3, 0, [1]), seq(2, 3, 0, [2]), maps=maps)), [3, 3], [3, 3], -1, 2)
-    assert metadata.multi_modal_placeholder_index_maps == {"image": ([0, 2], [0, 3])}
-
-
-def test_what_the_scheduler_owns_is_not_changed(builder, prompts, decodes):
-    groups = [*prompts, decodes]
-    before = copy.deepcopy(groups)
-    seq_lens, query_lens = [6, 11, 9, 14], [6, 3, 1, 1]
-    build(builder(*groups, chunked=True), seq_lens, query_lens, -1, 4)
-    assert groups == before
-    assert (seq_lens, query_lens) == ([6, 11, 9, 14], [6, 3, 1, 1])
 
 
 @pytest.mark.parametrize("pad", [-1, 2])
@@ -173,32 +158,22 @@ def test_an_empty_row_leaves_the_array_alone(builder, group, seq, array):
     assert metadata.slot_mapping.tolist() == [-1] * 6
 
 
-def test_what_an_earlier_step_left_stays_behind_the_next_ones_rows(builder, group, decodes, seq, array):
+def test_a_later_step_keeps_what_it_does_not_write_and_metadata_outlives_it(builder, group, decodes, seq, array):
     instance = builder(decodes, array=array)
-    build(instance, [9, 14, 1, 1], [1, 1], 2, 4)
+    first = build(instance, [9, 14, 1, 1], [1, 1], 2, 4)
+    kept = first.block_tables.clone()
     instance.input_builder.inter_data_list = [group(False, seq(30, 3, 2, [13]))]
     later = build(instance, [3, 1], [1], 1, 2)
     assert later.block_tables.tolist() == [[13, 0, 5, 93, 94], [6, 7, 11, 12, 99]]
     assert later.slot_mapping.tolist() == [54, -1]
-
-
-def test_metadata_outlives_the_next_step(builder, group, decodes, seq, array):
-    instance = builder(decodes, array=array)
-    first = build(instance, [9, 14], [1, 1], 0, 2)
-    kept = first.block_tables.clone()
-    instance.input_builder.inter_data_list = [group(False, seq(30, 3, 2, [13]))]
-    build(instance, [3], [1], 0, 1)
     assert torch.equal(first.block_tables, kept)
 
 
-@pytest.mark.parametrize(
-    ("rows", "tables"),
-    [([], (0, 0)), ([[]], (1, 0)), ([[], []], (2, 0)), ([[5], [], (6, 7)], [[5, 0], [0, 0], [6, 7]])],
-)
-def test_padded_tables(rows, tables):
-    found = padded_block_tables(rows)
-    assert found.dtype == np.int32
-    assert (found.shape if isinstance(tables, tuple) else found.tolist()) == tables
+def test_padded_tables():
+    for rows, shape in (([], (0, 0)), ([[]], (1, 0)), ([[], []], (2, 0)), ([[5], [], (6, 7)], (3, 2))):
+        found = padded_block_tables(rows)
+        assert (found.dtype, found.shape) == (np.int32, shape)
+    assert found.tolist() == [[5, 0], [0, 0], [6, 7]]
 
 
 def collected(instance):
@@ -218,16 +193,13 @@ def changed(group, **changes):
         ({"query_lens": [1, 2]}, r"query_len = 2: .*1 for a decode \(sequence 21, length 14, context 13\)"),
         ({"query_lens": [0, 1]}, r"query_len = 0: .*sequence 20"),
         ({"context_lens": [8]}, r"len\(context_lens\) = 1: must be 2"),
-        ({"seq_ids": [20, 21, 22]}, r"len\(input_tokens\) = 2: must be 3"),
         ({"input_tokens": [[7]]}, r"len\(input_tokens\) = 1: must be 2"),
         ({"curr_sliding_window_blocks": []}, r"len\(curr_sliding_window_blocks\) = 0: must be 2"),
         ({"curr_sliding_window_blocks": [0, -1]}, "curr_sliding_window_blocks = -1"),
         ({"block_tables": {20: [2, 0, 5]}}, r"seq_id = 21: .*\[20\]"),
-        ({"block_tables": {20: [2, 0, 5], 21: None}}, r"block_tables\[21\] = None"),
         ({"block_tables": {20: [2, 0, 5], 21: [6, 7, 11]}}, r"block_tables\[21\] = .*positions 13 to 13.* length is 3"),
         ({"orig_seq_lens": [9, 12]}, "seq_len = 12: .*context_len 13"),
         ({"block_tables": None, "prefix_cache_hit": True}, r"block_tables = None"),
-        ({"block_tables": {20: None, 21: None}, "prefix_cache_hit": True}, r"block_tables\[20\] = None"),
     ],
 )
 def test_a_group_is_collected_whole_or_not_at_all(builder, prompts, decodes, changes, message):
@@ -260,22 +232,17 @@ def test_lengths_and_sizes_that_do_not_fit(builder, decodes, array, arguments, m
     assert (array == before).all()
 
 
-def test_a_row_wider_than_the_array(builder, group, decodes, seq, array):
+def test_rows_and_maps_that_do_not_fit_leave_the_array(builder, group, decodes, seq, image, array):
     wide = group(False, seq(1, 24, 23, [1, 2, 3, 4, 5, 6]))
-    instance, before = builder(decodes, wide, array=array), array.copy()
-    instance.prepare()
-    with pytest.raises(ReferenceArgumentError, match=r"len\(block_tables\[2\]\) = 6: must be at most 5"):
-        instance.build([9, 14, 24], [1, 1, 1], 0, 3)
-    assert (array == before).all()
-
-
-def test_maps_that_do_not_pair_up_are_refused_before_the_array_changes(builder, group, seq, image, array):
-    maps = {"image": image(range(2), 2, range(3), 3)}
-    instance, before = builder(group(True, seq(1, 5, 0, [1, 2]), hit=True, maps=maps), array=array), array.copy()
-    instance.prepare()
-    with pytest.raises(ReferenceArgumentError, match="2 rows"):
-        instance.build([5], [5], 0, 1)
-    assert (array == before).all()
+    odd = group(True, seq(1, 5, 0, [1, 2]), hit=True, maps={"image": image(range(2), 2, range(3), 3)})
+    before = array.copy()
+    for groups, arguments, message in (
+        ([decodes, wide], ([9, 14, 24], [1, 1, 1], 0, 3), r"len\(block_tables\[2\]\) = 6: must be at most 5"),
+        ([odd], ([5], [5], 0, 1), "2 rows"),
+    ):
+        with pytest.raises(ReferenceArgumentError, match=message):
+            build(builder(*groups, array=array), *arguments)
+        assert (array == before).all()
 
 
 def test_every_batch_needs_a_prepare(builder, decodes, array):
@@ -288,26 +255,15 @@ def test_every_batch_needs_a_prepare(builder, decodes, array):
     instance.build([9, 14], [1, 1], -1, 2)
     with pytest.raises(RuntimeError, match="prepare"):
         instance.build([9, 14], [1, 1], -1, 2)
-    instance.prepare()
-    assert instance.build([9, 14], [1, 1], -1, 2).num_decode_tokens == 2
-
-
-def test_a_batch_that_failed_half_way_is_not_resumed(builder, decodes):
-    instance = builder(decodes, changed(decodes, query_lens=[1, 3]))
+    instance.input_builder.inter_data_list = [decodes, changed(decodes, query_lens=[1, 3])]
     instance.prepare()
     with pytest.raises(ReferenceArgumentError, match="query_len = 3"):
         instance.build([9, 14, 9, 14], [1, 1, 1, 3], -1, 4)
     instance.input_builder.inter_data_list = [decodes]
-    with pytest.raises(RuntimeError, match="prepare"):
+    with pytest.raises(RuntimeError, match="prepare"):  # a batch that failed half way is not resumed
         instance.build([9, 14], [1, 1], -1, 2)
-
-
-def test_a_refused_argument_does_not_use_up_the_prepare(builder, decodes):
-    instance = builder(decodes)
     instance.prepare()
-    with pytest.raises(ReferenceArgumentError):
-        instance.build([9, 14], [], -1, 2)
-    assert instance.build([9, 14], [1, 1], -1, 2).slot_mapping.tolist() == [20, 49]
+    assert instance.build([9, 14], [1, 1], -1, 2).num_decode_tokens == 2
 
 
 def test_a_subclass_without_a_metadata_class_is_named(builder, decodes):

@@ -26,20 +26,17 @@ TOKENS = {
 }
 
 
-@pytest.mark.parametrize("as_type", [str, AttentionType])
 @pytest.mark.parametrize("attn_type", TOKENS)
-def test_numbers_of_tokens(attn_type, as_type):
+def test_numbers_of_tokens(attn_type):
     batch = SimpleNamespace(num_prefill_tokens=12, num_decode_tokens=3, num_encoder_tokens=20)
-    assert get_num_prefill_decode_query_kv_tokens(batch, as_type(attn_type)) == TOKENS[attn_type]
-
-
-@pytest.mark.parametrize("attn_type", ["encoder", "encoder_decoder"])
-def test_encoder_tokens_are_demanded_where_they_are_needed(attn_type):
-    batch = SimpleNamespace(num_prefill_tokens=12, num_decode_tokens=3, num_encoder_tokens=None)
-    with pytest.raises(ReferenceArgumentError, match=f"num_encoder_tokens = None: .*'{attn_type}'"):
-        get_num_prefill_decode_query_kv_tokens(batch, attn_type)
-    batch.num_encoder_tokens = 0
-    assert get_num_prefill_decode_query_kv_tokens(batch, attn_type)[1] == 0
+    for given in (attn_type, AttentionType(attn_type)):
+        assert get_num_prefill_decode_query_kv_tokens(batch, given) == TOKENS[attn_type]
+    if 20 in TOKENS[attn_type]:
+        batch.num_encoder_tokens = None
+        with pytest.raises(ReferenceArgumentError, match=f"num_encoder_tokens = None: .*'{attn_type}'"):
+            get_num_prefill_decode_query_kv_tokens(batch, attn_type)
+        batch.num_encoder_tokens = 0
+        assert get_num_prefill_decode_query_kv_tokens(batch, attn_type)[1] == 0
 
 
 def test_an_unknown_type_has_no_tokens():
@@ -47,26 +44,25 @@ def test_an_unknown_type_has_no_tokens():
         get_num_prefill_decode_query_kv_tokens(SimpleNamespace(), "prefix")
 
 
+CROSS_LOOKUP = ("encoder_seq_lens_tensor", "max_encoder_seq_len", "cross_block_tables")
 LOOKUPS = {
     ("decoder", True): ("seq_lens_tensor", "max_prefill_seq_len", "block_tables"),
     ("decoder", False): ("seq_lens_tensor", "max_decode_seq_len", "block_tables"),
-    ("encoder_decoder", True): ("encoder_seq_lens_tensor", "max_encoder_seq_len", "cross_block_tables"),
-    ("encoder_decoder", False): ("encoder_seq_lens_tensor", "max_encoder_seq_len", "cross_block_tables"),
-    ("encoder", True): ("encoder_seq_lens_tensor", "max_encoder_seq_len", None),
-    ("encoder", False): ("encoder_seq_lens_tensor", "max_encoder_seq_len", None),
+    ("encoder_decoder", True): CROSS_LOOKUP,
+    ("encoder_decoder", False): CROSS_LOOKUP,
+    ("encoder", True): (*CROSS_LOOKUP[:2], None),
+    ("encoder", False): (*CROSS_LOOKUP[:2], None),
 }
 
 
-@pytest.mark.parametrize("as_type", [str, AttentionType])
-@pytest.mark.parametrize("content", [object, lambda: None])
 @pytest.mark.parametrize(("attn_type", "is_prompt"), LOOKUPS)
-def test_lengths_longest_and_tables_are_the_metadatas_own(attn_type, is_prompt, content, as_type):
+def test_lengths_longest_and_tables_are_the_metadatas_own(attn_type, is_prompt):
     fields = LOOKUPS[attn_type, is_prompt]
-    batch = SimpleNamespace(**{name: content() for name in fields if name})
-    found = get_seq_len_block_table_args(batch, is_prompt, as_type(attn_type))
-    assert isinstance(found, tuple)
-    assert len(found) == 3
-    assert all(value is (getattr(batch, name) if name else None) for value, name in zip(found, fields, strict=True))
+    for value in (object, lambda: None):
+        batch = SimpleNamespace(**{name: value() for name in fields if name})
+        own = tuple(getattr(batch, name) if name else None for name in fields)
+        for given in (attn_type, AttentionType(attn_type)):
+            assert get_seq_len_block_table_args(batch, is_prompt, given) == own
 
 
 @pytest.mark.parametrize("attn_type", ["encoder_only", "prefix", AttentionType.ENCODER_ONLY])
@@ -76,14 +72,6 @@ def test_other_types_have_no_lookup(attn_type):
 
 
 ENCODER = {"encoder_seq_lens": [], "encoder_seq_lens_tensor": torch.empty(0), "max_encoder_seq_len": 0}
-
-
-def test_each_encoder_field_is_needed_and_may_be_empty():
-    assert is_all_encoder_attn_metadata_set(SimpleNamespace(**ENCODER)) is True
-    for missing in ENCODER:
-        assert is_all_encoder_attn_metadata_set(SimpleNamespace(**{**ENCODER, missing: None})) is False
-
-
 CROSS = {
     "is_all_encoder_attn_metadata_set": True,
     "cross_slot_mapping": torch.empty(0),
@@ -91,10 +79,13 @@ CROSS = {
 }
 
 
-def test_cross_attention_reads_the_property_and_needs_each_field():
+def test_each_field_of_encoders_and_cross_attention_is_needed_and_may_be_empty():
+    assert is_all_encoder_attn_metadata_set(SimpleNamespace(**ENCODER)) is True
+    for missing in ENCODER:
+        assert is_all_encoder_attn_metadata_set(SimpleNamespace(**{**ENCODER, missing: None})) is False
     assert is_all_cross_attn_metadata_set(SimpleNamespace(**CROSS)) is True
-    refusing = {"is_all_encoder_attn_metadata_set": False, "cross_slot_mapping": None, "cross_block_tables": None}
-    for name, value in refusing.items():
+    for name in CROSS:
+        value = False if name == "is_all_encoder_attn_metadata_set" else None
         assert is_all_cross_attn_metadata_set(SimpleNamespace(**{**CROSS, **ENCODER, name: value})) is False
 
 
@@ -133,14 +124,9 @@ def config(**sizes):
     return SimpleNamespace(hf_text_config=SimpleNamespace(**sizes), hf_config=SimpleNamespace(kv_lora_rank=1))
 
 
-@pytest.mark.parametrize(("query", "rank"), [({}, None), ({"q_lora_rank": None}, None), ({"q_lora_rank": 1536}, 1536)])
-def test_sizes_in_order(query, rank):
-    assert get_mla_dims(config(**SIZES, **query)) == MLADims(rank, 512, 128, 64, 96)
-    assert get_mla_dims(config(**SIZES, **query)) != MLADims(rank, 512, 128, 96, 64)
-
-
-@pytest.mark.parametrize("missing", SIZES)
-def test_a_missing_size_is_named(missing):
-    sizes = {name: size for name, size in SIZES.items() if name != missing}
-    with pytest.raises(AttributeError, match=missing):
-        get_mla_dims(config(**sizes))
+def test_sizes_in_order_and_by_name():
+    for query, rank in (({}, None), ({"q_lora_rank": None}, None), ({"q_lora_rank": 1536}, 1536)):
+        assert get_mla_dims(config(**SIZES, **query)) == MLADims(rank, 512, 128, 64, 96)
+    for missing in SIZES:
+        with pytest.raises(AttributeError, match=missing):
+            get_mla_dims(config(**{name: size for name, size in SIZES.items() if name != missing}))

@@ -1,6 +1,5 @@
 """Differences between the environments of two runs, and warnings about changes all their times share."""
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -8,20 +7,15 @@ import pytest
 from attncheck.reports.comparison.changes import another_device
 from attncheck.reports.comparison.compare import compare_runs
 from attncheck.reports.run_file.header import BackendInfo, Environment
-from attncheck.reports.run_file.records import Record
 from attncheck.reports.run_file.store import Run
 
-RunOf = Callable[..., Run]
-Timed = Callable[..., list[Record]]
-Around = Callable[..., list[float]]
 
-
-def test_every_field_that_differs_is_listed(run_of: RunOf, rounds_of: Timed, around: Around) -> None:
-    conventions = {"lse_base": "e", "batch_invariant": True}
-    before = _info(features=("sinks", "lse"), conventions=conventions)
-    after = _info(
-        version="2", features=("lse",), conventions=conventions | {"lse_base": "2"}, required_environment={"A": "1"}
+def test_every_field_that_differs_is_listed(run_of, rounds_of, around):
+    before = BackendInfo(
+        name="reference", ref="reference", version="0.1.0", features=("sinks", "lse"), conventions={"lse_base": "e"}
     )
+    changed = {"version": "2", "features": ("lse",), "conventions": {"lse_base": "2"}}
+    after = before.model_copy(update=changed | {"required_environment": {"A": "1"}})
     base = run_of(rounds_of(around(1e6, rounds=6)), backends=(before,))
     environment = base.header.environment.model_copy(update={"torch": "2.14.0", "git_commit": "abc", "tf32": True})
     new = run_of(rounds_of(around(1e6, rounds=7)), backends=(after,), environment=environment, seed=3)
@@ -40,11 +34,7 @@ def test_every_field_that_differs_is_listed(run_of: RunOf, rounds_of: Timed, aro
     assert compare_runs(base, Run("elsewhere", base.header, base.records)).environments == ()
 
 
-def _info(**fields: Any) -> BackendInfo:
-    return BackendInfo(**({"name": "reference", "ref": "reference", "version": "0.1.0"} | fields))
-
-
-def test_a_gpu_is_its_name_whatever_the_machine_around_it(run_of: RunOf, rounds_of: Timed, around: Around) -> None:
+def test_a_gpu_is_its_name_whatever_the_machine_around_it(run_of, rounds_of, around):
     one = run_of(rounds_of(around(1e6))).header.environment.model_copy(update={"device": "cuda", "device_name": "H200"})
     assert another_device(one, one.model_copy(update={"cpu": "another", "cores": 64, "driver": "2"})) == ""
     assert another_device(one, one.model_copy(update={"device_name": "A100"})) == "another device: H200 and A100"
@@ -71,71 +61,39 @@ def ceilings(rate: float) -> dict[str, Any]:
         (ceilings(1e12), {}, ""),
     ],
 )
-def test_a_machine_that_became_slower_is_warned_of(
-    run_of: RunOf, rounds_of: Timed, around: Around, base: dict[str, Any], new: dict[str, Any], message: str
-) -> None:
+def test_a_machine_that_became_slower_is_warned_of(run_of, rounds_of, around, base, new, message):
     runs = [run_of(rounds_of(around(1e6), build=around(1e4), timing=timing)) for timing in (base, new)]
     warnings = compare_runs(*runs).warnings
     assert len(warnings) == bool(message)
     assert all(message in warning for warning in warnings)
 
 
-def test_times_that_all_moved_one_way_are_laid_at_the_machines_door(
-    run_of: RunOf, rounds_of: Timed, around: Around
-) -> None:
-    def of(factors: dict[str, float], seed: int) -> Run:
-        return run_of(
-            [
-                record
-                for backend, factor in factors.items()
-                for case in range(4)
-                for record in rounds_of(
-                    around(factor * 1e6, spread=0.002, seed=seed + case), case_id=f"c{case}", backend=backend
-                )
-            ]
-        )
+def test_times_that_all_moved_one_way_are_laid_at_the_machines_door(run_of, rounds_of, around):
+    def of(factors, seed):
+        records = []
+        for backend, factor in factors.items():
+            for case in range(4):
+                times = around(factor * 1e6, spread=0.002, seed=seed + case)
+                records += rounds_of(times, case_id=f"c{case}", backend=backend)
+        return run_of(records)
 
     base = of({"reference": 1, "fast": 0.5}, 0)
     (warning,) = compare_runs(base, of({"reference": 1.06, "fast": 0.53}, 10)).warnings
     assert warning.startswith("8 of 8 times are longer in NEW, whatever the backend, by 6.")
     assert compare_runs(base, of({"reference": 1, "fast": 0.53}, 10)).warnings == ()
     assert compare_runs(of({"fast": 1}, 0), of({"fast": 1.06}, 10)).warnings == ()
-
-
-def test_backends_of_one_run_may_all_be_slower_than_others(run_of: RunOf, rounds_of: Timed, around: Around) -> None:
-    run = run_of(
-        [
-            record
-            for backend, factor in {"reference": 1, "fast": 1.06, "Wrong": 1.07}.items()
-            for case in range(4)
-            for record in rounds_of(around(factor * 1e6, seed=case), case_id=f"c{case}", backend=backend)
-        ]
-    )
-    found = compare_runs(run, run, backends={"reference": "fast", "fast": "Wrong"})
-    assert len(found.speeds) == 8
-    assert all(change.ratio > 1 for change in found.speeds)
+    # Backends of one run may all be slower than others.
+    one = of({"reference": 1, "fast": 1.06, "Wrong": 1.13}, 0)
+    found = compare_runs(one, one, backends={"reference": "fast", "fast": "Wrong"})
+    assert [change.ratio > 1 for change in found.speeds] == [True] * 8
     assert found.warnings == ()
 
 
-@pytest.mark.parametrize(
-    ("base", "new", "expected"),
-    [
-        (("flash",), ("flash",), {}),
+def test_other_kernels_of_a_library_are_listed_where_both_runs_have_them(make, run_of):
+    for base, new, expected in (
         (("flash",), ("cudnn", "flash"), {"reference: kernels": ("flash", "cudnn, flash")}),
         ((), ("flash",), {}),
         (("flash",), (), {}),
-    ],
-)
-def test_other_kernels_of_a_library_are_listed_where_both_runs_have_them(
-    base: tuple[str, ...],
-    new: tuple[str, ...],
-    expected: dict[str, tuple[str, str]],
-    run_of: RunOf,
-    rounds_of: Timed,
-    around: Around,
-) -> None:
-    def run(kernels: tuple[str, ...]) -> Run:
-        return run_of([record.model_copy(update={"chosen_kernels": kernels}) for record in rounds_of(around(1e6))])
-
-    changes = compare_runs(run(base), run(new)).environments
-    assert {each.field: (each.base, each.new) for each in changes} == expected
+    ):
+        runs = [run_of([make("passed", chosen_kernels=kernels)]) for kernels in (base, new)]
+        assert {each.field: (each.base, each.new) for each in compare_runs(*runs).environments} == expected

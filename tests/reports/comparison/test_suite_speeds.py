@@ -30,7 +30,7 @@ def change(low: float, high: float, *, new: str = "Mine", part: str = "forward")
         (change(1.0, 1.0), "sdpa and Mine: no difference above 0.1 % was found in decode"),
     ],
 )
-def test_the_faster_one_comes_first_and_the_figure_covers_the_interval(found: SuiteSpeedChange, sentence: str) -> None:
+def test_the_faster_one_comes_first_and_the_figure_covers_the_interval(found, sentence):
     assert found.in_words == sentence
 
 
@@ -51,7 +51,7 @@ def pairs(
     return [SpeedPair("a", *both, turns) for both in zip(*sides, strict=True)]
 
 
-def test_noise_of_single_cases_averages_out_and_noise_of_processes_does_not(speed: Speeds) -> None:
+def test_noise_of_single_cases_averages_out_and_noise_of_processes_does_not(speed):
     widths = {}
     for shared, own in ((0.0, 0.05), (0.05, 0.0)):
         for cases in (1, 25):
@@ -62,13 +62,7 @@ def test_noise_of_single_cases_averages_out_and_noise_of_processes_does_not(spee
     assert widths[0.05, 25] > widths[0.05, 1] / 2
 
 
-def test_a_coarse_clock_widens_the_interval(speed: Speeds) -> None:
-    coarse = SpeedPair("a", *(speed([1e6] * 10, samples=(1_000_000, 1_100_000)) for _ in "12"))
-    (found,) = compare_suites([coarse], EFFECT)
-    assert (found.low, found.high) == (pytest.approx(1 / 1.1), pytest.approx(1.1))
-
-
-def test_every_suite_and_part_has_a_sentence_of_its_own(speed: Speeds) -> None:
+def test_every_suite_and_part_has_a_sentence_of_its_own(speed):
     times = [1e6 * (1 + 0.001 * index) for index in range(6)]
     measured = [("decode/a", "forward"), ("decode/b", "forward"), ("decode/a", "build"), ("smoke/a", "forward")]
     made = [SpeedPair("a", *(speed(times, case=case, part=part) for _ in "12")) for case, part in measured]
@@ -80,8 +74,14 @@ def test_every_suite_and_part_has_a_sentence_of_its_own(speed: Speeds) -> None:
     ]
 
 
-def test_a_suite_with_few_or_unequal_rounds_has_no_sentence(speed: Speeds) -> None:
+def test_a_suite_with_few_or_unequal_rounds_has_no_sentence(speed):
     few = SpeedPair("a", speed([1e6] * 4), speed([2e6] * 4))
     assert compare_suites([few], EFFECT) == ()
     unequal = [SpeedPair("a", *(speed([1e6] * rounds, case=f"smoke/{rounds}") for _ in "12")) for rounds in (6, 7)]
     assert compare_suites(unequal, EFFECT) == ()
+
+
+def test_a_coarse_clock_widens_the_interval(speed):
+    coarse = SpeedPair("a", *(speed([1e6] * 10, samples=(1_000_000, 1_100_000)) for _ in "12"))
+    (found,) = compare_suites([coarse], EFFECT)
+    assert (found.low, found.high) == (pytest.approx(1 / 1.1), pytest.approx(1.1))

@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -12,17 +12,14 @@ import pytest
 from attncheck.reports.comparison.compare import EnvironmentChange, OutcomeChange, compare_runs
 from attncheck.reports.comparison.speed_changes import SuiteSpeedChange
 from attncheck.reports.data import comparison_document, runs_document
-from attncheck.reports.run_file.header import RunHeader
-from attncheck.reports.run_file.records import Record
 from attncheck.reports.run_file.store import Run
 
 DOCS = Path(__file__).resolve().parents[3] / "docs"
 PAGE = (DOCS / "run-files.md").read_text(encoding="utf-8")
-Make = Callable[..., Record]
 
 
 @pytest.fixture
-def run(header: RunHeader, make: Make, timed: Make, run_of: Callable[..., Run]) -> Run:
+def run(header, make, timed, run_of):
     probe = {"name": "decode", "level": "UNIFORM_SINGLE_TOKEN_DECODE", "outcome": "failed", "reason": "host read"}
     levels = {"declared": "ALWAYS", "measured": "NEVER", "recorder": "emulated", "probes": [probe]}
     records = (
@@ -43,7 +40,7 @@ def keys_of(value: Any, under: str = "") -> Iterator[str]:
             yield from keys_of(own, f"{under}{key}.")
 
 
-def test_a_run_has_every_table(run: Run) -> None:
+def test_a_run_has_every_table(run):
     document = json.loads(runs_document([run, run]))
     assert (document["format"], document["kind"], len(document["runs"])) == (1, "runs", 2)
     data = document["runs"][0]
@@ -70,12 +67,12 @@ def test_a_run_has_every_table(run: Run) -> None:
     assert data["records"][1]["budget_share"] == "NaN"
 
 
-def test_an_unfinished_run_has_no_verdict(run: Run) -> None:
+def test_an_unfinished_run_has_no_verdict(run):
     (data,) = json.loads(runs_document([Run(run.path, run.header, run.records[:1])]))["runs"]
     assert (data["verdict"], data["complete"]) == ("unfinished", False)
 
 
-def test_a_comparison_is_written_whole(run: Run) -> None:
+def test_a_comparison_is_written_whole(run):
     new = Run("new.jsonl", run.header, run.records[1:], run.footer)
     document = json.loads(comparison_document(compare_runs(run, new)))
     assert (document["format"], document["kind"], document["new"]["run"]) == (1, "comparison", "new.jsonl")
@@ -88,7 +85,7 @@ def test_a_comparison_is_written_whole(run: Run) -> None:
     assert (speed["verdict"], speed["ratio"], speed["low"]) == ("cannot tell", 1.0, None)
 
 
-def test_the_page_names_every_field(run: Run) -> None:
+def test_the_page_names_every_field(run):
     """Fields of the header are those of the run file, which the schema describes."""
     documents = [
         runs_document([run]),

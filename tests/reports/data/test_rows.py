@@ -2,22 +2,18 @@
 
 import csv
 import io
-from collections.abc import Callable
 from pathlib import Path
 
 from attncheck.reports.data import csv_table
-from attncheck.reports.run_file.records import OUTCOMES, Record
+from attncheck.reports.run_file.records import OUTCOMES
 from attncheck.reports.run_file.store import read_run
-
-Make = Callable[..., Record]
-Write = Callable[..., Path]
 
 
 def rows_of(*paths: Path) -> list[dict[str, str]]:
     return list(csv.DictReader(io.StringIO(csv_table([read_run(path) for path in paths]))))
 
 
-def test_a_row_for_each_record_of_each_run(write: Write, make: Make) -> None:
+def test_a_row_for_each_record_of_each_run(write, make):
     first = write(*(make(outcome, case_id=outcome) for outcome in OUTCOMES))
     second = write(make("passed"), name="second.jsonl")
     rows = rows_of(first, second)
@@ -36,7 +32,7 @@ def test_a_row_for_each_record_of_each_run(write: Write, make: Make) -> None:
     }
 
 
-def test_figures_levels_times_and_causes_have_columns(write: Write, make: Make, timed: Make) -> None:
+def test_figures_levels_times_and_causes_have_columns(write, make, timed):
     (row,) = rows_of(
         write(
             make(
@@ -52,14 +48,10 @@ def test_figures_levels_times_and_causes_have_columns(write: Write, make: Make, 
     assert (row["forward_median_ns"], row["build_median_ns"]) == ("2000000.0", "")
 
 
-def test_a_text_of_foreign_code_stays_in_its_cell(write: Write, make: Make) -> None:
-    (row,) = rows_of(write(make("errored", message='a "b", c;\x1b[2J\nd')))
-    assert row["what"] == 'RuntimeError in forward: a "b", c;?[2J'
-    assert row["check"] == "numerics"
-
-
-def test_a_text_that_a_spreadsheet_would_calculate_has_an_apostrophe(write: Write, make: Make) -> None:
+def test_a_text_that_a_spreadsheet_would_calculate_has_an_apostrophe(write, make):
     texts = ("=1+1", "+1", "-1", "@SUM(A1)", "1-1", "\t=1")
     rows = rows_of(write(*(make("unsupported", case_id=text, reasons=(text,)) for text in texts)))
     assert [row["case_id"] for row in rows] == ["'=1+1", "'+1", "'-1", "'@SUM(A1)", "1-1", "\t=1"]
+    (row,) = rows_of(write(make("errored", message='a "b", c;\x1b[2J\nd'), name="foreign.jsonl"))
+    assert (row["check"], row["what"]) == ("numerics", 'RuntimeError in forward: a "b", c;?[2J')
     assert [row["what"] for row in rows] == ["'=1+1", "'+1", "'-1", "'@SUM(A1)", "1-1", "'=1"]

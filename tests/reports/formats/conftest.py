@@ -1,26 +1,25 @@
 """Times, and two whole runs, from hand-made records."""
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 
-from attncheck.reports.run_file.header import BackendInfo, CaseInfo, RunHeader
-from attncheck.reports.run_file.records import BUDGET_SHARE, Record, RunFooter
+from attncheck.reports.run_file.header import BackendInfo, CaseInfo
+from attncheck.reports.run_file.records import BUDGET_SHARE, RunFooter
 from attncheck.reports.run_file.store import Run
-from attncheck.reports.speeds.speed import Speed, speeds
+from attncheck.reports.speeds.speed import speeds
 
 SINGLE = "UNIFORM_SINGLE_TOKEN_DECODE"
 READ = "host read: .item() at wrong.py:9 in forward"
 
 
 @pytest.fixture
-def timing_header(header: RunHeader) -> RunHeader:
+def timing_header(header):
     return header.model_copy(update={"checks": ("numerics", "timing"), "rounds": 10})
 
 
 @pytest.fixture
-def speeds_of() -> Callable[..., tuple[Speed, ...]]:
+def speeds_of():
     return lambda *records: speeds(records)
 
 
@@ -35,7 +34,7 @@ def levels(declared: str, measured: str) -> dict[str, Any]:
 
 
 @pytest.fixture
-def passing_run(header: RunHeader, make: Callable[..., Record], graph: Callable[..., Record]) -> Run:
+def passing_run(header, make, graph):
     """One backend that passes and could declare a higher level, with two reasons why checks were not examined."""
     checks = ("numerics", "lse", "cudagraph")
     header = header.model_copy(update={"suites": header.suites[:1], "backends": header.backends[:1], "checks": checks})
@@ -49,9 +48,7 @@ def passing_run(header: RunHeader, make: Callable[..., Record], graph: Callable[
 
 
 @pytest.fixture
-def failing_run(
-    header: RunHeader, make: Callable[..., Record], graph: Callable[..., Record], timed: Callable[..., Record]
-) -> Run:
+def failing_run(header, make, graph, timed):
     """Two backends in two suites: findings, an expected one, levels, times, and a backend that cannot run here."""
     third = BackendInfo(name="third", ref="third", conventions={"lse_base": "e"})
     shape = "4 heads, 2 KV heads, head size 64, bfloat16"

@@ -2,16 +2,13 @@
 
 import re
 import xml.etree.ElementTree as ET
-from collections.abc import Callable
 
 import pytest
 
 from attncheck.reports import junit
 from attncheck.reports.run_file.header import CaseInfo, RunHeader
-from attncheck.reports.run_file.records import OUTCOMES, Record, RunFooter
+from attncheck.reports.run_file.records import Record, RunFooter
 from attncheck.reports.run_file.store import Run
-
-Make = Callable[..., Record]
 
 # The schema that Jenkins publishes: elements, what they may hold in which order, their required and optional attributes.
 CHILDREN = {
@@ -68,7 +65,7 @@ def the_case(root: ET.Element) -> ET.Element:
         ("xpassed", "failure", "passed, though expected to fail: known; remove or narrow this expectation"),
     ],
 )
-def test_every_outcome_has_its_tag(make: Make, header: RunHeader, outcome: str, tag: str | None, message: str) -> None:
+def test_every_outcome_has_its_tag(make, header, outcome, tag, message):
     case = the_case(document(header, make(outcome)))
     assert case.attrib["classname"] == "attncheck.smoke.edge.reference"
     assert case.attrib["name"] == "numerics"
@@ -83,12 +80,7 @@ def test_every_outcome_has_its_tag(make: Make, header: RunHeader, outcome: str, 
         assert "repeat: attncheck run --backend reference --suite smoke --case edge" in (case[0].text or "")
 
 
-def test_outcomes_are_all_tried() -> None:
-    (tried,) = test_every_outcome_has_its_tag.pytestmark  # type: ignore[attr-defined]
-    assert tuple(row[0] for row in tried.args[1]) == OUTCOMES
-
-
-def test_suites_are_by_suite_and_backend_and_times_add_up(make: Make, header: RunHeader) -> None:
+def test_suites_are_by_suite_and_backend_and_times_add_up(make, header):
     records = (
         make("passed", duration_s=0.25),
         make("failed", check="lse", duration_s=0.5),
@@ -103,23 +95,13 @@ def test_suites_are_by_suite_and_backend_and_times_add_up(make: Make, header: Ru
     properties = {each.get("name"): each.get("value") for each in root[1].iter("property")}
     assert (properties["torch"], properties["seed"], properties["device_name"]) == ("2.13.0+cpu", "0", "a cpu")
     assert properties["conventions"] == "lse_base: 2, batch_invariant: yes"
+    run = Run("run.jsonl", header, records, RunFooter(finished="", counts={}))
+    both = ET.fromstring(junit.render_runs([run, run]))
+    assert [suite.get("id") for suite in both] == ["0", "1", "2", "3", "4", "5"]
+    assert both.get("tests") == "8"
 
 
-def test_rounds_are_one_test_with_the_worst_of_them(make: Make, header: RunHeader) -> None:
-    outcomes = ("passed", "failed", "passed")
-    records = [make(outcome, check="timing", round=i, duration_s=1.0) for i, outcome in enumerate(outcomes)]
-    case = the_case(document(header, *records))
-    assert float(case.attrib["time"]) == 3.0
-    assert case[0].attrib["message"] == "in 1 of 3 rounds: 7 of 40 rows"
-
-
-def test_times_are_printed_by_the_test_that_took_them(timed: Make, header: RunHeader) -> None:
-    case = the_case(document(header, timed({"forward": 2_500_000.0, "build": 40_000.0})))
-    assert case[0].tag == "system-out"
-    assert case[0].text == "forward: median 2.50 ms, 1 round\nbuild: median 40.0 us, 1 round"
-
-
-def test_what_failed_the_run_besides_is_an_error(make: Make, header: RunHeader) -> None:
+def test_what_failed_the_run_besides_is_an_error(make, header):
     root = document(header, make("passed"), errors=("expectation 3 matched nothing",))
     assert root.get("errors") == "1"
     assert root[-1][0][0].attrib["message"] == "expectation 3 matched nothing"
@@ -128,33 +110,35 @@ def test_what_failed_the_run_besides_is_an_error(make: Make, header: RunHeader) 
     assert document(header, make("passed")).get("errors") == "0"
 
 
-def test_a_traceback_and_the_end_of_what_was_printed_are_there(make: Make, header: RunHeader) -> None:
+def test_a_test_has_its_traceback_what_was_printed_its_times_and_its_rounds(make, timed, header):
     trace = 'Traceback:\n  File "wrong.py", line 9, in forward\n    x'
     case = the_case(document(header, make("errored", traceback=trace)))
     assert trace in (case[0].text or "")
     case = the_case(document(header, make("crashed", output="Fatal Python error: Aborted")))
     assert (case[0].text or "").rstrip().endswith("the end of what it printed:\nFatal Python error: Aborted")
+    case = the_case(document(header, timed({"forward": 2_500_000.0, "build": 40_000.0})))
+    assert case[0].tag == "system-out"
+    assert case[0].text == "forward: median 2.50 ms, 1 round\nbuild: median 40.0 us, 1 round"
+    outcomes = enumerate(("passed", "failed", "passed"))
+    case = the_case(document(header, *(make(each, check="timing", round=n, duration_s=1.0) for n, each in outcomes)))
+    assert float(case.attrib["time"]) == 3.0
+    assert case[0].attrib["message"] == "in 1 of 3 rounds: 7 of 40 rows"
 
 
-@pytest.mark.parametrize(
-    "hostile", ["\x00\x1b[2J\x08", "]]></error><x/>", "\ufffe\uffff", "&amp;<>\"'", "\x0b\x0c\x85"]
-)
-def test_what_xml_cannot_hold_is_replaced_and_the_rest_escaped(make: Make, header: RunHeader, hostile: str) -> None:
-    record = make("errored", message=hostile, case_id="a", traceback=hostile)
-    case = the_case(document(header, record))  # it parses
-    assert [child.tag for child in case] == ["error"]
-    kept = "".join(character for character in hostile if 32 <= ord(character) < 127)
-    assert kept in (case[0].text or "")
-    assert kept in case[0].attrib["message"]
+def test_what_xml_cannot_hold_is_replaced_and_the_rest_escaped(make, header):
+    for hostile in ("\x00\x1b[2J\x08", "]]></error><x/>", "\ufffe\uffff", "&amp;<>\"'", "\x0b\x0c\x85"):
+        record = make("errored", message=hostile, case_id="a", traceback=hostile)
+        case = the_case(document(header, record))  # it parses
+        assert [child.tag for child in case] == ["error"]
+        kept = "".join(character for character in hostile if 32 <= ord(character) < 127)
+        assert kept in (case[0].text or "")
+        assert kept in case[0].attrib["message"]
+    lone = make("failed").model_copy(update={"summary": "a\udcffb"})
+    text = junit.render_runs([Run("run.jsonl", header, (lone,))]).encode("utf-8")
+    assert "a?b" in ET.fromstring(text)[0].find("testcase/failure").attrib["message"]
 
 
-def test_a_lone_surrogate_does_not_keep_the_file_from_being_written(make: Make, header: RunHeader) -> None:
-    record = make("failed").model_copy(update={"summary": "a\udcffb"})
-    text = junit.render_runs([Run("run.jsonl", header, (record,))])
-    assert "a?b" in ET.fromstring(text.encode("utf-8"))[0].find("testcase/failure").attrib["message"]
-
-
-def test_a_test_names_the_file_of_its_backend_from_the_root_of_the_checkout(make: Make, header: RunHeader) -> None:
+def test_a_test_names_the_file_of_its_backend_from_the_root_of_the_checkout(make, header):
     records = (
         make("passed", backend="Mine", backend_ref="/work/kernels/mine.py:Mine"),
         make("failed", backend="Other", backend_ref="./other.py:Other"),
@@ -167,9 +151,12 @@ def test_a_test_names_the_file_of_its_backend_from_the_root_of_the_checkout(make
     assert files == {"Mine": "kernels/mine.py", "Other": "other.py", "Elsewhere": None, "reference": None}
 
 
-def test_failures_of_one_finding_have_one_type_and_state_what_is_common(make: Make, header: RunHeader) -> None:
-    keys = {"a": {"cache.block_size": 1}, "b": {"cache.block_size": 1}, "c": {"cache.block_size": 16}}
-    infos = tuple(CaseInfo(suite="smoke", id=name, shape=f"{name} heads", keys=own) for name, own in keys.items())
+def test_failures_of_one_finding_have_one_type_and_state_what_is_common(make, header):
+    sizes = {"a": 1, "b": 1, "c": 16}
+    infos = [
+        CaseInfo(suite="smoke", id=name, shape=f"{name} heads", keys={"cache.block_size": size})
+        for name, size in sizes.items()
+    ]
     window = "the window is ignored"
     records = (
         make("failed", case_id="a", meaning=window),
@@ -177,21 +164,10 @@ def test_failures_of_one_finding_have_one_type_and_state_what_is_common(make: Ma
         make("failed", case_id="c", check="lse", meaning="the LSE has base 2"),
         make("passed", case_id="c"),
     )
-    cases = {
-        (case.attrib["classname"], case.attrib["name"]): case[0]
-        for case in document(header.model_copy(update={"cases": infos}), *records).iter("testcase")
-        if len(case)
-    }
-    a, b, other = cases.values()
+    root = document(header.model_copy(update={"cases": tuple(infos)}), *records)
+    a, b, other = (case[0] for case in root.iter("testcase") if len(case))
     assert a.attrib["type"] == b.attrib["type"] == f"failed: {window}"
     assert other.attrib["type"] != a.attrib["type"]
     for failure in (a, b):
         assert f"finding: {window} (2 cases, check numerics; in common: cache.block_size is 1" in (failure.text or "")
     assert "a heads" in (a.text or "")
-
-
-def test_several_runs_are_one_document(make: Make, header: RunHeader) -> None:
-    run = Run("run.jsonl", header, (make("passed"),), RunFooter(finished="", counts={}))
-    root = ET.fromstring(junit.render_runs([run, run]))
-    assert [suite.get("id") for suite in root] == ["0", "1"]
-    assert root.get("tests") == "2"

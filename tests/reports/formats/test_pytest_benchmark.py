@@ -5,8 +5,6 @@ import re
 import statistics
 import subprocess
 import sys
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,8 +15,6 @@ from attncheck.reports.run_file.header import RunHeader
 from attncheck.reports.run_file.records import Record, RunFooter
 from attncheck.reports.run_file.store import Run
 
-Make = Callable[..., Record]
-
 CEILINGS = {"copy_bytes_per_s": 1e12, "matmul_flops_per_s": 1e14, "dtype": "bfloat16"}
 
 
@@ -27,8 +23,12 @@ def converted(header: RunHeader, *records: Record) -> dict[str, Any]:
     return json.loads(render_run(Run("run.jsonl", header, records, footer)))
 
 
-def test_each_part_of_each_case_of_each_backend_is_a_benchmark(timed: Make, timing_header: RunHeader) -> None:
-    records = [timed({"forward": 2e6, "build": 5e4}), timed({"forward": 3e6}, backend="Wrong")]
+def test_each_part_of_each_case_of_each_backend_is_a_benchmark(timed, timing_header):
+    work = {"moved_bytes": 200_000_000, "flops": 10_000_000_000}
+    records = [
+        timed({"forward": 1e6, "build": 5e4}, work=work, timing={"ceilings": CEILINGS, "cache": "cold"}),
+        timed({"forward": 3e6}, backend="Wrong"),
+    ]
     found = converted(timing_header, *records)["benchmarks"]
     assert [(each["name"], each["group"]) for each in found] == [
         ("edge[reference-forward]", "smoke/edge forward"),
@@ -37,9 +37,17 @@ def test_each_part_of_each_case_of_each_backend_is_a_benchmark(timed: Make, timi
     ]
     assert found[0]["fullname"] == "attncheck::smoke::edge::reference::timing[forward]"
     assert found[2]["params"] == {"suite": "smoke", "case": "edge", "backend": "Wrong", "part": "forward"}
+    info = found[0]["extra_info"]
+    assert (info["backend_version"], info["case_hash"]) == ("0.1.0", "0123456789ab")
+    assert (info["clock"], info["cache"], info["is_settled"]) == ("events", "cold", True)
+    assert info["interval_s"] == pytest.approx([0.98e-3, 1.02e-3])
+    assert info["bytes_per_s"] == pytest.approx(2e11)
+    assert info["roofline_share"] == pytest.approx(0.2)
+    names = benchmark_names("smoke", "edge", "evil\x1b[2J\nname", "forward")
+    assert all(text.isprintable() for text in (names.name, names.fullname, names.group, names.param))
 
 
-def test_statistics_are_of_all_samples_in_seconds(timed: Make, timing_header: RunHeader) -> None:
+def test_statistics_are_of_all_samples_in_seconds(timed, timing_header):
     records = [timed({"forward": 2e6}, round=0), timed({"forward": 4e6}, round=1)]
     (found,) = converted(timing_header, *records)["benchmarks"]
     # Each round holds 0.98, 1, 1.02, 1 and 5 times its median.
@@ -58,20 +66,7 @@ def test_statistics_are_of_all_samples_in_seconds(timed: Make, timing_header: Ru
     assert found["extra_info"]["median_s"] == pytest.approx((2e-3 * 4e-3) ** 0.5)
 
 
-def test_a_benchmark_names_backend_case_and_settings(timed: Make, timing_header: RunHeader) -> None:
-    work = {"moved_bytes": 200_000_000, "flops": 10_000_000_000}
-    record = timed({"forward": 1e6}, work=work, timing={"ceilings": CEILINGS, "cache": "cold"})
-    (found,) = converted(timing_header, record)["benchmarks"]
-    info = found["extra_info"]
-    assert info["backend_version"] == "0.1.0"
-    assert info["case_hash"] == "0123456789ab"
-    assert (info["clock"], info["cache"], info["is_settled"]) == ("events", "cold", True)
-    assert info["interval_s"] == pytest.approx([0.98e-3, 1.02e-3])
-    assert info["bytes_per_s"] == pytest.approx(2e11)
-    assert info["roofline_share"] == pytest.approx(0.2)
-
-
-def test_the_machine_is_described(timed: Make, timing_header: RunHeader) -> None:
+def test_the_machine_is_described(timed, timing_header):
     gpu = timing_header.environment.model_copy(
         update={"device": "cuda:1", "device_name": "NVIDIA H200", "driver": "570.1", "git_commit": "0123-dirty"}
     )
@@ -89,37 +84,22 @@ def test_the_machine_is_described(timed: Make, timing_header: RunHeader) -> None
     assert found["datetime"] == "2026-01-01T00:01:00+00:00"
 
 
-def test_a_wrong_answer_has_no_benchmark_and_none_at_all_is_an_error(
-    timed: Make, make: Make, timing_header: RunHeader
-) -> None:
+def test_a_wrong_answer_has_no_benchmark_and_none_at_all_is_an_error(timed, make, timing_header):
     with pytest.raises(QuestionError, match=r"run\.jsonl: .*: its times are of wrong outputs"):
         converted(timing_header, make("failed", check="timing"), make("passed"))
     with pytest.raises(QuestionError, match=r"run\.jsonl: .*: it has no times; run with --check timing"):
         converted(timing_header, make("passed"))
 
 
-def test_pytest_benchmark_itself_compares_two_of_them(timed: Make, timing_header: RunHeader, tmp_path: Path) -> None:
+def test_pytest_benchmark_itself_compares_two_of_them(timed, timing_header, tmp_path):
     for name, factor in (("base", 1.0), ("new", 1.5)):
-        records = [timed({"forward": 2e6 * factor, "build": 5e4}), timed({"forward": 3e6 * factor}, backend="Wrong")]
-        run = Run("run.jsonl", timing_header, tuple(records))
-        (tmp_path / f"{name}.json").write_text(render_run(run), encoding="utf-8")
-    command = [sys.executable, "-m", "pytest_benchmark", "compare", "base.json", "new.json"]
-    done = subprocess.run(
-        [*command, "--group-by=group", "--columns=median,iqr,outliers,ops,rounds", "--sort=name"],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+        records = (timed({"forward": 2e6 * factor, "build": 5e4}), timed({"forward": 3e6 * factor}, backend="Wrong"))
+        (tmp_path / f"{name}.json").write_text(render_run(Run("run.jsonl", timing_header, records)), encoding="utf-8")
+    words = "compare base.json new.json --group-by=group --columns=median,iqr,outliers,ops,rounds --sort=name"
+    command = [sys.executable, "-m", "pytest_benchmark", *words.split()]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    (forward,) = re.findall(r"benchmark 'smoke/edge forward': (\d+) tests", done.stdout)
-    assert forward == "4"
+    assert re.findall(r"benchmark 'smoke/edge forward': (\d+) tests", done.stdout) == ["4"]
     rows = dict(re.findall(r"^(edge\[\S+\] \(\S+\)) +([\d.,]+)", done.stdout, re.MULTILINE))
     assert rows["edge[Wrong-forward] (base)"].startswith("3.0000")
     assert rows["edge[Wrong-forward] (new)"].startswith("4.5000")
-
-
-def test_names_are_one_line_whatever_a_backend_is_called() -> None:
-    names = benchmark_names("smoke", "edge", "evil\x1b[2J\nname", "forward")
-    for text in (names.name, names.fullname, names.group, names.param):
-        assert text.isprintable()

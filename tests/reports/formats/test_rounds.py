@@ -2,12 +2,9 @@
 
 from collections.abc import Callable
 
-import pytest
-
 from attncheck.reports import github
 from attncheck.reports.analysis.summary import summarise, worst_rounds
 from attncheck.reports.markdown import run as markdown
-from attncheck.reports.run_file.header import RunHeader
 from attncheck.reports.run_file.records import BUDGET_SHARE, Record
 from attncheck.reports.run_file.store import Run
 from attncheck.reports.terminal import run as terminal
@@ -19,9 +16,8 @@ def round_records(make: Make, *outcomes: str, **fields: object) -> list[Record]:
     return [make(outcome, check="timing", round=index, **fields) for index, outcome in enumerate(outcomes)]
 
 
-@pytest.mark.parametrize(
-    ("outcomes", "worst"),
-    [
+def test_the_worst_outcome_of_its_rounds_counts_once(make):
+    for outcomes, worst in (
         (("passed", "passed"), "passed"),
         (("passed", "failed", "passed"), "failed"),
         (("failed", "errored", "crashed"), "crashed"),
@@ -30,15 +26,17 @@ def round_records(make: Make, *outcomes: str, **fields: object) -> list[Record]:
         (("xpassed", "xfailed"), "xpassed"),
         # What could not be examined once was not examined in as many rounds as requested.
         (("passed", "unavailable"), "unavailable"),
-    ],
-)
-def test_the_worst_outcome_of_its_rounds_counts_once(make: Make, outcomes: tuple[str, ...], worst: str) -> None:
-    summary = summarise(round_records(make, *outcomes))
-    assert summary.total.counts == ((worst, 1),)
-    assert summary.most_rounds == len(outcomes)
+    ):
+        summary = summarise(round_records(make, *outcomes))
+        assert summary.total.counts == ((worst, 1),)
+        assert summary.most_rounds == len(outcomes)
+    for shares, worst in (((0.2, 0.9, 0.4), 0.9), ((0.2, "NaN", 3.0), float("inf"))):
+        records = [make("passed", check="timing", round=n, figures={BUDGET_SHARE: x}) for n, x in enumerate(shares)]
+        assert summarise(records).total.worst_share == worst
+    assert summarise([make("passed"), make("failed", check="lse")]).rounds == {}
 
 
-def test_questions_stay_apart_and_in_order(make: Make) -> None:
+def test_questions_stay_apart_and_in_order(make):
     records = [
         *round_records(make, "passed", "failed", case_id="b"),
         *round_records(make, "passed", "passed", case_id="a"),
@@ -49,19 +47,7 @@ def test_questions_stay_apart_and_in_order(make: Make) -> None:
     assert found == [("b", "failed", 2, 1), ("a", "passed", 2, 0), ("b", "passed", 1, 0), ("b", "errored", 2, 2)]
 
 
-def test_without_rounds_records_are_what_they_are(make: Make) -> None:
-    records = [make("passed"), make("failed", check="lse")]
-    assert [each.record for each in worst_rounds(records)] == records
-    assert summarise(records).rounds == {}
-
-
-@pytest.mark.parametrize(("shares", "worst"), [((0.2, 0.9, 0.4), 0.9), ((0.2, "NaN", 3.0), float("inf"))])
-def test_the_worst_share_of_the_budget_is_over_all_rounds(make: Make, shares: tuple, worst: float) -> None:
-    records = [make("passed", check="timing", round=i, figures={BUDGET_SHARE: x}) for i, x in enumerate(shares)]
-    assert summarise(records).total.worst_share == worst
-
-
-def test_reports_list_a_failure_of_several_rounds_once(make: Make, header: RunHeader) -> None:
+def test_reports_list_a_failure_of_several_rounds_once(make, header):
     header = header.model_copy(update={"checks": ("timing",), "rounds": 4})
     records = round_records(make, "failed", "passed", "failed", "failed")
     text = terminal.render(header, records)

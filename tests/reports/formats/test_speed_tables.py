@@ -1,21 +1,16 @@
 """Speeds in tables: figures with their units, no winner inside the noise, notes on doubtful figures."""
 
 import statistics
-from collections.abc import Callable
 
 import pytest
 
 from attncheck.reports.markdown import run as markdown
-from attncheck.reports.run_file.header import RunHeader
 from attncheck.reports.run_file.records import Record
 from attncheck.reports.run_file.store import Run
 from attncheck.reports.speeds.notes import legend, speed_notes
-from attncheck.reports.speeds.speed import Speed, speeds
+from attncheck.reports.speeds.speed import speeds
 from attncheck.reports.speeds.tables import fastest, rate_unit, share_text, speed_tables, summary_tables, time_unit
 from attncheck.reports.terminal import run as terminal
-
-Build = Callable[..., Record]
-Rounds = Callable[..., list[Record]]
 
 CEILINGS = {"ceilings": {"copy_bytes_per_s": 1e12, "matmul_flops_per_s": 1e14, "dtype": "bfloat16"}}
 
@@ -25,9 +20,9 @@ def cells(records: list[Record]) -> list[dict[str, str]]:
     return [dict(zip(table.headings, row, strict=True)) for row in table.rows]
 
 
-@pytest.mark.parametrize(
-    ("times", "name", "shown"),
-    [
+def test_figures_have_one_unit_and_few_digits():
+    """Three digits of the smallest time, the unit of the largest rate, and two digits of a share."""
+    for times, name, shown in (
         ([850.0, 4e6], "ns", "4,000,000"),
         ([2_345.0, 123_456.0], "us", "123.46"),
         ([23_456.0, 3e9], "us", "3,000,000.0"),
@@ -35,30 +30,19 @@ def cells(records: list[Record]) -> list[dict[str, str]]:
         ([5.4e6], "ms", "5.40"),
         ([2.5e9], "s", "2.50"),
         ([0.4], "ns", "0.40"),
-    ],
-)
-def test_times_of_a_table_have_one_unit_and_three_digits_of_the_smallest(times: list, name: str, shown: str) -> None:
-    unit = time_unit(times)
-    assert unit.name == name
-    assert unit.text(times[-1]) == shown
-
-
-def test_rates_have_the_unit_of_the_largest_and_three_digits_each() -> None:
+    ):
+        unit = time_unit(times)
+        assert (unit.name, unit.text(times[-1])) == (name, shown)
     unit = rate_unit([2.345e12, 1.2e9, None], "FLOP")
     assert unit.name == "TFLOP/s"
     assert [unit.text(rate) for rate in (2.345e12, 1.2e9, None)] == ["2.35", "0.0012", "-"]
     assert rate_unit([4.1e9], "B").name == "GB/s"
     assert rate_unit([], "B").text(None) == "-"
+    shares = [share_text(share) for share in (0.734, 0.0834, 0.00123, 1.2, None)]
+    assert shares == ["73%", "8.3%", "0.12%", "120%", "-"]
 
 
-@pytest.mark.parametrize(
-    ("share", "text"), [(0.734, "73%"), (0.0834, "8.3%"), (0.00123, "0.12%"), (1.2, "120%"), (None, "-")]
-)
-def test_shares_have_two_digits(share: float | None, text: str) -> None:
-    assert share_text(share) == text
-
-
-def test_a_row_has_its_build_beside_it_and_what_was_achieved(timed: Build) -> None:
+def test_a_row_has_its_build_beside_it_and_what_was_achieved(timed, rounds_of):
     work = {"moved_bytes": 200_000_000, "flops": 10_000_000_000}
     records = [timed({"forward": 1e6, "build": 50_000, "decode": 4e5}, work=work, timing=CEILINGS)]
     forward, decode = cells(records)
@@ -75,30 +59,23 @@ def test_a_row_has_its_build_beside_it_and_what_was_achieved(timed: Build) -> No
         "TFLOP/s": "10",
         "roofline": "20%",
     }
-    assert (decode["part"], decode["median (us)"], decode["build (us)"], decode["roofline"]) == (
-        "decode",
-        "400.0",
-        "-",
-        "-",
-    )
-
-
-def test_rounds_give_the_mean_of_their_medians_and_their_spread(rounds_of: Rounds) -> None:
+    own = [decode[name] for name in ("part", "median (us)", "build (us)", "roofline")]
+    assert own == ["decode", "400.0", "-", "-"]
     (row,) = cells(rounds_of([1e6, 4e6]))
     # The geometric mean of 1 and 4 is 2; ln 4 = 1.386 apart is a deviation of 1.386 / sqrt 2 = 98.0 %.
     assert (row["median (ms)"], row["spread"], row["rounds"]) == ("2.00", "98.0%", "2")
 
 
-def test_the_fastest_is_marked_where_all_its_rounds_lie_below_all_others(rounds_of: Rounds) -> None:
+def test_the_fastest_is_marked_where_all_its_rounds_lie_below_all_others(rounds_of):
     slow = [1.10e6, 1.20e6, 1.15e6, 1.12e6, 1.18e6]
-    apart = cells([*rounds_of(slow), *rounds_of([1.0e6, 1.05e6, 1.02e6, 1.08e6, 1.01e6], backend="Wrong")])
-    assert [row["median (ms)"].endswith("*") for row in apart] == [False, True]
-    # One round of the fast one is slower than one of the slow one: it may be luck.
-    touching = cells([*rounds_of(slow), *rounds_of([1.0e6, 1.05e6, 1.02e6, 1.11e6, 1.01e6], backend="Wrong")])
-    assert not any(row["median (ms)"].endswith("*") for row in touching)
+    # With 1.11 ms, one round of the fast one is slower than one of the slow one: it may be luck.
+    for fourth, marks in ((1.08e6, [False, True]), (1.11e6, [False, False])):
+        fast = [1.0e6, 1.05e6, 1.02e6, fourth, 1.01e6]
+        rows = cells([*rounds_of(slow), *rounds_of(fast, backend="Wrong")])
+        assert [row["median (ms)"].endswith("*") for row in rows] == marks
 
 
-def test_few_rounds_and_a_single_backend_have_no_fastest() -> None:
+def test_few_rounds_and_a_single_backend_have_no_fastest():
     assert fastest({"a": [1.0] * 5, "b": [2.0] * 5}) == "a"
     assert fastest({"a": [1.0] * 4, "b": [2.0] * 4}) is None
     assert fastest({"a": [1.0] * 5, "b": [2.0] * 4}) is None
@@ -106,7 +83,7 @@ def test_few_rounds_and_a_single_backend_have_no_fastest() -> None:
     assert fastest({"a": [1.0] * 5, "b": [1.0] * 5}) is None
 
 
-def test_means_are_over_the_cases_that_all_were_timed_in(timed: Build) -> None:
+def test_means_are_over_the_cases_that_all_were_timed_in(timed, timing_header):
     records = [
         timed({"forward": 1e6, "build": 1e4}, case_id="short"),
         timed({"forward": 4e6, "build": 1e4}, case_id="long"),
@@ -122,18 +99,13 @@ def test_means_are_over_the_cases_that_all_were_timed_in(timed: Build) -> None:
         ("2", "2,000.0", "30.0"),
     ]
     assert rows[0]["slowest case"] == "longest (9,000,000.0)"
-
-
-def test_means_of_different_cases_are_marked_as_no_comparison(timed: Build, timing_header: RunHeader) -> None:
-    fast, slow = [1e6] * 5, [2e6] * 5
-    records = [timed({"forward": ns}, case_id="a", round=i) for i, ns in enumerate(fast)]
-    records += [timed({"forward": ns}, case_id="b", round=i, backend="Wrong") for i, ns in enumerate(slow)]
-    (table,) = summary_tables(speeds(records))
+    apart = [records[0], records[4]]  # they have no case in common
+    (table,) = summary_tables(speeds(apart))
     assert (table.averaged, table.has_fastest) == (0, False)
-    assert "do not compare them" in " ".join(terminal.render(timing_header, records).split())
+    assert "do not compare them" in " ".join(terminal.render(timing_header, apart).split())
 
 
-def test_the_fastest_of_a_suite_is_determined_by_the_means_of_each_round(rounds_of: Rounds) -> None:
+def test_the_fastest_of_a_suite_is_determined_by_the_means_of_each_round(rounds_of):
     # In each round one case is slow for Wrong and the other fast: the means of its rounds lie close together.
     records = [*rounds_of([2e6] * 5, case_id="a"), *rounds_of([2e6] * 5, case_id="b")]
     records += [*rounds_of([1e6, 4e6] * 2 + [2e6], backend="Wrong", case_id="a")]
@@ -144,7 +116,7 @@ def test_the_fastest_of_a_suite_is_determined_by_the_means_of_each_round(rounds_
     assert [row[2].endswith("*") for row in table.rows] == [False, True]
 
 
-def test_notes_state_what_makes_a_figure_doubtful(timed: Build, speeds_of: Callable[..., tuple[Speed, ...]]) -> None:
+def test_notes_state_what_makes_a_figure_doubtful(timed, speeds_of):
     device = {"sm_clock_mhz": 1200, "max_sm_clock_mhz": 1980, "throttle_reasons": ["SW power cap"]}
     calm = {"sm_clock_mhz": 1900, "max_sm_clock_mhz": 1980}
     found = speeds_of(
@@ -168,7 +140,7 @@ def test_notes_state_what_makes_a_figure_doubtful(timed: Build, speeds_of: Calla
     assert unsettled.endswith(": reference, smoke/edge (forward)")
 
 
-def test_notes_of_timings_that_differ_in_figures_are_listed_once(timed: Build) -> None:
+def test_notes_of_timings_that_differ_in_figures_are_listed_once(timed):
     records = [timed({"forward": 1e6}, timing={"notes": ["alone"]}, case_id="x")]
     for case in ("a", "b"):
         for number in range(2):
@@ -179,31 +151,23 @@ def test_notes_of_timings_that_differ_in_figures_are_listed_once(timed: Build) -
         "forward: in 3 of 10 calls the host fell behind (one of 2 such notes): reference, smoke/a; reference, smoke/b",
         "odd: reference, smoke/a; reference, smoke/b",
     ]
+    found = speeds([timed({"forward": 1e6}, case_id=f"c{i}", work={"is_settled": False}) for i in range(5)])
+    (unsettled,) = (note for note in speed_notes(found) if note.startswith("too noisy"))
+    assert unsettled.endswith("; reference, smoke/c2 (forward); and 2 more")
 
 
-def test_notes_state_the_number_of_rounds_and_how_far_they_lie_apart(rounds_of: Rounds) -> None:
+def test_notes_state_the_number_of_rounds_and_how_far_they_lie_apart(rounds_of):
     # ln 1.21 - ln 1 = 0.1906 over two rounds is a deviation of 0.1906 / sqrt 2; of the other case it is half that.
     found = speeds([*rounds_of([1e6, 1.21e6]), *rounds_of([1e6, 1.1e6], backend="Wrong")])
     assert speed_notes(found)[0] == (
         "2 rounds, each in a process of its own; their medians spread by 10.1% as a rule, by 13.5% at most"
     )
-    assert speed_notes(found[:1])[0].startswith("2 rounds, ")
     mixed = speeds([*rounds_of([1e6, 1.1e6, 1e6]), *rounds_of([1e6, 1.1e6], backend="Wrong")])
-    assert speed_notes(mixed)[0].startswith("2 to 3 rounds, ")
-    assert speed_notes(speeds(rounds_of([1e6])))[0].startswith("one round: ")
+    for each, start in ((found[:1], "2 rounds, "), (mixed, "2 to 3 rounds, "), (speeds(rounds_of([1e6])), "one round")):
+        assert speed_notes(each)[0].startswith(start)
 
 
-def test_many_cases_are_named_by_a_few(timed: Build) -> None:
-    found = speeds([timed({"forward": 1e6}, case_id=f"c{i}", work={"is_settled": False}) for i in range(5)])
-    (unsettled,) = (note for note in speed_notes(found) if note.startswith("too noisy"))
-    assert unsettled.endswith(
-        "reference, smoke/c0 (forward); reference, smoke/c1 (forward); reference, smoke/c2 (forward); and 2 more"
-    )
-
-
-def test_reports_with_times_have_them_and_others_no_word_of_them(
-    timed: Build, make: Build, timing_header: RunHeader
-) -> None:
+def test_reports_with_times_have_them_and_others_no_word_of_them(timed, make, timing_header):
     kernels = [{"name": "a|b<c>", "count": 2, "duration_ns": 3000}]
     records = [timed({"forward": 1e6, "build": 2e4}, timing={"kernels": kernels}, case_id="x" * 90)]
     assert all(len(line) <= 100 for line in terminal.render(timing_header, records).splitlines())
@@ -211,20 +175,17 @@ def test_reports_with_times_have_them_and_others_no_word_of_them(
     assert "| `a\\|b<c>` | 2 | 3.00 |" in page
     for heading in legend(speed_tables(speeds(records))).split("; "):
         assert heading in page
-    for shown in (
-        terminal.render(timing_header, [make("passed")]),
-        markdown.render_run(Run("run.jsonl", timing_header, (make("passed"),))),
-    ):
-        assert "peed" not in shown
+    wrong = [records[0].model_copy(update={"round": 1}), make("failed", check="timing", case_id="x" * 90)]
+    for others in ([make("passed")], wrong):  # a wrong answer has no time
+        assert "peed" not in terminal.render(timing_header, others)
+        assert "peed" not in markdown.render_run(Run("run.jsonl", timing_header, tuple(others)))
 
 
 CASE = "a_case_of_a_long_name.bfloat16-16-NHD"
 
 
 @pytest.mark.parametrize("width", [60, 80, 120, 200])
-def test_speeds_keep_to_the_width_and_lose_nothing_where_there_is_little(
-    timed: Build, timing_header: RunHeader, width: int
-) -> None:
+def test_speeds_keep_to_the_width_and_lose_nothing_where_there_is_little(timed, timing_header, width):
     records = [timed({"forward": 1e6, "build": 5e4}, backend=name, case_id=CASE) for name in ("reference", "Wrong")]
     text = terminal.render(timing_header, records, width=width)
     assert max(map(len, text.splitlines())) <= width
@@ -233,11 +194,3 @@ def test_speeds_keep_to_the_width_and_lose_nothing_where_there_is_little(
     assert (f"Wrong: cases 1, forward (us) 1,000.0, build (us) 50.0, slowest case {CASE} (1,000.0)" in shown) == (
         width == 60
     )
-
-
-def test_a_wrong_answer_has_no_time(rounds_of: Rounds, make: Build, timing_header: RunHeader) -> None:
-    records = rounds_of([1e6, 1e6], backend="Wrong")
-    records[1] = make("failed", check="timing", round=1, backend="Wrong")
-    text = terminal.render(timing_header, records)
-    assert "speeds" not in text
-    assert "in 1 of 2 rounds" in text

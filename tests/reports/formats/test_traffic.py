@@ -1,33 +1,29 @@
 """Recorded traffic: the time of each case counts as often as the case came, where all backends were timed in it."""
 
 import json
-from collections.abc import Callable
 
 import pytest
 
 from attncheck.reports.data import runs_document
 from attncheck.reports.html.page import render_runs
 from attncheck.reports.markdown import run as markdown
-from attncheck.reports.run_file.header import CaseInfo, RunHeader
-from attncheck.reports.run_file.records import Record
+from attncheck.reports.run_file.header import CaseInfo
 from attncheck.reports.run_file.store import Run
 from attncheck.reports.speeds.speed import speeds
 from attncheck.reports.speeds.tables import traffic
 from attncheck.reports.terminal import run as terminal
 
-Build = Callable[..., Record]
-
 
 @pytest.fixture
-def weighted(timing_header: RunHeader) -> Callable[..., RunHeader]:
-    def made(**weights: float) -> RunHeader:
+def weighted(timing_header):
+    def made(**weights):
         cases = tuple(CaseInfo(suite="smoke", id=name, shape="", weight=weight) for name, weight in weights.items())
         return timing_header.model_copy(update={"cases": cases})
 
     return made
 
 
-def test_a_case_counts_as_often_as_it_came(timed: Build, weighted: Callable[..., RunHeader]) -> None:
+def test_a_case_counts_as_often_as_it_came(timed, weighted):
     records = [
         timed({"forward": 1e6, "build": 7e6}, case_id="often"),
         timed({"forward": 4e6}, case_id="seldom"),
@@ -40,7 +36,7 @@ def test_a_case_counts_as_often_as_it_came(timed: Build, weighted: Callable[...,
     assert found.table.rows == (("reference", "100.0%", "130", "1"), ("Wrong", "100.0%", "280", "2.15"))
 
 
-def test_what_a_backend_was_not_timed_in_is_left_out_of_all(timed: Build, weighted: Callable[..., RunHeader]) -> None:
+def test_what_a_backend_was_not_timed_in_is_left_out_of_all(timed, weighted):
     records = [
         timed({"forward": 1e6}, case_id="often"),
         timed({"forward": 4e6}, case_id="seldom"),
@@ -63,7 +59,7 @@ def test_what_a_backend_was_not_timed_in_is_left_out_of_all(timed: Build, weight
     ]
 
 
-def test_backends_without_a_common_case_are_not_compared(timed: Build, weighted: Callable[..., RunHeader]) -> None:
+def test_backends_without_a_common_case_are_not_compared(timed, weighted):
     records = [timed({"forward": 1e6}, case_id="a"), timed({"forward": 3e6}, case_id="b", backend="Wrong")]
     header = weighted(a=1.0, b=1.0)
     (found,) = traffic(header, speeds(records))
@@ -71,5 +67,5 @@ def test_backends_without_a_common_case_are_not_compared(timed: Build, weighted:
     assert "none is compared" in " ".join(terminal.render(header, records).split())
 
 
-def test_a_suite_without_weights_has_no_such_table(timed: Build, timing_header: RunHeader) -> None:
+def test_a_suite_without_weights_has_no_such_table(timed, timing_header):
     assert traffic(timing_header, speeds([timed({"forward": 1e6})])) == ()

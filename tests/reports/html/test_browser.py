@@ -1,7 +1,5 @@
 """The page's script in a real browser: filter, sort, open, copy, theme and print; and never a network request."""
 
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,10 +13,10 @@ LENGTHS = (512, 1024, 2048, 4096)
 
 
 @pytest.fixture
-def show(visit: Callable[..., Any], tmp_path: Path) -> Callable[..., Any]:
+def show(visit, tmp_path):
     """``show(run, ..., address="#...")`` opens the page of these runs as a file, without a network."""
 
-    def opened(*runs: Any, address: str = "", **options: Any) -> Any:
+    def opened(*runs, address="", **options):
         file = tmp_path / "report.html"
         file.write_text(render_runs(runs), encoding="utf-8")
         return visit(file.as_uri() + address, within=file.as_uri(), offline=True, **options)
@@ -27,7 +25,7 @@ def show(visit: Callable[..., Any], tmp_path: Path) -> Callable[..., Any]:
 
 
 @pytest.fixture
-def run(timed: Any, run_with: Any, record_of: Any) -> Any:
+def run(timed, run_with, record_of):
     """Three backends, eight cases that were timed, and one that failed for the last."""
     failed = record_of(
         "failed",
@@ -52,7 +50,7 @@ def wait_for(page: Any, count: str) -> None:
     page.locator(".pager [role=status]").get_by_text(count, exact=True).wait_for()
 
 
-def test_filters_narrow_the_records_and_are_in_the_address(show: Any, run: Any) -> None:
+def test_filters_narrow_the_records_and_are_in_the_address(show, run):
     page = show(run)
     wait_for(page, "25 cases")
     page.get_by_label("Backend").select_option("third")
@@ -72,7 +70,7 @@ def test_filters_narrow_the_records_and_are_in_the_address(show: Any, run: Any) 
     assert cells(again, 6) == ["7 of 40 rows"]
 
 
-def test_a_filter_selects_one_of_several_runs(show: Any, run: Any, run_with: Any, record_of: Any) -> None:
+def test_a_filter_selects_one_of_several_runs(show, run, run_with, record_of):
     page = show(run, run_with([record_of(backend="first")], path="other.jsonl"))
     wait_for(page, "26 cases")
     page.get_by_label("Run").select_option("other.jsonl")
@@ -80,7 +78,7 @@ def test_a_filter_selects_one_of_several_runs(show: Any, run: Any, run_with: Any
     assert cells(page, 2) == ["other.jsonl"]
 
 
-def test_columns_sort_both_ways(show: Any, run: Any) -> None:
+def test_columns_sort_both_ways(show, run):
     page = show(run)
     head = page.locator(".rows").get_by_role("button", name="error / allowed")
     head.click()
@@ -98,7 +96,7 @@ def test_columns_sort_both_ways(show: Any, run: Any) -> None:
     assert medians == sorted(medians)
 
 
-def test_many_records_come_in_pages(show: Any, run_with: Any, record_of: Any) -> None:
+def test_many_records_come_in_pages(show, run_with, record_of):
     page = show(run_with([record_of(case_id=f"case-{index}") for index in range(230)]))
     wait_for(page, "1 to 100 of 230 cases")
     assert page.get_by_role("button", name="Previous").is_disabled()
@@ -111,7 +109,7 @@ def test_many_records_come_in_pages(show: Any, run_with: Any, record_of: Any) ->
     assert cells(page, 3)[:3] == ["decode/case-0", "decode/case-1", "decode/case-2"]  # numbers as numbers
 
 
-def test_a_case_opens_by_keyboard_and_shows_all_records(show: Any, run: Any) -> None:
+def test_a_case_opens_by_keyboard_and_shows_all_records(show, run):
     page = show(run)
     button = page.get_by_role("button", name="Details of lengths/decode.512").first
     button.focus()
@@ -134,7 +132,7 @@ def test_a_case_opens_by_keyboard_and_shows_all_records(show: Any, run: Any) -> 
     assert cells(page, 2) == ["first", "second", "third"]
 
 
-def test_a_failure_has_what_describes_it(show: Any, run: Any) -> None:
+def test_a_failure_has_what_describes_it(show, run):
     page = show(run, address="#outcome=failed")
     page.get_by_role("button", name="Details of decode/window").click()
     opened = page.locator("tr.opened")
@@ -143,7 +141,7 @@ def test_a_failure_has_what_describes_it(show: Any, run: Any) -> None:
     assert opened.locator("pre").inner_text() == "a\nb"
 
 
-def test_the_line_of_a_finding_is_copied(show: Any, run: Any) -> None:
+def test_the_line_of_a_finding_is_copied(show, run):
     page = show(run, permissions=["clipboard-read", "clipboard-write"])
     card = page.locator(".card")
     card.get_by_role("button").click()
@@ -151,7 +149,7 @@ def test_the_line_of_a_finding_is_copied(show: Any, run: Any) -> None:
     assert page.evaluate("navigator.clipboard.readText()") == card.locator(".command code").inner_text()
 
 
-def test_cells_and_findings_lead_to_their_records(show: Any, run: Any) -> None:
+def test_cells_and_findings_lead_to_their_records(show, run):
     page = show(run)
     page.get_by_role("link", name="8/9").click()
     wait_for(page, "9 cases")
@@ -161,8 +159,8 @@ def test_cells_and_findings_lead_to_their_records(show: Any, run: Any) -> None:
     assert cells(page, 3) == ["decode/window"]
 
 
-def test_dark_is_the_systems_choice_until_the_reader_chooses(show: Any, run: Any) -> None:
-    def ground(page: Any) -> str:
+def test_dark_is_the_systems_choice_until_the_reader_chooses(show, run):
+    def ground(page):
         return page.evaluate("getComputedStyle(document.body).backgroundColor")
 
     light, dark = (show(run, color_scheme=scheme) for scheme in ("light", "dark"))
@@ -177,7 +175,7 @@ def test_dark_is_the_systems_choice_until_the_reader_chooses(show: Any, run: Any
         assert ground(page) == expected
 
 
-def test_on_paper_all_is_open_and_nothing_is_to_be_clicked(show: Any, run: Any) -> None:
+def test_on_paper_all_is_open_and_nothing_is_to_be_clicked(show, run):
     page = show(run, viewport={"width": 710, "height": 1000})
     page.emulate_media(media="print", color_scheme="dark")
     page.evaluate("dispatchEvent(new Event('beforeprint'))")
@@ -187,13 +185,13 @@ def test_on_paper_all_is_open_and_nothing_is_to_be_clicked(show: Any, run: Any) 
     assert page.pdf(format="A4").startswith(b"%PDF-")
 
 
-def test_the_page_fits_a_narrow_window(show: Any, timed: Any, run_with: Any) -> None:
+def test_the_page_fits_a_narrow_window(show, timed, run_with):
     names = [f"a_backend_of_a_long_name_{index}" for index in range(12)]
     page = show(run_with(timed(names, LENGTHS, rounds=2)), viewport={"width": 340, "height": 800})
     assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
 
 
-def test_without_a_script_the_summary_is_readable(show: Any, run: Any) -> None:
+def test_without_a_script_the_summary_is_readable(show, run):
     page = show(run, java_script_enabled=False)
     assert page.get_by_text("The table of records needs JavaScript").is_visible()
     assert page.locator("button:visible, select:visible").count() == 0
@@ -202,7 +200,7 @@ def test_without_a_script_the_summary_is_readable(show: Any, run: Any) -> None:
     assert page.locator("svg.chart").first.is_visible()
 
 
-def test_the_first_screen_of_a_phone_has_the_verdicts(show: Any, run: Any) -> None:
+def test_the_first_screen_of_a_phone_has_the_verdicts(show, run):
     page = show(run, viewport={"width": 390, "height": 844})
     for backend, verdict in (("first", "passed"), ("second", "passed"), ("third", "failed")):
         line = page.locator("section > ul > li", has_text=f"{backend}:").first
@@ -212,7 +210,7 @@ def test_the_first_screen_of_a_phone_has_the_verdicts(show: Any, run: Any) -> No
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_the_page_is_accessible(show: Any, run: Any, scheme: str) -> None:
+def test_the_page_is_accessible(show, run, scheme):
     from axe_playwright_python.sync_playwright import Axe
 
     page = show(run, color_scheme=scheme, bypass_csp=True)

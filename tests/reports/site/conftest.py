@@ -1,14 +1,11 @@
 """Small runs of one backend with given outcomes by case."""
 
-from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from attncheck.reports.analysis.measured import MeasuredRun, Subject, measured_run, subjects
-from attncheck.reports.run_file.header import BackendInfo, CaseInfo, RunHeader, SuiteInfo
-from attncheck.reports.run_file.records import Record
+from attncheck.reports.analysis.measured import MeasuredRun, measured_run, subjects
+from attncheck.reports.run_file.header import BackendInfo, CaseInfo, SuiteInfo
 from attncheck.reports.run_file.store import read_run
 from attncheck.reports.site.build import names_of, read_runs, write_site
 from attncheck.reports.speeds.speed import forward_times
@@ -17,9 +14,7 @@ LATENCY = {"part": "forward", "clock": "events", "samples_ns": [1], "is_settled"
 
 
 @pytest.fixture
-def run_file(
-    tmp_path: Path, header: RunHeader, make_record: Callable[..., Record], write_run: Callable[..., Path]
-) -> Callable[..., Path]:
+def run_file(tmp_path, header, make_record, write_run):
     """``run_file(day, {"a": "passed"})`` writes a run of that day in January with these outcomes by case id.
 
     ``device``, ``backend``, ``version``: of the run. ``finding``, ``concerns``: of its failures. ``times``: nanoseconds by case id,
@@ -27,23 +22,23 @@ def run_file(
     """
 
     def write(
-        day: int,
-        outcomes: dict[str, str],
+        day,
+        outcomes,
         *,
-        device: str = "a gpu",
-        backend: str = "Mine",
-        version: str = "1",
-        features: tuple[str, ...] = ("sliding_window",),
-        finding: str = "the window is ignored",
-        concerns: tuple[str, ...] = (),
-        needs: Any = ("sliding_window", "block_size=16"),
-        times: dict[str, float] | None = None,
-        processes: int = 1,
-        stopped: tuple[str, ...] = (),
-        machine: dict[str, Any] | None = None,
-        variant: str = "",
-        **fields: Any,
-    ) -> Path:
+        device="a gpu",
+        backend="Mine",
+        version="1",
+        features=("sliding_window",),
+        finding="the window is ignored",
+        concerns=(),
+        needs=("sliding_window", "block_size=16"),
+        times=None,
+        processes=1,
+        stopped=(),
+        machine=None,
+        variant="",
+        **fields,
+    ):
         environment = header.environment.model_copy(
             update={"device_name": device, "capability": "9.0"} | (machine or {})
         )
@@ -89,17 +84,17 @@ def measured(path: Path) -> MeasuredRun:
 
 
 @pytest.fixture
-def subjects_of() -> Callable[..., tuple[Subject, ...]]:
+def subjects_of():
     """``subjects_of(file, ...)``: every backend on every device."""
     return lambda *files: subjects(map(measured, files))
 
 
 @pytest.fixture
-def build(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[Iterable[Path]], Path]:
+def build(tmp_path, monkeypatch):
     """``build(files)`` writes the site of these run files, without the HTML reports of runs, and returns its folder."""
     monkeypatch.setattr("attncheck.reports.site.build.render_runs", lambda _: "<title>a run</title>")
 
-    def write(files: Iterable[Path]) -> Path:
+    def write(files):
         write_site(*read_runs(names_of(files), 1), tmp_path / "site")
         return tmp_path / "site"
 

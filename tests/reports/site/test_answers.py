@@ -1,36 +1,28 @@
 """What many runs come to: one answer for each backend on each device, true whatever a run expected or left out."""
 
-from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
-from attncheck.reports.analysis.measured import Subject, paces
+from attncheck.reports.analysis.measured import paces
 from attncheck.reports.analysis.recommendation import STANDINGS, need_answer, pace_words, recommend
 from attncheck.reports.analysis.support import REFUSED
 from attncheck.reports.site.pages import badge, history, verdict
 
-RunFile = Callable[..., Path]
-Subjects = Callable[..., tuple[Subject, ...]]
 
-
-def test_a_known_fault_is_wrong_whatever_the_run_expected(run_file: RunFile, subjects_of: Subjects) -> None:
+def test_a_known_fault_and_a_fault_beside_right_outputs_make_no_green_verdict(run_file, subjects_of):
     (known,) = subjects_of(run_file(1, {"a": "xfailed", "b": "passed"}))
     assert verdict(known) == ("wrong (known)", "bad", "1 finding, 1 case right, 1 wrong")
     assert "wrong (known): 1 finding" in badge(known)
     (both,) = subjects_of(run_file(1, {"a": "xfailed"}), run_file(2, {"c": "failed"}, finding="the sinks are ignored"))
     assert verdict(both)[:2] == ("wrong", "bad")
-
-
-def test_a_fault_beside_right_outputs_makes_no_green_verdict(run_file: RunFile, subjects_of: Subjects) -> None:
     right, wrong = subjects_of(run_file(1, {"a": "passed"}), run_file(1, {"a": "failed"}, backend="Other"))
     ((run, backend),) = right.runs
     mine = replace(right, runs=((run, replace(backend, findings=wrong.runs[0][1].findings)),))
     assert verdict(mine) == ("wrong", "bad", "1 finding, 1 case right")
 
 
-def test_a_stopped_run_makes_no_green_verdict_and_no_green_badge(run_file: RunFile, subjects_of: Subjects) -> None:
+def test_a_stopped_run_makes_no_green_verdict_and_no_green_badge(run_file, subjects_of):
     (stopped,) = subjects_of(run_file(1, {"a": "passed"}, stopped=("b", "c")))
     assert verdict(stopped) == ("1 of 3 cases, run stopped", "warn", "1 case right")
     assert "1 of 3 cases, run stopped" in badge(stopped)
@@ -39,7 +31,7 @@ def test_a_stopped_run_makes_no_green_verdict_and_no_green_badge(run_file: RunFi
     assert verdict(subjects_of(*files)[0]) == ("right", "good", "2 cases right")
 
 
-def test_a_need_of_a_case_that_was_not_reached_is_no_missing_case(run_file: RunFile, subjects_of: Subjects) -> None:
+def test_a_need_of_a_case_that_was_not_reached_is_no_missing_case(run_file, subjects_of):
     needs = {"a": ("lse",), "b": ("sinks",)}
     other = run_file(1, {"a": "passed", "b": "passed"}, backend="other", needs=needs)
     mine, _ = subjects_of(other, run_file(1, {"a": "passed"}, needs=needs, stopped=("b",)))
@@ -48,7 +40,7 @@ def test_a_need_of_a_case_that_was_not_reached_is_no_missing_case(run_file: RunF
     assert need_answer(mine, "lse").standing == "right"
 
 
-def test_what_returns_wrong_output_stands_first(run_file: RunFile, subjects_of: Subjects) -> None:
+def test_what_returns_wrong_output_stands_first(run_file, subjects_of):
     refusal = {"needs": ("sinks",), "check": "refusals", "features": ()}
     accepts = run_file(1, {"a": "failed", "b": "passed"}, backend="Zed", **refusal)
     right = run_file(1, {"a": "passed"}, backend="Able", needs=("sinks",), features=("sinks",))
@@ -66,9 +58,7 @@ def test_what_returns_wrong_output_stands_first(run_file: RunFile, subjects_of: 
     ("processes", "words"),
     [(1, "53 times the fastest; fewer than 3 processes: no interval"), (3, "53 times the fastest (53 to 53)")],
 )
-def test_a_slower_backend_is_never_within_the_noise(
-    run_file: RunFile, subjects_of: Subjects, processes: int, words: str
-) -> None:
+def test_a_slower_backend_is_never_within_the_noise(run_file, subjects_of, processes, words):
     fast = run_file(1, {"a": "passed"}, backend="Fast", times={"a": 1e5}, processes=processes)
     slow = run_file(1, {"a": "passed"}, backend="Slow", times={"a": 53e5}, processes=processes)
     first, second = recommend([], subjects_of(slow, fast))
@@ -77,7 +67,7 @@ def test_a_slower_backend_is_never_within_the_noise(
     assert pace_words(second.pace) == words
 
 
-def test_a_case_with_other_settings_is_another_case(run_file: RunFile, subjects_of: Subjects) -> None:
+def test_a_case_with_other_settings_is_another_case(run_file, subjects_of):
     small = {"needs": ("block_size=16",), "variant": "{cache.block_size: 16}", "times": {"a": 1e5}}
     large = {"needs": ("block_size=256",), "variant": "{cache.block_size: 256}", "times": {"a": 2e5}}
     files = [run_file(1, {"a": "passed"}, **small), run_file(2, {"a": "passed"}, **large)]
@@ -86,7 +76,7 @@ def test_a_case_with_other_settings_is_another_case(run_file: RunFile, subjects_
     assert [name for each, name in paces([mine, other]) if each == "Other"] == ["smoke{cache.block_size: 256}/a"]
 
 
-def test_times_of_another_machine_are_not_compared(run_file: RunFile, subjects_of: Subjects) -> None:
+def test_times_of_another_machine_are_not_compared(run_file, subjects_of):
     files = [
         run_file(1, {"a": "passed"}, backend=name, times={"a": 1e5}, machine={"cores": cores})
         for name, cores in (("One", 8), ("Two", 16))
@@ -99,16 +89,14 @@ def test_times_of_another_machine_are_not_compared(run_file: RunFile, subjects_o
     [("numerics", "ab", "likely: "), ("numerics", "a", "perhaps: "), ("cache_write", "ab", "")],
     ids=["inferred twice", "inferred once", "observed"],
 )
-def test_only_an_inferred_cause_is_called_likely(
-    run_file: RunFile, subjects_of: Subjects, check: str, failing: str, words: str
-) -> None:
+def test_only_an_inferred_cause_is_called_likely(run_file, subjects_of, check, failing, words):
     cause = {"finding": "the window is one key too long", "meaning": "the window is one key too long"}
     needs = {"a": ("sliding_window", "head_size=64"), "b": ("sliding_window", "head_size=32")}
     (mine,) = subjects_of(run_file(1, dict.fromkeys(failing, "failed"), needs=needs, check=check, **cause))
     assert [finding.title for finding, _ in mine.findings] == [f"{words}the window is one key too long"]
 
 
-def test_the_newest_result_of_each_case_of_the_newest_version_counts(run_file: RunFile, subjects_of: Subjects) -> None:
+def test_the_newest_result_of_each_case_of_the_newest_version_counts(run_file, subjects_of):
     old = run_file(1, {"a": "failed", "gone": "failed"}, version="1")
     whole = run_file(2, {"a": "failed", "b": "passed"}, version="2")
     part = run_file(3, {"a": "passed"}, version="2")
@@ -116,30 +104,21 @@ def test_the_newest_result_of_each_case_of_the_newest_version_counts(run_file: R
     assert {name: case.counted.count for name, case in mine.cases.items()} == {"smoke/a": "right", "smoke/b": "right"}
     assert (mine.version, mine.findings, verdict(mine).word) == ("2", (), "right")
     assert [(len(period.runs), period.backend.version) for period in history(mine)] == [(1, "2"), (1, "2"), (1, "1")]
-
-
-def test_a_run_that_compares_no_outputs_hides_no_wrong_one(run_file: RunFile, subjects_of: Subjects) -> None:
-    wrong = run_file(1, {"a": "failed"})
-    (mine,) = subjects_of(wrong, run_file(2, {"a": "passed"}, check="poison"))
-    assert verdict(mine)[:2] == ("wrong", "bad")
-    assert [finding.title for finding, _ in mine.findings] == ["the window is ignored"]
-    (later,) = subjects_of(wrong, run_file(2, {"a": "passed"}))
-    assert verdict(later)[:2] == ("right", "good")
-
-
-def test_a_finding_counts_until_all_of_its_cases_are_examined_again(run_file: RunFile, subjects_of: Subjects) -> None:
-    runs = [run_file(1, {"a": "failed", "b": "failed"}), run_file(2, {"a": "passed"})]
-    assert len(subjects_of(*runs)[0].findings) == 1
-    assert subjects_of(*runs, run_file(3, {"b": "passed"}))[0].findings == ()
-
-
-def test_equal_runs_of_a_version_are_one_line_of_the_history(run_file: RunFile, subjects_of: Subjects) -> None:
-    days = [run_file(day, {"a": "passed"}) for day in (1, 2, 3)]
-    (mine,) = subjects_of(*days, run_file(4, {"a": "passed"}, version="2"), run_file(5, {"a": "failed"}, version="2"))
-    assert [len(period.runs) for period in history(mine)] == [1, 1, 3]
-
-
-def test_gpus_come_before_cpus(run_file: RunFile, subjects_of: Subjects) -> None:
-    gpu = run_file(1, {"a": "passed"}, device="z gpu")
+    # Equal runs of a version are one line, and GPUs come before CPUs.
+    days = [run_file(day, {"a": "passed"}, device="z gpu") for day in (1, 2, 3)]
     cpu = run_file(1, {"a": "passed"}, device="a cpu", machine={"capability": None})
-    assert [subject.device for subject in subjects_of(cpu, gpu)] == ["z gpu", "a cpu"]
+    gpu, other = subjects_of(cpu, *days, run_file(4, {"a": "passed"}, device="z gpu", version="2"))
+    assert (gpu.device, other.device) == ("z gpu", "a cpu")
+    assert [len(period.runs) for period in history(gpu)] == [1, 3]
+
+
+def test_a_finding_counts_until_all_of_its_cases_are_examined_again(run_file, subjects_of):
+    wrong = run_file(1, {"a": "failed", "b": "failed"})
+    later = run_file(3, {"a": "passed"})
+    unjudged = run_file(2, {"a": "passed", "b": "passed"}, check="poison")  # it compares no outputs
+    for runs in ([unjudged], [later]):
+        (mine,) = subjects_of(wrong, *runs)
+        assert verdict(mine)[:2] == ("wrong", "bad")
+        assert [finding.title for finding, _ in mine.findings] == ["the window is ignored"]
+    (mine,) = subjects_of(wrong, later, run_file(4, {"b": "passed"}))
+    assert (verdict(mine)[:2], mine.findings) == (("right", "good"), ())

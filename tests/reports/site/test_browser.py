@@ -1,7 +1,6 @@
 """The site in a real browser: filters, addresses, hostile names, offline use, zoom, keyboard, and accessibility."""
 
 import threading
-from collections.abc import Callable
 from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from itertools import combinations
@@ -19,7 +18,7 @@ KINDS = ("index", "cases", "runs", "backends/*", "devices/*")
 
 
 @pytest.fixture
-def files(run_file: Callable[..., Path]) -> list[Path]:
+def files(run_file):
     """On one device ``Mine`` is right, ``Other`` returns wrong output, ``Stopped`` was not finished."""
     both = ("sinks", "sliding_window", "block_size=16")
     needs = {"a": both, "b": ("sinks", "head_size=64"), "c": ("lse", "block_size=16")}
@@ -33,7 +32,7 @@ def files(run_file: Callable[..., Path]) -> list[Path]:
 
 
 @pytest.fixture
-def site(build: Callable[..., Path], files: list[Path]) -> Path:
+def site(build, files):
     return build(files)
 
 
@@ -52,9 +51,7 @@ def answers(page: Any) -> list[tuple[str, str]]:
     ]
 
 
-def test_the_page_answers_every_pair_of_needs_as_the_command_does(
-    visit: Any, site: Path, files: list[Path], subjects_of: Any
-) -> None:
+def test_the_page_answers_every_pair_of_needs_as_the_command_does(visit, site, files, subjects_of):
     members = [subject for subject in subjects_of(*files) if subject.device == "a gpu"]
     page = visit((site / "index.html").as_uri())
     for needs in combinations(known_needs(members), 2):
@@ -63,7 +60,7 @@ def test_the_page_answers_every_pair_of_needs_as_the_command_does(
         assert dict(answers(page)) == expected, needs
 
 
-def test_what_returns_wrong_output_is_first_and_a_slow_backend_is_no_noise(visit: Any, site: Path) -> None:
+def test_what_returns_wrong_output_is_first_and_a_slow_backend_is_no_noise(visit, site):
     page = visit((site / "index.html").as_uri())
     page.get_by_text("features").click()
     page.check("[value=sinks]")
@@ -77,7 +74,7 @@ def test_what_returns_wrong_output_is_first_and_a_slow_backend_is_no_noise(visit
     assert slow.inner_text() == "53 times the fastest *, 1 case"
 
 
-def test_the_address_holds_the_selection(visit: Any, site: Path) -> None:
+def test_the_address_holds_the_selection(visit, site):
     page = visit((site / "index.html").as_uri())
     page.select_option("select >> nth=1", "block_size=16")
     page.get_by_text("features").click()
@@ -92,7 +89,7 @@ def test_the_address_holds_the_selection(visit: Any, site: Path) -> None:
     assert not copy.locator("[value=sinks]").is_checked()
 
 
-def test_a_preset_and_a_search_among_the_cases(visit: Any, site: Path) -> None:
+def test_a_preset_and_a_search_among_the_cases(visit, site):
     page = visit((site / "index.html").as_uri())
     page.get_by_role("link", name="gpt-oss").click()
     assert page.locator("[value=sinks]").is_checked()
@@ -102,7 +99,7 @@ def test_a_preset_and_a_search_among_the_cases(visit: Any, site: Path) -> None:
     assert cases.locator("tbody tr:visible").count() == 1
 
 
-def test_hostile_names_are_text(visit: Any, run_file: Any, build: Any) -> None:
+def test_hostile_names_are_text(visit, run_file, build):
     hostile = run_file(1, {"a": "failed"}, backend=HOSTILE, device=HOSTILE, version=HOSTILE, finding=HOSTILE)
     site = build([hostile, run_file(2, {"a": "passed"}, backend="b", device="b")])
     for path in pages(site):
@@ -111,7 +108,7 @@ def test_hostile_names_are_text(visit: Any, run_file: Any, build: Any) -> None:
         assert page.locator("img:not([src^='../badges/'])").count() == 0
 
 
-def test_the_site_works_below_a_path_of_a_server_and_offline(visit: Any, site: Path) -> None:
+def test_the_site_works_below_a_path_of_a_server_and_offline(visit, site):
     for path in pages(site):
         visit(path.as_uri(), offline=True)
     handler = type("Quiet", (SimpleHTTPRequestHandler,), {"log_message": lambda *_: None})
@@ -130,13 +127,13 @@ def test_the_site_works_below_a_path_of_a_server_and_offline(visit: Any, site: P
 
 
 @pytest.mark.parametrize("width", [1440, 320])
-def test_pages_fit_the_window_at_every_zoom(visit: Any, site: Path, width: int) -> None:
+def test_pages_fit_the_window_at_every_zoom(visit, site, width):
     for path in pages(site):
         page = visit(path.as_uri(), viewport={"width": width, "height": 800}, device_scale_factor=2)
         assert page.evaluate("document.documentElement.scrollWidth <= innerWidth"), path
 
 
-def test_the_keyboard_suffices(visit: Any, site: Path) -> None:
+def test_the_keyboard_suffices(visit, site):
     page = visit((site / "index.html").as_uri())
     focused = "document.activeElement"
     page.keyboard.press("Tab")
@@ -154,7 +151,7 @@ def test_the_keyboard_suffices(visit: Any, site: Path) -> None:
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_axe_finds_nothing(visit: Any, site: Path, scheme: str) -> None:
+def test_axe_finds_nothing(visit, site, scheme):
     from axe_playwright_python.sync_playwright import Axe
 
     for path in pages(site):

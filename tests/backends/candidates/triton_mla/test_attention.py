@@ -1,12 +1,12 @@
 """The latent kernel against sums written out in float64, over pages with NaN in every slot that no row sees."""
 
+import itertools
 import math
 from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
-from inline_snapshot import snapshot
 from torch import Tensor
 
 pytest.importorskip("triton")
@@ -102,14 +102,14 @@ def scratch(results: int, rank: int, segments: int) -> SplitScratch:
     return SplitScratch(out, lse, programs=10_000, most=segments)
 
 
-@pytest.mark.parametrize("segments", [2, 4, 16])
-def test_keys_in_segments_some_of_them_empty(segments: int) -> None:
+@pytest.mark.parametrize("segments", [2, 16])
+def test_keys_in_segments_some_of_them_empty(segments):
     step = make_step(((1, 150), (2, 3), (3, 1)), heads=2)
     step.check(scratch=scratch(1_000, 20, segments))
 
 
 @pytest.mark.parametrize("segments", [1, 4])
-def test_what_is_no_number_stays_none(segments: int) -> None:
+def test_what_is_no_number_stays_none(segments):
     """A key of NaN, seen by the first request alone; not the answer of a row that sees nothing."""
     step = make_step(((1, 150), (1, 30)), heads=2)
     step.kv_cache[step.tables["block_table"][0, 20], 1] = torch.nan
@@ -117,7 +117,7 @@ def test_what_is_no_number_stays_none(segments: int) -> None:
     step.check(scratch=scratch(1_000, 20, segments))
 
 
-def test_tensors_lie_in_any_way() -> None:
+def test_tensors_lie_in_any_way():
     step = make_step(((1, 20), (3, 9)))
     rows, heads, rank = step.latent.shape
     wide = step.kv_cache.new_full((len(step.kv_cache), 6, 60), torch.nan)[:, 1:-1, 4:56:2]
@@ -130,7 +130,7 @@ def test_tensors_lie_in_any_way() -> None:
     step.check(output=output, output_lse=lse)
 
 
-def test_what_does_not_go_together_is_refused() -> None:
+def test_what_does_not_go_together_is_refused():
     step = make_step(((1, 20), (3, 9)))
     for options, message in (
         ({"output": torch.zeros(6, 3, 19)}, r"output has shape \(6, 3, 19\), not \(6, 3, 20\)"),
@@ -143,53 +143,42 @@ def test_what_does_not_go_together_is_refused() -> None:
         with pytest.raises(ValueError, match=message):
             step.answer(**options)
     step.kv_cache = step.kv_cache.to(torch.float8_e5m2)
-    with pytest.raises(ValueError) as refused:
+    with pytest.raises(ValueError, match="latent attention: a cache of codes needs a k_scale of one element"):
         step.answer(k_scale=None)
-    assert str(refused.value) == snapshot("latent attention: a cache of codes needs a k_scale of one element")
     step.kv_cache = step.kv_cache.to(torch.float64)
-    with pytest.raises(ValueError) as refused:
+    with pytest.raises(ValueError, match="latent attention: kv_cache is torch"):
         step.answer()
-    assert str(refused.value) == snapshot("latent attention: kv_cache is torch.float64")
 
 
-def test_an_lse_is_optional() -> None:
-    step = make_step(((1, 20), (3, 9)))
-    output = torch.full_like(step.latent, torch.nan)
-    step.answer(output=output, output_lse=None)
-    torch.testing.assert_close(output.double(), step.out, rtol=2e-6, atol=2e-6, equal_nan=True)
-
-
-def test_no_requests_are_nothing_to_do() -> None:
+def test_an_lse_is_optional_and_no_requests_are_nothing_to_do():
     step = make_step(((1, 4),))
+    output, _ = step.answer(output_lse=None)
+    torch.testing.assert_close(output.double(), step.out, rtol=2e-6, atol=2e-6, equal_nan=True)
     tables = {"block_table": step.tables["block_table"][:0], "seq_lens": step.tables["seq_lens"][:0]}
     output, lse = step.answer(**tables, query_start_loc=step.tables["query_start_loc"][:1])
     assert output.isnan().all()
     assert lse.isnan().all()
 
 
-@pytest.mark.parametrize("is_coded", [False, True])
-@pytest.mark.parametrize("itemsize", [2, 4])
-@pytest.mark.parametrize("rank", [512, 1024])
-@pytest.mark.parametrize("heads", [1, 24, 128])
-@pytest.mark.parametrize("max_query_len", [1, 3, 700])
-def test_tiles_hold_whole_rows_and_fit(
-    max_query_len: int, heads: int, rank: int, itemsize: int, is_coded: bool
-) -> None:
-    tiling = choose_latent_tiling(
-        max_query_len=max_query_len,
-        num_heads=heads,
-        kv_lora_rank=rank,
-        itemsize=itemsize,
-        is_coded=is_coded,
-        shared_memory=163 * 1024,
-        interpreted=False,
-    )
-    assert tiling.block_h * tiling.block_q <= tiling.block_m
-    assert min(tiling.block_m, tiling.block_n) >= 16
-    assert tiling.one_block == (max_query_len <= tiling.block_q)
-    assert tiling.block_m * rank * 4 <= tiling.num_warps * 32 * 128 * 4, "half of the registers"
-    keys = tiling.block_n * tiling.num_stages
-    assert (tiling.block_m + keys) * (rank + 64) * itemsize <= 163 * 1024
-    # Every request's rows have programs, wherever they begin.
-    blocks = tiling.num_programs(2 * max_query_len, 2, heads) / math.ceil(heads / tiling.block_h)
-    assert blocks >= 2 * math.ceil(max_query_len / tiling.block_q)
+def test_tiles_hold_whole_rows_and_fit():
+    for max_query_len, heads, rank, itemsize, is_coded in itertools.product(
+        (1, 3, 700), (1, 24, 128), (512, 1024), (2, 4), (False, True)
+    ):
+        tiling = choose_latent_tiling(
+            max_query_len=max_query_len,
+            num_heads=heads,
+            kv_lora_rank=rank,
+            itemsize=itemsize,
+            is_coded=is_coded,
+            shared_memory=163 * 1024,
+            interpreted=False,
+        )
+        assert tiling.block_h * tiling.block_q <= tiling.block_m
+        assert min(tiling.block_m, tiling.block_n) >= 16
+        assert tiling.one_block == (max_query_len <= tiling.block_q)
+        assert tiling.block_m * rank * 4 <= tiling.num_warps * 32 * 128 * 4, "half of the registers"
+        keys = tiling.block_n * tiling.num_stages
+        assert (tiling.block_m + keys) * (rank + 64) * itemsize <= 163 * 1024
+        # Every request's rows have programs, wherever they begin.
+        blocks = tiling.num_programs(2 * max_query_len, 2, heads) / math.ceil(heads / tiling.block_h)
+        assert blocks >= 2 * math.ceil(max_query_len / tiling.block_q)

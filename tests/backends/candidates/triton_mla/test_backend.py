@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from inline_snapshot import snapshot
 
 from attncheck.backends.candidates.triton_mla.backend import TritonMLABackend
 from attncheck.backends.contract import KVCacheSpec
@@ -40,21 +39,16 @@ def test_the_scratch_is_the_same_in_every_step() -> None:
     assert first.scratch is second.scratch
 
 
-@pytest.mark.parametrize(
-    ("rank", "rotary", "reasons"),
-    [
-        (1024, 128, []),
-        (1025, 64, ["kv_lora_rank 1025: supported are sizes up to 1024"]),
-        (512, 129, ["qk_rope_head_dim 129: supported are sizes up to 128"]),
-    ],
-)
-def test_rows_that_fit_no_tile_are_not_supported_and_refused(rank: int, rotary: int, reasons: list[str]) -> None:
-    assert TritonMLABackend.unsupported_reasons(layer_of(rank, rotary), CacheSpec(), DECODE) == reasons
-    if not reasons:
-        assert impl_of(rank, rotary).kv_lora_rank == rank
-        return
-    with pytest.raises(ValueError, match=reasons[0]):
-        impl_of(rank, rotary)
+def test_rows_that_fit_no_tile_are_not_supported_and_refused() -> None:
+    assert TritonMLABackend.unsupported_reasons(layer_of(1024, 128), CacheSpec(), DECODE) == []
+    assert impl_of(1024, 128).kv_lora_rank == 1024
+    for rank, rotary, reason in (
+        (1025, 64, "kv_lora_rank 1025: supported are sizes up to 1024"),
+        (512, 129, "qk_rope_head_dim 129: supported are sizes up to 128"),
+    ):
+        assert TritonMLABackend.unsupported_reasons(layer_of(rank, rotary), CacheSpec(), DECODE) == [reason]
+        with pytest.raises(ValueError, match=reason):
+            impl_of(rank, rotary)
 
 
 def test_a_scale_a_head_is_refused_before_anything_is_written() -> None:
@@ -62,7 +56,6 @@ def test_a_scale_a_head_is_refused_before_anything_is_written() -> None:
     cache = torch.zeros(2, 4, 20, device=DEVICE).to(torch.float8_e4m3fn)
     layer = type("Layer", (), {"_k_scale": torch.ones(3, device=DEVICE)})()
     rows = torch.ones(1, 16, device=DEVICE), torch.ones(1, 4, device=DEVICE)
-    with pytest.raises(ValueError) as refused:
+    with pytest.raises(ValueError, match=r"k_scale has shape \(3,\): neither 1 element"):
         impl.write(layer, *rows, cache, torch.zeros(1, dtype=torch.int64, device=DEVICE))
-    assert str(refused.value) == snapshot("k_scale has shape (3,): neither 1 element, [1] nor [2, 4, 1]")
     assert not cache.float().any()

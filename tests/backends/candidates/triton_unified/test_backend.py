@@ -4,7 +4,6 @@ from typing import Any
 
 import pytest
 import torch
-from inline_snapshot import snapshot
 
 pytest.importorskip("triton")
 
@@ -35,20 +34,16 @@ def test_the_scratch_is_the_same_in_every_step() -> None:
     assert len(first.scratch.out) == 24 * len(first.scratch.lse)  # the size of a value
 
 
-@pytest.mark.parametrize("sizes", [{"head_size": 256}, {"head_size": 257}, {"head_size": 64, "head_size_v": 300}])
-def test_heads_that_fit_no_tile_are_not_supported_and_refused(sizes: dict[str, int]) -> None:
-    layer = LayerSpec(num_heads=2, num_kv_heads=1, **sizes)
-    name, size = max(sizes.items(), key=lambda item: item[1])
-    arguments: tuple[Any, ...] = (2, layer.head_size, 0.1, 1)
-    extra = {key: value for key, value in sizes.items() if key == "head_size_v"}
-    if size <= 256:
-        assert UnifiedBackend.unsupported_reasons(layer, CacheSpec(), DECODE) == []
-        assert UnifiedBackend.get_impl_cls()(*arguments, **extra).head_size == size
-        return
-    reason = f"{name} {size}: supported are sizes up to 256"
-    assert UnifiedBackend.unsupported_reasons(layer, CacheSpec(), DECODE) == [reason]
-    with pytest.raises(ValueError, match=f"{size}: supported are sizes up to 256"):
-        UnifiedBackend.get_impl_cls()(*arguments, **extra)
+def test_heads_that_fit_no_tile_are_not_supported_and_refused() -> None:
+    layer = LayerSpec(num_heads=2, num_kv_heads=1, head_size=256)
+    assert UnifiedBackend.unsupported_reasons(layer, CacheSpec(), DECODE) == []
+    assert UnifiedBackend.get_impl_cls()(2, 256, 0.1, 1).head_size == 256
+    for name, size in (("head_size", 257), ("head_size_v", 300)):
+        layer = LayerSpec(**{"num_heads": 2, "num_kv_heads": 1, "head_size": 64, name: size})
+        reason = f"{name} {size}: supported are sizes up to 256"
+        assert UnifiedBackend.unsupported_reasons(layer, CacheSpec(), DECODE) == [reason]
+        with pytest.raises(ValueError, match=f"{size}: supported are sizes up to 256"):
+            UnifiedBackend.get_impl_cls()(2, layer.head_size, 0.1, 1, head_size_v=layer.value_head_size)
 
 
 def rows(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -71,64 +66,37 @@ def test_what_does_not_go_together_is_refused(refusals: Callable[..., list[str]]
         "max_query_len": 3,
         "params": AttentionParams(2, 1, 16),
     }
-    wrong: list[dict[str, Any]] = [
-        {"query": rows(3, 2, 8)},
-        {"query": rows(3, 2, 16, dtype=torch.float64)},
-        {"output": rows(3, 2, 16, dtype=torch.int8)},
-        {"key_cache": rows(4, 16, 2, 16)},
-        {"value_cache": rows(4, 16, 1, 16, dtype=torch.float16)},
-        {"output": rows(2, 2, 16)},
-        {"output": rows(3, 2, 16, dtype=torch.float8_e4m3fn)},
-        {"output_scale": rows(1)},
-        {"seq_lens": indices(3, 3)},
-        {"block_table": indices(1, 2, 3).reshape(3, 1)},
-        {"sinks": rows(2)},
-        {"k_scale": rows(3)},
-        {"output_lse": rows(3, 1)},
-        {"tree": rows(3, 2, dtype=torch.bool)},
-        {"query_start_loc": indices(0, 1, 3)[::2]},
+    wrong: list[tuple[str, dict[str, Any]]] = [
+        ("query has shape (3, 2, 8), not [rows, 2, 16]", {"query": rows(3, 2, 8)}),
+        ("query is torch.float64, keys are torch.float32", {"query": rows(3, 2, 16, dtype=torch.float64)}),
+        ("output is torch.int8", {"output": rows(3, 2, 16, dtype=torch.int8)}),
+        ("keys have shape (4, 16, 2, 16), not [..., 1, 16]; keys are", {"key_cache": rows(4, 16, 2, 16)}),
+        (
+            "keys are torch.float32 (4, 16, 1, 16), values torch",
+            {"value_cache": rows(4, 16, 1, 16, dtype=torch.float16)},
+        ),
+        ("output has shape (2, 2, 16) for a query of (3, 2, 16)", {"output": rows(2, 2, 16)}),
+        ("output has dtype torch.float8_e4m3fn, and", {"output": rows(3, 2, 16, dtype=torch.float8_e4m3fn)}),
+        ("output has dtype torch.float32, and output_scale is given", {"output_scale": rows(1)}),
+        ("block_table has shape (1, 1) and strides (1, 1); query_start_loc", {"seq_lens": indices(3, 3)}),
+        ("block_table has shape (3, 1) and strides (1, 1)", {"block_table": indices(1, 2, 3).reshape(3, 1)}),
+        ("params and sinks differ in whether there are any", {"sinks": rows(2)}),
+        ("k_scale has shape (3,), not [1]", {"k_scale": rows(3)}),
+        ("output_lse has shape (3, 1), not [3, 2]", {"output_lse": rows(3, 1)}),
+        ("tree is torch.bool (3, 2), not a square of bools", {"tree": rows(3, 2, dtype=torch.bool)}),
+        ("query_start_loc or seq_lens has gaps", {"query_start_loc": indices(0, 1, 3)[::2]}),
     ]
-    found = refusals(lambda changed: unified_attention(**arguments | changed), wrong)
-    assert [message.removeprefix("unified attention: ") for message in found] == snapshot(
-        [
-            "query has shape (3, 2, 8), not [rows, 2, 16]",
-            "query is torch.float64, keys are torch.float32",
-            "output is torch.int8",
-            "keys have shape (4, 16, 2, 16), not [..., 1, 16]; keys are torch.float32 (4, 16, 2, 16), values torch.float32 (4, 16, 1, 16)",
-            "keys are torch.float32 (4, 16, 1, 16), values torch.float16 (4, 16, 1, 16)",
-            "output has shape (2, 2, 16) for a query of (3, 2, 16)",
-            "output has dtype torch.float8_e4m3fn, and output_scale is None",
-            "output has dtype torch.float32, and output_scale is given",
-            "block_table has shape (1, 1) and strides (1, 1); query_start_loc has 2 entries for 2 requests",
-            "block_table has shape (3, 1) and strides (1, 1)",
-            "params and sinks differ in whether there are any",
-            "k_scale has shape (3,), not [1]",
-            "output_lse has shape (3, 1), not [3, 2]",
-            "tree is torch.bool (3, 2), not a square of bools",
-            "query_start_loc or seq_lens has gaps between its entries",
-        ]
-    )
-
-
-@pytest.mark.parametrize(
-    "params",
-    [
-        AttentionParams(2, 1, 16, alibi_slopes=(0.5, 0.25), alibi_sqrt=True),
-        AttentionParams(2, 1, 16, attn_chunk_size=8, attn_chunk_lookback=1),
-    ],
-    ids=["square root", "lookback"],
-)
-def test_what_no_kernel_does_is_refused(params: AttentionParams) -> None:
-    slopes = None if params.alibi_slopes is None else torch.tensor(params.alibi_slopes, device=DEVICE)
-    starts, new = indices(0, 3), rows(3, 1, 16)
-    with pytest.raises(NotImplementedError, match="not supported"):
-        ragged_attention(
-            rows(3, 2, 16),
-            new,
-            new,
-            rows(3, 2, 16),
-            query_start_loc=starts,
-            max_query_len=3,
-            params=params,
-            alibi_slopes=slopes,
-        )
+    found = refusals(lambda changed: unified_attention(**arguments | changed[1]), wrong)
+    for message, (reason, _) in zip(found, wrong, strict=True):
+        assert message.startswith(f"unified attention: {reason}")
+    for modifiers in (
+        {"alibi_slopes": (0.5, 0.25), "alibi_sqrt": True},
+        {"attn_chunk_size": 8, "attn_chunk_lookback": 1},
+    ):
+        slopes = torch.tensor(modifiers["alibi_slopes"], device=DEVICE) if "alibi_slopes" in modifiers else None
+        given: dict[str, Any] = {"params": AttentionParams(2, 1, 16, **modifiers), "alibi_slopes": slopes}
+        new = rows(3, 1, 16)
+        with pytest.raises(NotImplementedError, match="not supported"):
+            ragged_attention(
+                rows(3, 2, 16), new, new, rows(3, 2, 16), query_start_loc=indices(0, 3), max_query_len=3, **given
+            )

@@ -1,83 +1,66 @@
+"""FP8 codes and rounded numbers, as the kernels read and write them, against torch's and the reference's."""
+
 import pytest
 import torch
 from torch import Tensor
 
 pytest.importorskip("triton")
 
-import triton
-import triton.language as tl
-
-from attncheck.backends.candidates.triton_unified.kernels.shared import (
-    E4M3FN,
-    E5M2,
-    decode_codes,
-    encode_codes,
-    rounded,
-)
-from attncheck.backends.interpreter import is_interpreted
-from attncheck.reference import quantize_fp8
+from attncheck.backends.candidates.triton_unified.attention import unified_attention
+from attncheck.backends.candidates.triton_unified.cache import reshape_and_cache
+from attncheck.reference import AttentionParams, quantize_fp8
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-FORMATS = {torch.float8_e4m3fn: E4M3FN, torch.float8_e5m2: E5M2}
-BLOCK = 4096
-
-formats = pytest.mark.parametrize("dtype", FORMATS, ids=lambda dtype: str(dtype).removeprefix("torch."))
-
-
-@triton.jit
-def _decode(p_codes, p_out, n, FORMAT: tl.constexpr, BLOCK: tl.constexpr):
-    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    tl.store(p_out + at, decode_codes(tl.load(p_codes + at, mask=at < n, other=0), FORMAT), mask=at < n)
-
-
-@triton.jit
-def _encode(p_x, p_out, n, FORMAT: tl.constexpr, BLOCK: tl.constexpr):
-    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    tl.store(p_out + at, encode_codes(tl.load(p_x + at, mask=at < n, other=0.0), FORMAT), mask=at < n)
-
-
-@triton.jit
-def _round(p_x, p_out, n, INTERPRETED: tl.constexpr, BLOCK: tl.constexpr):
-    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    x = tl.load(p_x + at, mask=at < n, other=0.0)
-    tl.store(p_out + at, rounded(x, p_out.dtype.element_ty, INTERPRETED), mask=at < n)
+formats = pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2], ids=["e4m3fn", "e5m2"])
 
 
 def all_codes(dtype: torch.dtype) -> Tensor:
     return torch.arange(256, dtype=torch.uint8, device=DEVICE).view(dtype)
 
 
-def encoded(x: Tensor, dtype: torch.dtype) -> Tensor:
-    out = torch.empty(len(x), dtype=torch.uint8, device=DEVICE)
-    _encode[(triton.cdiv(len(x), BLOCK),)](x.to(DEVICE), out, len(x), FORMAT=FORMATS[dtype], BLOCK=BLOCK)
-    return out
-
-
-def neighbours(x: Tensor) -> Tensor:
-    """Numbers, those just above and below them, and their negatives."""
-    one_up, one_down = (torch.nextafter(x, torch.full_like(x, to)) for to in (torch.inf, -torch.inf))
-    near = torch.cat([x, one_up, one_down])
-    return torch.cat([near, -near])
+def stored(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """What the writer makes of float32 numbers in a cache of this dtype, whose rows have 256 numbers."""
+    rows = torch.nn.functional.pad(x, (0, -len(x) % 256)).view(-1, 1, 256).to(DEVICE)
+    cache = torch.zeros(len(rows), 1, 1, 256, device=DEVICE).to(dtype)
+    scale = torch.ones(1, device=DEVICE)
+    slots = torch.arange(len(rows), device=DEVICE)
+    reshape_and_cache(rows, rows, cache, cache.clone(), slots, k_scale=scale, v_scale=scale)
+    return cache.flatten()[: len(x)]
 
 
 @formats
 def test_every_code_is_read_as_torch_reads_it(dtype: torch.dtype) -> None:
-    codes = all_codes(dtype)
-    out = torch.empty(256, device=DEVICE)
-    _decode[(1,)](codes.view(torch.uint8), out, 256, FORMAT=FORMATS[dtype], BLOCK=256)
-    expected = codes.float()
-    torch.testing.assert_close(out, expected, rtol=0, atol=0, equal_nan=True)
-    is_number = ~expected.isnan()  # a GPU may drop the sign of a NaN
-    assert torch.equal(out[is_number].signbit(), expected[is_number].signbit())
+    """A row sees a single key, so that the output is its value."""
+    key, value = (torch.zeros(1, 16, 1, size, dtype=torch.uint8, device=DEVICE).view(dtype) for size in (16, 256))
+    value[0, 0, 0] = all_codes(dtype)
+    out = torch.zeros(1, 1, 256, device=DEVICE)
+    one = torch.ones(1, device=DEVICE)
+    block_table, seq_lens, starts = torch.tensor([0, 1, 0, 1], dtype=torch.int32, device=DEVICE).split([1, 1, 2])
+    unified_attention(
+        torch.zeros(1, 1, 16, device=DEVICE),
+        key,
+        value,
+        out,
+        block_table=block_table[None],
+        seq_lens=seq_lens,
+        query_start_loc=starts,
+        max_query_len=1,
+        params=AttentionParams(1, 1, 16, head_size_v=256),
+        k_scale=one,
+        v_scale=one,
+    )
+    torch.testing.assert_close(out.flatten(), all_codes(dtype).float(), rtol=0, atol=0, equal_nan=True)
 
 
 @formats
 def test_ties_go_to_the_even_code_and_their_neighbours_to_the_nearest(dtype: torch.dtype) -> None:
-    values = all_codes(dtype)[:128].float()
+    values = all_codes(dtype)[:128].float().cpu()
     values = values[values.isfinite()]
     ties = (values[1:] + values[:-1]) / 2  # exact: one more bit of mantissa
-    x = neighbours(torch.cat([ties, values]).cpu())
-    codes = encoded(x, dtype)
+    x = torch.cat([ties, values])
+    x = torch.cat([x, *(torch.nextafter(x, torch.full_like(x, to)) for to in (torch.inf, -torch.inf))])
+    x = torch.cat([x, -x])
+    codes = stored(x, dtype).view(torch.uint8)
     assert torch.equal(codes, quantize_fp8(x, 1.0, dtype).view(torch.uint8).to(DEVICE))
     even = codes[: len(ties)]
     assert torch.equal(even, even & 0xFE)
@@ -88,16 +71,14 @@ def test_ties_go_to_the_even_code_and_their_neighbours_to_the_nearest(dtype: tor
 )
 def test_what_is_too_great_saturates_and_nan_stays_nan(dtype: torch.dtype, greatest: float, code: int) -> None:
     x = torch.tensor([greatest, greatest * 1.07, 1e30, torch.inf, -torch.inf, -1e30, torch.nan, 0.0, -0.0, 1e-40])
-    codes = encoded(x, dtype).tolist()
+    codes = stored(x, dtype).view(torch.uint8).tolist()
     assert codes == [code, code, code, code, code | 0x80, code | 0x80, 0x7F, 0, 0x80, 0]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 def test_rounding_goes_to_the_nearest_and_ties_to_even(dtype: torch.dtype) -> None:
-    bits = torch.arange(-(2**31), 2**31, 2**15 - 1, dtype=torch.int64).to(torch.int32)
+    bits = torch.arange(-(2**31), 2**31, 2**17 - 1, dtype=torch.int64).to(torch.int32)
     ties = torch.arange(0x3F800000, 0x3F900000, 0x1000, dtype=torch.int32)  # of bfloat16 and float16, and their codes
     x = torch.cat([bits, ties]).view(torch.float32)
     x = torch.cat([x, torch.tensor([torch.nan, torch.inf, -torch.inf, 0.0, -0.0, 3.4e38])]).to(DEVICE)
-    out = torch.empty(len(x), dtype=dtype, device=DEVICE)
-    _round[(triton.cdiv(len(x), BLOCK),)](x, out, len(x), INTERPRETED=is_interpreted(), BLOCK=BLOCK)
-    torch.testing.assert_close(out, x.to(dtype), rtol=0, atol=0, equal_nan=True)
+    torch.testing.assert_close(stored(x, dtype), x.to(dtype), rtol=0, atol=0, equal_nan=True)

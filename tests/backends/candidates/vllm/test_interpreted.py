@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from attncheck.backends.candidates.vllm.interpreted import gaps, launches, launches_triton
-from attncheck.backends.interpreter import is_interpreted
 from attncheck.reference.spec import CacheSpec, LayerSpec, OutputQuantSpec
 
 
@@ -23,69 +22,33 @@ def module(monkeypatch, name, source, **held):
     return fake
 
 
-@pytest.fixture
-def ops(monkeypatch):
-    """Two functions around a kernel, in a module that holds what vLLM puts in Triton's place."""
-    source = """
-        def attend(): kernel
-        def kernel(): pass
-        """
-    return module(monkeypatch, "their_ops", source, triton=ModuleType("triton"), tl=ModuleType("triton.language"))
-
-
-def backend(monkeypatch, source, **held):
-    """A backend whose module has this source."""
-    fake = module(monkeypatch, "their_backend", source, **held)
+@pytest.mark.parametrize(
+    ("source", "expected"),
+    [
+        ("class Impl:\n    def forward(self): attend()", True),
+        ("class Builder:\n    def build(self): attend()", True),
+        ("class Impl:\n    @staticmethod\n    def forward(): attend()", True),
+        ("class Impl:\n    def forward(self): return [attend() for _ in range(2)]", True),
+        ("class Base:\n    def forward(self): attend()\nclass Impl(Base):\n    def other(self): pass", True),
+        ("class Impl:\n    def forward(self): triton.cdiv", True),
+        ("class Impl:\n    def forward(self): plain()", False),  # of a module without Triton
+        ("class Impl:\n    def forward(self): pass\ndef unused(): attend()", False),
+        ("class Base:\n    def forward(self): attend()\nclass Impl(Base):\n    def forward(self): pass", False),
+        ("class Impl:\n    def forward(self): self.attend()", False),
+    ],
+)
+def test_methods_that_name_triton_or_a_function_beside_it_are_reported(source, expected, monkeypatch):
+    """vLLM puts modules of its own in Triton's place."""
+    held = {"triton": ModuleType("triton"), "tl": ModuleType("triton.language")}
+    ops = module(monkeypatch, "their_ops", "def attend(): kernel\ndef kernel(): pass", **held)
+    plain = module(monkeypatch, "plain_ops", "def attend(): pass")
+    names = {"attend": ops.attend, "triton": ops.triton, "plain": plain.attend}
+    fake = module(monkeypatch, "their_backend", source, **names)
     empty = type("Empty", (), {})
-    return SimpleNamespace(
+    backend = SimpleNamespace(
         get_impl_cls=lambda: getattr(fake, "Impl", empty), get_builder_cls=lambda: getattr(fake, "Builder", empty)
     )
-
-
-@pytest.mark.parametrize(
-    "source",
-    [
-        "class Impl:\n    def forward(self): attend()",
-        "class Builder:\n    def build(self): attend()",
-        "class Impl:\n    @staticmethod\n    def forward(): attend()",
-        "class Impl:\n    def forward(self): return [attend() for _ in range(2)]",
-        "class Base:\n    def forward(self): attend()\nclass Impl(Base):\n    def other(self): pass",
-    ],
-    ids=["impl", "builder", "static", "nested", "inherited"],
-)
-def test_a_method_that_names_a_function_beside_triton_is_reported(monkeypatch, ops, source):
-    assert launches_triton(backend(monkeypatch, source, attend=ops.attend))
-
-
-def test_a_method_that_uses_triton_itself_is_reported(monkeypatch, ops):
-    assert launches_triton(backend(monkeypatch, "class Impl:\n    def forward(self): triton.cdiv", triton=ops.triton))
-
-
-@pytest.mark.parametrize(
-    "source",
-    [
-        "class Impl:\n    def forward(self): pass",
-        "class Impl:\n    def forward(self): pass\ndef unused(): attend()",
-        "class Base:\n    def forward(self): attend()\nclass Impl(Base):\n    def forward(self): pass",
-        "class Impl:\n    def forward(self): self.attend()",
-    ],
-    ids=["nothing", "beside", "overridden", "attribute"],
-)
-def test_what_no_method_names_is_not_reported(monkeypatch, ops, source):
-    assert not launches_triton(backend(monkeypatch, source, attend=ops.attend))
-
-
-def test_a_function_of_a_module_without_triton_is_not_reported(monkeypatch):
-    plain = module(monkeypatch, "plain_ops", "def attend(): pass")
-    assert not launches_triton(
-        backend(monkeypatch, "class Impl:\n    def forward(self): attend()", attend=plain.attend)
-    )
-
-
-@pytest.mark.parametrize(("value", "expected"), [("1", True), ("TRUE", True), ("on", True), ("0", False), ("", False)])
-def test_the_variable_is_read_as_triton_reads_it(monkeypatch, value, expected):
-    monkeypatch.setenv("TRITON_INTERPRET", value)
-    assert is_interpreted() is expected
+    assert launches_triton(backend) is expected
 
 
 def test_the_capability_is_replaced_on_the_cpu_alone_and_during_launches_alone(monkeypatch):
@@ -102,11 +65,7 @@ def test_the_capability_is_replaced_on_the_cpu_alone_and_during_launches_alone(m
     with pytest.raises(KeyError), launches():
         raise KeyError
     assert torch.cuda.get_device_capability is original
-
-
-def test_compiled_kernels_are_launched_as_they_are(monkeypatch):
-    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    original = torch.cuda.get_device_capability
+    monkeypatch.delenv("TRITON_INTERPRET")
     with launches():
         assert torch.cuda.get_device_capability is original
 
@@ -114,12 +73,13 @@ def test_compiled_kernels_are_launched_as_they_are(monkeypatch):
 def test_what_the_interpreter_gets_wrong_is_named_with_its_value():
     layer, cache = LayerSpec(num_heads=2, num_kv_heads=1, head_size=32, dtype="float16"), CacheSpec(block_size=16)
     assert gaps(layer, cache) == []
-    (reason,) = gaps(replace(layer, dtype="bfloat16"), cache)
-    assert reason.startswith("dtype bfloat16: ")
-    (reason,) = gaps(layer, replace(cache, kv_cache_dtype="fp8_e5m2"))
-    assert reason.startswith("kv_cache_dtype fp8_e5m2: ")
-    (reason,) = gaps(replace(layer, output_quant=OutputQuantSpec(scale=0.5)), cache)
-    assert reason.startswith("output_quant: ")
+    for start, case in (
+        ("dtype bfloat16: ", (replace(layer, dtype="bfloat16"), cache)),
+        ("kv_cache_dtype fp8_e5m2: ", (layer, replace(cache, kv_cache_dtype="fp8_e5m2"))),
+        ("output_quant: ", (replace(layer, output_quant=OutputQuantSpec(scale=0.5)), cache)),
+    ):
+        (reason,) = gaps(*case)
+        assert reason.startswith(start)
 
 
 STAND_INS = {
@@ -153,7 +113,6 @@ def test_vllm_finds_a_backend_for_the_cpu_while_it_looks_and_no_longer(tmp_path,
         import vllm.triton_utils, triton.backends
         print(vllm.triton_utils.HAS_TRITON, missing_triton() == [], list(triton.backends.backends))
         """
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(program)], capture_output=True, text=True, check=True, timeout=60
-    )
+    command = [sys.executable, "-c", textwrap.dedent(program)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
     assert done.stdout.strip() == f"{has_triton} {has_triton} ['nvidia']"

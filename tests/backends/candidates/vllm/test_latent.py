@@ -6,7 +6,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from inline_snapshot import snapshot
 
 from attncheck.backends.candidates.vllm import bridge
 from attncheck.backends.candidates.vllm.bridge import VLLMLatentBackend, VLLMLatentBuilder
@@ -80,18 +79,13 @@ def reasons(spec, *, layer=LAYER, dtype="auto"):
     return Candidate.unsupported_reasons(layer, CacheSpec(kv_cache_dtype=dtype), spec)
 
 
-@pytest.mark.parametrize("spec", [batch((1, 9), (1, 3), requests=2, tokens=2), batch((5, 9), (1, 3))])
-def test_decodes_with_a_request_for_each_row_of_padding_are_supported(spec):
-    assert reasons(spec) == []
-
-
-@pytest.mark.parametrize("spec", [batch((1, 9), requests=2, tokens=3), batch((5, 5), (1, 3), requests=1, tokens=1)])
-def test_padding_that_no_graph_of_vllm_s_has_is_unsupported(spec):
-    (reason,) = reasons(spec)
-    assert f"{spec.padding.tokens} padding tokens: vLLM pads decodes of one length alone" in reason
-
-
-def test_drafts_are_padded_where_the_builder_takes_them_for_decodes(monkeypatch):
+def test_padding_is_supported_where_a_graph_of_vllm_s_has_it(monkeypatch):
+    """Decodes of one length, and a request for each row of padding; drafts where the builder takes them for decodes."""
+    for spec in (batch((1, 9), (1, 3), requests=2, tokens=2), batch((5, 9), (1, 3))):
+        assert reasons(spec) == []
+    for spec in (batch((1, 9), requests=2, tokens=3), batch((5, 5), (1, 3), requests=1, tokens=1)):
+        (reason,) = reasons(spec)
+        assert f"{spec.padding.tokens} padding tokens: vLLM pads decodes of one length alone" in reason
     spec = batch((3, 9), (3, 5), drafts=2, requests=1, tokens=3)
     assert len(reasons(spec)) == 1
     monkeypatch.setattr(Theirs, "get_builder_cls", staticmethod(lambda: TakesDrafts))
@@ -101,23 +95,24 @@ def test_drafts_are_padded_where_the_builder_takes_them_for_decodes(monkeypatch)
 
 def test_rows_without_a_slot_are_supported_where_graphs_are(monkeypatch):
     spec = batch((1, 9), (4, 9), unmapped_tokens=3)
-    assert reasons(spec) == snapshot(["rows that no slot is for: vLLM's runner pads no rows on a CPU"])
+    assert reasons(spec) == ["rows that no slot is for: vLLM's runner pads no rows on a CPU"]
     monkeypatch.setattr(bridge, "launches_triton", lambda _: True)
     assert reasons(spec) == []
 
 
-def test_rows_that_see_later_ones_come_in_blocks_of_one_length():
-    blocks = replace(LAYER, causal=False)
+def test_layers_decide_with_the_batch():
+    blocks = replace(LAYER, causal=False)  # rows that see later ones come in blocks of one length
     assert reasons(batch((3, 9), (3, 5)), layer=blocks) == []
     (reason,) = reasons(batch((3, 9), (2, 5)), layer=blocks)
     assert "one" in reason
-
-
-def unavailable(spec, dtype="fp8"):
-    return Candidate.unavailable_case_reasons("cpu", LAYER, CacheSpec(kv_cache_dtype=dtype), spec)
+    plain = LayerSpec(num_heads=2, num_kv_heads=1, head_size=48, dtype="float16")
+    assert len(reasons(batch((5, 9), (1, 3), requests=1, tokens=1), layer=plain)) == 1
 
 
 def test_a_context_of_codes_is_read_by_decodes_alone_on_a_cpu(monkeypatch):
+    def unavailable(spec, dtype="fp8"):
+        return Candidate.unavailable_case_reasons("cpu", LAYER, CacheSpec(kv_cache_dtype=dtype), spec)
+
     assert unavailable(batch((1, 9), (1, 5))) == []
     assert unavailable(batch((5, 5), (1, 1))) == []
     assert unavailable(batch((5, 9)), dtype="auto") == []
@@ -130,37 +125,22 @@ def test_a_context_of_codes_is_read_by_decodes_alone_on_a_cpu(monkeypatch):
     assert unavailable(batch((5, 9))) == []
 
 
-def test_a_layer_without_a_latent_cache_is_refused_for_that_alone():
-    plain = LayerSpec(num_heads=2, num_kv_heads=1, head_size=48, dtype="float16")
-    assert len(reasons(batch((5, 9), (1, 3), requests=1, tokens=1), layer=plain)) == 1
-
-
-@pytest.mark.parametrize(("size", "rows"), [(None, 4096), (16, 16), (17, 32), (1, 16)])
-def test_the_workspace_is_the_case_s_in_whole_pages(size, rows):
+def test_the_workspace_is_the_case_s_in_whole_pages():
     builder = type("Made", (VLLMLatentBuilder,), {"their_backend": Theirs})
-    vllm_builder = builder.their_builder(replace(SPEC, chunked_prefill_workspace_size=size))
-    assert vllm_builder.determine_chunked_prefill_workspace_size(None) == rows
+    for size, rows in ((None, 4096), (16, 16), (17, 32), (1, 16)):
+        vllm_builder = builder.their_builder(replace(SPEC, chunked_prefill_workspace_size=size))
+        assert vllm_builder.determine_chunked_prefill_workspace_size(None) == rows
     assert Builder.determine_chunked_prefill_workspace_size(None) == 4096
 
 
-@pytest.mark.parametrize("width", [576, 320, 64, 24])
-def test_sizes_of_a_row_fill_it(width):
-    sizes = LatentSizes.of_row(width)
-    assert sizes.row_size == width
-    assert sizes.kv_lora_rank > 0
-    assert LatentSizes.of(SimpleNamespace(**vars(sizes))) == sizes
-    assert sizes.model()["kv_lora_rank"] == sizes.kv_lora_rank
-
-
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        ("alibi_slopes", [0.5]),
-        ("logits_soft_cap", 30.0),
-        ("attn_type", "encoder_only"),
-        ("kv_sharing_target_layer_name", "layer.0"),
-    ],
-)
-def test_what_vllm_s_layer_has_no_argument_for_is_refused(name, value):
-    with pytest.raises(NotImplementedError, match=name):
-        make_layer(Theirs, None, LayerArguments(2, 48, 0.1, 1, **{name: value}), LatentSizes.of_row(48))
+def test_what_vllm_s_layer_takes():
+    for width in (576, 320, 64, 24):
+        sizes = LatentSizes.of_row(width)
+        assert sizes.row_size == width
+        assert sizes.kv_lora_rank > 0
+        assert LatentSizes.of(SimpleNamespace(**vars(sizes))) == sizes
+        assert sizes.model()["kv_lora_rank"] == sizes.kv_lora_rank
+    refused = {"alibi_slopes": [0.5], "logits_soft_cap": 30.0, "attn_type": "encoder_only"}
+    for name, value in {**refused, "kv_sharing_target_layer_name": "layer.0"}.items():
+        with pytest.raises(NotImplementedError, match=name):
+            make_layer(Theirs, None, LayerArguments(2, 48, 0.1, 1, **{name: value}), LatentSizes.of_row(48))

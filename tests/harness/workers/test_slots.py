@@ -1,0 +1,359 @@
+"""Slots that examine at once: who gets which question when, the order of records, and how all of them end."""
+
+import signal
+import threading
+import time
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import replace
+from typing import cast
+
+import pytest
+
+from attncheck.cases.model import Case
+from attncheck.errors import BackendUnavailableError, ClusterError, QuestionError
+from attncheck.harness.run.outcomes import BackendDescription, Circumstances, not_loaded, record_of
+from attncheck.harness.run.selection import RunPlan
+from attncheck.harness.workers.executor import (
+    BackendQuestion,
+    Chosen,
+    Examination,
+    Place,
+    ProcessExaminer,
+    ProcessSlot,
+    Schedule,
+)
+from attncheck.harness.workers.pool import WorkerPool
+from attncheck.harness.workers.process import StoppedError, WorkerError
+from attncheck.harness.workers.protocol import HarnessFailure
+from attncheck.reports.run_file.header import BackendInfo, Environment
+from attncheck.reports.run_file.records import Record
+
+MakeCase = Callable[..., Case]
+Step = tuple[int, str, str]
+"""A slot, a backend and a case."""
+FACTS = dict.fromkeys(("python", "torch", "numpy", "platform", "cpu", "device", "device_name"), "")
+ENVIRONMENT = Environment(attncheck="0.1.0", cores=1, **FACTS)
+CIRCUMSTANCES = Circumstances(0, ENVIRONMENT.digest, "0.1.0")
+OURS = WorkerError("b", HarnessFailure(error="RuntimeError: No CUDA GPUs are available", traceback=""))
+
+
+@pytest.fixture
+def cases(make_case: MakeCase) -> list[Case]:
+    return [make_case(name=name) for name in "wxyz"]
+
+
+def questions_to(refs: str, cases: Sequence[Case], check: str = "numerics") -> list[BackendQuestion]:
+    backends = [BackendDescription(info=BackendInfo(name=ref, ref=ref)) for ref in refs]
+    return [BackendQuestion(backend, case, (check,)) for backend in backends for case in cases]
+
+
+class Team:
+    """Slots that answer at once. ``deed``: what a slot does with a question before; it returns whether it is over."""
+
+    def __init__(self, count: int, deed: Callable[["FakeSlot", Place], object] = lambda slot, place: True) -> None:
+        self.steps: list[Step] = []
+        self.deed = deed
+        self.slots = [FakeSlot(self, number) for number in range(count)]
+
+    def examine(
+        self, questions: Sequence[BackendQuestion], costs: dict[tuple[str, str, str], float] | None = None
+    ) -> Generator[Record, None, None]:
+        examination = Examination(RunPlan(cases=()), (), ENVIRONMENT)
+        return examination.examine_all(questions, self.slots, costs=costs)
+
+
+class FakeSlot:
+    def __init__(self, team: Team, number: int) -> None:
+        self.team, self.number = team, number
+        self.cannot_begin: list[str] = []
+        self.left: list[str] = []
+        self.stopped = threading.Event()
+        self.error: Exception | None = None
+
+    def begin(self, chosen: Chosen) -> bool:
+        if self.error is not None:
+            raise self.error
+        return chosen.ref not in self.cannot_begin
+
+    def examine(self, place: Place, _left: Sequence[BackendQuestion]) -> bool:
+        question = place.question
+        self.team.steps.append((self.number, question.backend.ref, question.case.id))
+        if not self.team.deed(self, place):
+            return False
+        for check in question.checks:
+            found = BackendUnavailableError("made", ["made up"])
+            place.records.put(record_of(place.circumstances, question.case, question.backend, check, found, 0.0))
+        return True
+
+    def leave(self, ref: str) -> None:
+        self.left.append(ref)
+
+    def stop(self) -> None:
+        self.stopped.set()
+
+    def wait_for_stop(self) -> None:
+        assert self.stopped.wait(30)
+        raise StoppedError
+
+
+def in_order(records: Sequence[Record]) -> list[tuple[str, str]]:
+    return [(record.backend, record.case_id) for record in records]
+
+
+def everything(refs: str, cases: Sequence[Case]) -> list[tuple[str, str]]:
+    return [(ref, case.id) for ref in refs for case in cases]
+
+
+def test_records_keep_the_order_of_a_serial_run_and_none_waits_for_later_ones(cases: list[Case]) -> None:
+    """The second slot examines ``b`` and ``c`` while the first is at ``a``; ``c`` then waits for a record of ``a``."""
+    is_b_done, is_read = threading.Event(), threading.Event()
+
+    def deed(_: FakeSlot, place: Place) -> bool:
+        question = place.question
+        if question.backend.ref == "a":
+            assert is_b_done.wait(30)
+        elif question.backend.ref == "c":
+            is_b_done.set()
+            assert is_read.wait(30)
+        return True
+
+    team = Team(2, deed)
+    records = team.examine(questions_to("abc", cases))
+    first = next(records)
+    is_read.set()
+    assert in_order([first, *records]) == everything("abc", cases)
+    slots_of = {ref: {slot for slot, each, _ in team.steps if each == ref} for ref in "abc"}
+    assert slots_of["b"] == slots_of["c"] != slots_of["a"]
+    assert sorted(ref for slot in team.slots for ref in slot.left) == ["a", "b", "c"]
+
+
+def test_a_backend_that_is_not_loaded_needs_no_slot(cases: list[Case]) -> None:
+    gone = BackendQuestion(not_loaded("gone", ("no library",)), cases[0], ("numerics",))
+    team = Team(1)
+    records = list(team.examine([gone, *questions_to("a", cases)]))
+    assert [record.backend for record in records] == ["gone", *"aaaa"]
+    assert records[0].outcome == "unavailable"
+    assert [ref for _, ref, _ in team.steps] == list("aaaa")
+
+
+@pytest.mark.parametrize(("seconds", "helpers"), [(9.0, 1), (0.01, 0)])
+def test_slots_help_with_a_backend_that_took_long_in_earlier_runs(
+    make_case: MakeCase, seconds: float, helpers: int
+) -> None:
+    cases = [make_case((1, number), name=f"case{number}") for number in range(1, 9)]
+    has_helper = threading.Event()
+
+    def deed(slot: FakeSlot, _: Place) -> bool:
+        if slot.number != team.steps[0][0]:
+            has_helper.set()
+        return not helpers or has_helper.wait(30)
+
+    team = Team(2, deed)
+    costs = {("a", case.hash, "numerics"): seconds for case in cases}
+    assert in_order(list(team.examine(questions_to("a", cases), costs))) == everything("a", cases)
+    assert sorted(case for *_, case in team.steps) == [case.id for case in cases]
+    assert has_helper.is_set() == bool(helpers)
+
+
+@pytest.mark.parametrize(("each_s", "expected"), [(0.1, None), (0.5, None), (2.0, "a")])
+def test_a_slot_helps_where_much_is_left_after_five_cases(
+    make_case: MakeCase, each_s: float, expected: str | None
+) -> None:
+    """Of 20 cases 5 are over: 15 left take 1.5, 7.5 and 30 s, of which another process would take half, after 5 s."""
+    now = [0.0]
+    cases = [make_case(name=f"case{number}") for number in range(20)]
+    schedule = Schedule(questions_to("a", cases), lambda: now[0])
+    assert schedule.choose(0) == Chosen("a", True, None)
+    for number in range(5):
+        assert schedule._to_help(1) is None
+        assert schedule.take("a", 0) == number
+        now[0] += each_s
+        schedule.finish(number)
+    assert schedule._to_help(1) == expected
+
+
+def test_a_backend_that_a_slot_cannot_begin_is_left_to_the_others(cases: list[Case]) -> None:
+    team = Team(2)
+    team.slots[0].cannot_begin = ["a", "b"]
+    assert in_order(list(team.examine(questions_to("ab", cases)))) == everything("ab", cases)
+    assert {slot for slot, *_ in team.steps} == {1}
+    assert team.slots[0].left == []
+
+
+def test_cases_that_share_a_graph_level_stay_in_one_slot_even_if_it_is_lost(make_case: MakeCase) -> None:
+    """The level belongs to layer and cache. The slot that is lost at the second case leaves the group to the other."""
+    first = make_case(name="first")
+    wide = replace(first, id="wide", layer=replace(first.layer, num_heads=first.layer.num_heads * 2))
+    same = replace(first, id="same", cache=replace(first.cache, first_block=3))
+    schedule = Schedule(questions_to("a", [first, wide, same, replace(first, id="last")], check="cudagraph"))
+    assert schedule.choose(0) is not None
+    assert [schedule.take("a", slot) for slot in (0, 1, 1)] == [0, 1, None]
+    assert schedule.take("a", 0) == 2
+    schedule.finish(2, is_over=False)
+    assert [schedule.take("a", 1) for _ in range(3)] == [2, 3, None]
+    free = Schedule(questions_to("a", [first, wide, same]))
+    assert [free.take("a", slot) for slot in (0, 1, 0)] == [0, 1, 2]
+
+
+def test_cases_that_need_much_memory_are_examined_one_at_a_time(
+    cases: list[Case], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    large = {"x", "y"}
+    monkeypatch.setattr(
+        "attncheck.harness.workers.executor.needed_bytes", lambda case: 2**31 if case.id in large else 2**20
+    )
+    at_work: set[int] = set()
+    together = threading.Barrier(2, timeout=30)
+
+    def deed(slot: FakeSlot, place: Place) -> bool:
+        if place.question.case.id == "w":
+            together.wait()  # small cases run side by side
+        elif place.question.case.id in large:
+            assert not at_work
+            at_work.add(slot.number)
+            slot.stopped.wait(0.01)
+            at_work.discard(slot.number)
+        return True
+
+    assert in_order(list(Team(2, deed).examine(questions_to("ab", cases)))) == everything("ab", cases)
+
+
+@pytest.mark.parametrize("ending", ["interrupt", "close", "fault"])
+def test_an_end_of_the_run_stops_all_slots(cases: list[Case], ending: str) -> None:
+    """``a`` hangs in its second case while ``b`` is examined. An interrupt still yields the records of ``b``."""
+    is_reading, is_hanging = threading.Event(), threading.Event()
+
+    def deed(slot: FakeSlot, place: Place) -> bool:
+        match place.question.backend.ref, place.question.case.id:
+            case ("a", "x"):
+                is_hanging.set()
+                slot.wait_for_stop()
+            case ("c", _):
+                assert is_hanging.wait(30)
+                assert is_reading.wait(30)
+                if ending == "fault":
+                    raise KeyError(3)
+                if ending == "interrupt":
+                    time.sleep(0.05)  # until the main thread waits
+                    signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+                slot.wait_for_stop()
+        return True
+
+    team = Team(2, deed)
+    records = team.examine(questions_to("abc", cases))
+    taken = [next(records)]
+    is_reading.set()
+    if ending == "close":
+        assert is_hanging.wait(30)
+        records.close()
+    else:
+        with pytest.raises(KeyboardInterrupt if ending == "interrupt" else KeyError):
+            taken.extend(records)  # an exception leaves what came before in the list
+    assert in_order(taken) == [("a", "w"), *(everything("b", cases) if ending == "interrupt" else [])]
+    assert any(slot.stopped.is_set() for slot in team.slots)
+    assert not [each for each in threading.enumerate() if each.name.startswith("slot ")]
+
+
+def test_a_question_of_a_lost_slot_goes_to_another(cases: list[Case]) -> None:
+    def deed(slot: FakeSlot, _: Place) -> bool:
+        if slot.number == 0:
+            slot.error = ClusterError("here", "no node is left")
+        return slot.number != 0
+
+    team = Team(2, deed)
+    assert in_order(list(team.examine(questions_to("ab", cases)))) == everything("ab", cases)
+    assert [slot for slot, *_ in team.steps].count(0) <= 1
+
+
+def test_a_run_without_any_slot_left_ends_after_the_records_before(cases: list[Case]) -> None:
+    def deed(slot: FakeSlot, place: Place) -> bool:
+        if place.question.case.id == "y":
+            slot.error = ClusterError("here", "no node is left")
+        return place.question.case.id != "y"
+
+    taken: list[Record] = []
+    with pytest.raises(ClusterError, match="no node is left"):
+        taken.extend(Team(2, deed).examine(questions_to("a", cases)))
+    assert in_order(taken) == [("a", "w"), ("a", "x")]
+
+
+class FakePool:
+    """A pool of processes: keeps what is done to it. ``gpus``: of the run. ``unstartable``: why no process starts."""
+
+    def __init__(self, name: str, log: list[str], unstartable: Exception | None = None) -> None:
+        self.name, self.log, self.unstartable = name, log, unstartable
+        self.processes: dict[str, FakeProcess] = {}
+
+    def twin(self) -> "FakePool":
+        return FakePool("twin", self.log, self.unstartable)
+
+    def process(self, ref: str) -> "FakeProcess | None":
+        return self.processes.get(ref)
+
+    def prepare(self, ref: str) -> None:
+        self.log.append(f"{self.name} prepares {ref}")
+
+    def restart(self, ref: str) -> None:
+        if self.unstartable is not None:
+            raise self.unstartable
+        self.log.append(f"{self.name} starts {ref}")
+
+    def discard(self, ref: str) -> None:
+        self.log.append(f"{self.name} discards {ref}")
+
+    def finish(self, ref: str) -> None:
+        self.log.append(f"{self.name} finishes {ref}")
+
+
+class FakeProcess:
+    has_ended = True
+
+
+class Noting:
+    """Examines nothing, and keeps where it would have."""
+
+    def __init__(self, log: list[str]) -> None:
+        self.log, self.warming = log, self
+
+    def examine(self, place: Place, workers: FakePool, _left: Sequence[BackendQuestion]) -> None:
+        self.log.append(f"{workers.name} examines {place.question.backend.ref}")
+
+    def finish(self, ref: str) -> None:
+        self.log.append(f"no warmers of {ref}")
+
+
+def slot_of(log: list[str], pool: FakePool, own: FakePool | None = None) -> ProcessSlot:
+    return ProcessSlot(cast(ProcessExaminer, Noting(log)), cast(WorkerPool, pool), cast("WorkerPool | None", own))
+
+
+def test_the_first_slot_at_a_backend_uses_its_process_and_starts_the_next_one_ahead(cases: list[Case]) -> None:
+    log: list[str] = []
+    pool = FakePool("pool", log)
+    pool.processes["b"] = FakeProcess()  # it has ended before its first case
+    slot = slot_of(log, pool)
+    for ref, following in (("a", "b"), ("b", None)):
+        assert slot.begin(Chosen(ref, True, following))
+        assert slot.examine(Place(*questions_to(ref, cases[:1]), CIRCUMSTANCES, ["numerics"]), ())
+        slot.leave(ref)
+    assert log == [
+        *("pool prepares b", "pool examines a", "pool finishes a", "no warmers of a"),
+        *("pool discards b", "pool examines b", "pool finishes b", "no warmers of b"),
+    ]
+
+
+@pytest.mark.parametrize(("is_first", "has_gpu"), [(False, False), (False, True), (True, True)])
+def test_a_slot_that_helps_or_has_a_gpu_of_its_own_uses_processes_of_its_own(is_first: bool, has_gpu: bool) -> None:
+    log: list[str] = []
+    pool = FakePool("pool", log)
+    slot = slot_of(log, pool, FakePool("twin", log) if has_gpu else None)
+    assert slot.begin(Chosen("a", is_first, "b"))
+    slot.leave("a")
+    assert log == ["twin starts a", "twin finishes a", "no warmers of a"]
+
+
+@pytest.mark.parametrize("error", [QuestionError("another GPU"), OSError("no memory"), OURS])
+def test_a_process_that_does_not_start_leaves_its_backend_to_others(error: Exception) -> None:
+    log: list[str] = []
+    slot = slot_of(log, FakePool("pool", log, error))
+    assert not slot.begin(Chosen("a", False, None))
+    assert log == ["twin discards a"]
