@@ -17,6 +17,7 @@ from attncheck.harness.checks.history import (
     History,
     check_step,
     layer_of_another_group,
+    loop_steps,
     mirror_layer,
     other_kind_of_layer,
     sharing_layer,
@@ -24,6 +25,7 @@ from attncheck.harness.checks.history import (
 from attncheck.harness.driver.session import Session
 from attncheck.harness.problem.problem import build_problem
 from attncheck.harness.truth.truth import truth_of
+from attncheck.reference.spec import TreeOptions
 
 CPU = torch.device("cpu")
 
@@ -162,6 +164,29 @@ def test_requests_that_go_on_are_judged_in_a_decode_loop(make_case: Any) -> None
     assert isinstance(found, Broken)
     assert "of a decode loop" in found.summary
     assert any("new tokens" in line for line in found.details)
+
+
+def test_a_decode_loop_brings_every_row_of_the_case_once_and_ends_as_the_case_does(make_case: Any) -> None:
+    problem = build_problem(make_case((1, 33), (1, 15), (5, 40), (33, 33), (1, 130)), 0)
+    rows = torch.cat([step.rows for step in loop_steps(problem)])
+    assert rows[rows >= 0].sort().values.tolist() == list(range(len(problem.query)))
+    *_, last = loop_steps(build_problem(make_case((1, 33), (1, 130)), 0))
+    assert [(r.query_len, r.num_keys) for r in last.problem.requests] == [(1, 33), (1, 130)]
+
+
+@pytest.mark.parametrize(
+    ("path", "options", "layer"),
+    [
+        ("paged", None, {"causal": False}),
+        ("paged", None, {"kv_sharing": True}),
+        ("tree", TreeOptions(parents=(-1, 0, 0)), {}),
+        ("encoder_only", None, {"attn_type": "encoder_only"}),
+    ],
+)
+def test_there_is_no_decode_loop_where_rows_would_see_other_keys(
+    make_case: Any, path: str, options: Any, layer: dict[str, Any]
+) -> None:
+    assert loop_steps(build_problem(make_case((3, 3), (3, 3), path=path, options=options, **layer), 0)) == ()
 
 
 def test_a_group_that_a_builder_refuses_is_examined_without_the_other_kind_of_layer(make_case: Any) -> None:
