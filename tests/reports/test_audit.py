@@ -177,15 +177,3 @@ def test_several_runs_have_their_levels_side_by_side(run, make):
     (beside,) = json.loads(page.document(gpu, run))["beside"]
     assert beside == {key: value for key, value in json.loads(page.document(run)).items() if key in beside}
     assert "several runs" not in page.render(gpu)
-
-
-def test_the_json_has_the_same(run):
-    found = json.loads(page.document(run))
-    assert [row["backend"] for row in found["levels"]] == ["vllm:ONE", "vllm:TWO", "vllm:THREE", "vllm:FOUR"]
-    one = {feature["column"]: feature for feature in found["backends"][0]["features"]}
-    assert one["dtype"]["declared"] == ["float16", "bfloat16", "float32"]
-    assert {value["value"]: value["verdict"] for value in one["dtype"]["measured"]} == {
-        "float16": "right",
-        "bfloat16": "short",
-    }
-    assert one["dcp"]["is_testable"] is False

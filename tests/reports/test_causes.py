@@ -13,9 +13,7 @@ from attncheck.reports.run_file.causes import (
     cause_of_failure,
     died_at,
     last_words,
-    place_of,
     raised_at,
-    without_figures,
 )
 from attncheck.reports.terminal import run as terminal
 
@@ -138,16 +136,6 @@ def test_a_failure_has_the_cause_that_is_named_or_the_pattern_of_its_summary(che
     assert cause_of_failure(check, summary, meaning) == cause
 
 
-def test_figures_are_one_pattern_and_names_stay():
-    for text, pattern in (
-        ("heads 1, 2, 30 of 32", "heads N of N"),
-        ("1e-05 and -3.5e+10", "N and N"),
-        ("fp8_e4m3 of bfloat16 and int8", "fp8_e4m3 of bfloat16 and int8"),
-        ("mine.py:12", "mine.py:N"),
-    ):
-        assert without_figures(text) == pattern
-
-
 def test_an_end_is_named_by_the_line_of_the_author_or_by_its_message():
     for error, cause in (
         (("forward", "index 9", traceback(WATCH, MINE, TORCH)), "IndexError at mine.py:2 in call"),
@@ -188,16 +176,6 @@ def test_a_line_of_a_library_or_the_harness_is_no_cause():
     )
     trace = f"{traceback(WATCH, TORCH)}\nValueError: no"
     assert cause_of_error("ValueError", "forward", "no", trace) == "ValueError in forward: no"
-
-
-def test_the_place_of_a_line_of_a_stack():
-    for line, place in (
-        ('File "/a b/mine.py", line 12, in forward', ("/a b/mine.py", 12)),
-        ('File "mine.py", line 12 in forward', ("mine.py", 12)),
-        ('File "mine.py", line ??? in forward', ("mine.py", None)),
-        ("mine.py:12", ("", None)),
-    ):
-        assert place_of(line) == place
 
 
 def traceback(*paths: str) -> str:

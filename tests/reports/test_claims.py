@@ -4,7 +4,6 @@ from typing import Any
 
 import pytest
 
-from attncheck.reports.analysis.findings import findings
 from attncheck.reports.analysis.support import ANSWERED, REFUSED
 from attncheck.reports.analysis.verdicts import BackendVerdict, run_findings
 from attncheck.reports.run_file.header import BackendInfo, CaseInfo
@@ -203,24 +202,3 @@ def test_what_is_right_without_being_declared_could_be_declared(make, plain, ver
         *undeclared("g", "fp8_kv", **refused),
     ]
     assert verdict_of(records).could_declare == ("alibi (1 of 2 right)", "tree (2 of 2 right)")
-
-
-def test_a_backend_that_was_not_examined_has_no_other_verdict(make, verdict_of):
-    found = verdict_of([make("unavailable"), make("unsupported", case_id="b")])
-    assert (found.verdict, found.findings, found.false_claims) == ("not examined", (), ())
-    assert found.results == {"not applicable": 1, "not examined": 1}
-
-
-def test_an_expected_finding_fails_no_backend(make, verdict_of):
-    found = verdict_of([make("passed"), make("xfailed", case_id="b"), make("passed", case_id="b", check="lse")])
-    assert (found.verdict, found.known, found.failing) == ("passed", 1, ())
-    assert found.results == {"right": 1, "failed as expected": 1}
-
-
-def test_backends_come_in_the_order_of_the_header_and_functions_are_none(make, header):
-    records = [make("passed", backend="Wrong"), make("failed"), make("failed", check="utilities", case_id="cdiv")]
-    answer = run_findings(records, header)
-    assert [each.backend for each in answer.verdicts] == ["reference", "Wrong"]
-    assert [each.verdict for each in answer.verdicts] == ["failed", "passed"]
-    assert answer.findings == findings(records, header)
-    assert [len(each.findings) for each in answer.verdicts] == [1, 0]

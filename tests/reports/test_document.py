@@ -4,7 +4,6 @@ from typing import get_args
 
 from attncheck.reports.document.blocks import BREAK, Code, Folded, Item, Items, SectionName, Span, Table
 from attncheck.reports.document.run import SECTIONS
-from attncheck.reports.formats import FORMATS
 from attncheck.reports.markdown import text as markdown
 from attncheck.reports.markdown.run import ORDER as OF_MARKDOWN
 from attncheck.reports.terminal import text as terminal
@@ -20,12 +19,6 @@ def test_every_section_has_a_name_and_a_place():
     assert tuple(SECTIONS) == names
     assert set(OF_TERMINAL) == set(names)
     assert set(OF_MARKDOWN) == set(names) - {"verdict", "conventions"}  # these come first, and beside the backends
-
-
-def test_every_format_has_words_in_the_help():
-    for form in FORMATS.values():
-        assert form.about_runs
-        assert bool(form.about_comparison) == (form.render_comparison is not None)
 
 
 def test_a_format_decides_on_bold_case_colour_and_folds():

@@ -314,16 +314,6 @@ def test_a_finding_states_what_its_cases_share(make, with_cases):
     assert (finding.contrast.wrong, finding.contrast.right) == (2, 3)
 
 
-def test_a_case_counts_as_right_where_its_output_was_compared(make, with_cases):
-    stated = with_cases(**{name: {"size": place} for place, name in enumerate("abc")})
-    records = [make("failed", case_id="a", check=check, summary=ROWS) for check in ("numerics", "lse")]
-    records += [make("passed", case_id="b"), make("passed", case_id="c", check="lse")]
-    records += [make("passed", case_id="a", suite="mine")]  # another case of the same name
-    (finding,) = findings(records, stated)
-    assert finding.contrast is not None
-    assert (finding.cases, finding.contrast.right) == (("smoke/a",), 2)
-
-
 def test_failures_without_an_explanation_are_split_where_keys_separate_them(make, with_cases):
     keys = {f"w{n}": {"layer.sliding_window": 9, "batch": n} for n in range(3)}
     keys |= {f"h{n}": {"layer.num_heads": 10, "batch": n} for n in range(2)}
@@ -352,19 +342,6 @@ def test_the_example_is_the_smallest_case(make, with_cases):
     assert finding.case is not None
     assert (finding.example.case_id, finding.case.shape) == ("small", "shape small")
     assert finding.cases == ("smoke/long", "smoke/small", "smoke/wide")
-
-
-def test_failures_of_a_run_file_without_cases_are_separated_by_needs(make, header):
-    assert header.cases == ()
-    records = [
-        make("failed", case_id="a", meaning=WINDOW, needs=("sliding_window", "head_size=64")),
-        make("failed", case_id="b", meaning=WINDOW, needs=("sliding_window", "head_size=80")),
-        make("passed", case_id="c", needs=("head_size=64",)),
-    ]
-    (finding,) = findings(records, header)
-    assert finding.case is None
-    assert finding.contrast is not None
-    assert str(finding.contrast.conditions[0]) == "sliding_window is given"
 
 
 def test_of_very_many_findings_none_is_held_against_the_cases_that_pass(make, header):

@@ -145,29 +145,6 @@ def test_the_terminal_lists_the_backends_of_each_level(graph, graph_header):
     assert "emulated" not in terminal.render(graph_header, [graph("passed", GOOD | {"recorder": "cuda"})])
 
 
-@pytest.mark.parametrize("width", [60, 120])
-def test_levels_keep_to_the_width_without_a_loss(graph, graph_header, width):
-    undecided = levels("NEVER", None, "passed", "passed", "not examined", reason="hidden work")
-    records = [
-        graph("passed", ROOMY),
-        graph("failed", BROKEN, backend="Wrong"),
-        graph("unsupported", UNSEEN, case_id="b"),
-        graph("passed", undecided, case_id="c"),
-    ]
-    text = terminal.render(graph_header, records, width=width, verbose=True)
-    text = text[text.index("CUDA-graph levels\n") :]
-    assert max(map(len, text.splitlines())) <= width
-    shown = " ".join(text.split())
-    for words in (
-        f"reference: declared {SINGLE}, measured UNIFORM_BATCH, cases 1, recorder emulated, probes 3/3",
-        f"broke at 1+K tokens (UNIFORM_BATCH): {READ}",
-        "head-room could declare UNIFORM_BATCH",
-        "cannot tell",
-        f"at least {SINGLE}; stopped at 1+K tokens (UNIFORM_BATCH): hidden work",
-    ):
-        assert words in shown
-
-
 def test_markdown_gives_every_reason_with_its_cases(graph, as_markdown):
     found = [levels("NEVER", "NEVER", "failed", "not examined", reason=why) for why in ("one", "two", "one")]
     text = as_markdown(*(graph("passed", one, case_id=f"c{i}") for i, one in enumerate(found)))

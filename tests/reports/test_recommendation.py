@@ -2,7 +2,6 @@
 
 import pytest
 
-from attncheck.errors import SelectionError
 from attncheck.reports.analysis.measured import Time, measured_run, subjects
 from attncheck.reports.analysis.recommendation import Suitability, checked_needs, known_needs, recommend
 from attncheck.reports.analysis.support import REFUSED
@@ -104,13 +103,3 @@ def test_right_backends_are_ordered_by_their_multiple_of_the_fastest(ranked, mak
     assert [found[name].median_ns for name in found] == [pytest.approx(1e3), pytest.approx(6e3), None]
     assert [each.pace and each.pace.ratio for each in found.values()] == [1, pytest.approx(6), None]
     assert found["Slow"].timed == 3
-
-
-@pytest.mark.parametrize(
-    ("needs", "words"),
-    [("sink", "did you mean 'sinks'?"), ("block_size=33", r"known: block_size=8, block_size=32\)")],
-)
-def test_an_unknown_need_is_an_error_with_what_there_is(ranked, make, needs, words):
-    record = make("passed", needs=("block_size=32", "block_size=8", "sinks"))
-    with pytest.raises(SelectionError, match=words):
-        ranked(needs, record)

@@ -1,13 +1,14 @@
 """Records survive the way through JSON, and nothing unknown slips in."""
 
+import itertools
 import json
 import math
-from dataclasses import fields
+from pathlib import Path
+from typing import Any
 
 import pytest
 from pydantic import ValidationError
 
-from attncheck.harness.checks.findings import Measurements
 from attncheck.reports.run_file.graph_levels import GraphLevels, GraphProbe
 from attncheck.reports.run_file.records import (
     OUTCOMES,
@@ -28,6 +29,10 @@ from attncheck.reports.run_file.records import (
     parse_line,
     without_outcome,
 )
+from attncheck.reports.run_file.schema import run_file_schema
+from attncheck.reports.run_file.store import read_lines
+from attncheck.reports.run_file.timings import Ceilings, Latency, Timing
+from attncheck.reports.speeds.speed import Speed
 
 WHO = {
     "suite": "smoke",
@@ -88,15 +93,6 @@ def test_a_line_comes_back_equal_and_of_its_class(header):
         assert (type(again), again) == (type(line), line)
 
 
-@pytest.mark.parametrize("record", ONE_OF_EACH)
-def test_what_was_measured_is_written_last(record):
-    measured = [field.name for field in fields(Measurements) if field.name in type(record).model_fields]
-    keys = list(json.loads(format_line(record)))
-    assert keys[:2] == ["kind", "suite"]
-    assert keys[len(keys) - len(measured) :] == measured
-    assert set(keys) == set(type(record).model_fields)
-
-
 def test_another_outcome_keeps_the_question_and_what_was_measured():
     measured = {"graph": LEVELS, "chosen_kernels": ("flash",)}
     failed = ONE_OF_EACH[1].model_copy(update={"needs": ("sinks",), "duration_s": 0.5, "round": 2} | measured)
@@ -117,21 +113,6 @@ def test_what_no_record_may_hold_is_refused(changes):
         parse_line(json.dumps(data))
 
 
-def test_a_line_from_before_kernels_were_recorded_is_read():
-    written = json.loads(format_line(ONE_OF_EACH[0].model_copy(update={"chosen_kernels": ("flash",)})))
-    assert written.pop("chosen_kernels") == ["flash"]
-    assert parse_line(json.dumps(written)) == ONE_OF_EACH[0]
-
-
-def test_nan_and_integers_keep_what_they_are():
-    again = parse_line(format_line(Passed(**WHO, figures={"nan": math.nan, "inf": -math.inf, "n": 3, "x": 3.0})))
-    assert isinstance(again, Passed)
-    assert math.isnan(again.figures["nan"])
-    assert again.figures["inf"] == -math.inf
-    assert isinstance(again.figures["n"], int)
-    assert isinstance(again.figures["x"], float)
-
-
 def test_records_of_one_cause_have_one_finding_whatever_the_figures():
     first, second, other = (
         Failed(**WHO, summary=f"{count} slots are {what}") for count, what in ((3, "wrong"), (41, "wrong"), (3, "lost"))
@@ -149,3 +130,71 @@ def test_records_share_what_pydantic_keeps_of_their_fields_and_a_copy_changes_no
     assert (copy.output, other.output) == ("printed", "")
     assert one.model_fields_set == known
     assert parse_line(format_line(copy)) == copy
+
+
+LATENCY = {
+    "part": "forward",
+    "clock": "host",
+    "median_ns": 2.0,
+    "low_ns": 1.0,
+    "high_ns": 3.0,
+    "samples_ns": (1, 2, 3),
+    "is_settled": True,
+}
+CEILINGS = {"copy_bytes_per_s": 1e9, "matmul_flops_per_s": 1e12, "dtype": "float32"}
+
+
+def test_times_work_and_ceilings_are_numbers_that_can_be_divided():
+    assert Latency.model_validate(LATENCY).median_ns == 2
+    assert Latency.model_validate(LATENCY | {"flops": 0, "moved_bytes": 0}).flops == 0
+    assert Ceilings.model_validate(CEILINGS).least_ns(1, 0) == 1
+    no_times = (0.0, -1.0, 1e31, 1e-31, 10**400, float("nan"), float("inf"), "NaN")
+    for model, valid, names, values in (
+        (Latency, LATENCY, ("median_ns", "low_ns", "high_ns"), no_times),
+        (Latency, LATENCY, ("moved_bytes", "flops"), (-1, 2**63, 10**400)),
+        (Ceilings, CEILINGS, ("copy_bytes_per_s", "matmul_flops_per_s"), (0.0,)),
+    ):
+        for name, value in itertools.product(names, values):
+            with pytest.raises(ValidationError, match=name):
+                model.model_validate(valid | {name: value})
+
+
+def test_the_least_and_the_largest_times_and_work_can_be_put_together():
+    for time_ns, rate, work in itertools.product((1e-30, 1e30), (1e-30, 1e30), (0, 1, 2**63 - 1)):
+        latency = Latency.model_validate(
+            LATENCY | {"median_ns": time_ns, "low_ns": time_ns, "high_ns": time_ns, "moved_bytes": work, "flops": work}
+        )
+        ceilings = Ceilings(copy_bytes_per_s=rate, matmul_flops_per_s=rate, dtype="float32")
+        speed = Speed("a", "b", "forward", (latency,) * 2, (Timing(latencies=(latency,), ceilings=ceilings),) * 2)
+        assert speed.median_ns == pytest.approx(time_ns)
+        assert speed.bytes_per_s is not None
+        assert math.isfinite(speed.bytes_per_s)
+        assert (speed.roofline_share is None) == (work == 0)
+
+
+DOCS = Path(__file__).resolve().parent.parent.parent / "docs"
+KEPT = sorted((DOCS / "evidence").rglob("*.jsonl.xz"))
+SCHEMA = run_file_schema()
+
+
+def definition_of(line: dict[str, Any]) -> dict[str, Any]:
+    """The part of the schema about a line, found by its ``kind`` and ``outcome``."""
+    reference = SCHEMA["discriminator"]["mapping"][line["kind"]]
+    if isinstance(reference, dict):
+        reference = reference["discriminator"]["mapping"][line["outcome"]]
+    found: dict[str, Any] = SCHEMA["$defs"][reference.rpartition("/")[2]]
+    return found
+
+
+def test_the_copy_in_the_docs_is_up_to_date():
+    kept = json.loads((DOCS / "run-file.schema.json").read_text(encoding="utf-8"))
+    assert kept == SCHEMA, "write it again: attncheck list schema --of run > docs/run-file.schema.json"
+
+
+def test_it_holds_for_lines_of_kept_runs():
+    for path in KEPT:
+        lines = list(read_lines(str(path)))
+        for text in {*lines[::50], lines[-1]}:  # the header is the first line, the footer the last
+            line = json.loads(text)
+            definition = definition_of(line)
+            assert set(definition.get("required", ())) <= set(line) <= set(definition["properties"]), path.name

@@ -4,7 +4,9 @@ import subprocess
 
 import pytest
 
+from attncheck.reports.analysis.places import place_to_show
 from attncheck.reports.analysis.repro import repro_command
+from attncheck.reports.run_file.header import SuiteInfo
 
 
 def test_variables_that_a_run_needs_or_passed_are_in_the_line(make, header):
@@ -57,3 +59,37 @@ STOPPED = "the case did not run, because earlier cases used up the time of the b
 )
 def test_the_line_has_the_limits_and_the_process_that_show_the_failure(make, header, outcome, fields, device, line):
     assert repro_command(make(outcome, **fields), header.model_copy(update={"device": device, "rounds": 10})) == line
+
+
+TRACEBACK = """Traceback (most recent call last):
+  File "/work/mine.py", line 9, in attend
+  File "/usr/lib/python3.12/site-packages/torch/functional.py", line 4, in einsum
+"""
+DIED = """Fatal Python error: Segmentation fault
+
+Current thread 0x00007f (most recent call first):
+  File "/work/src/kernel.py", line 31 in launch
+  File "/work/mine.py", line 9 in attend
+"""
+
+
+@pytest.fixture
+def header_of_file(header):
+    suite = SuiteInfo(name="smoke", ref="./cases/edge.yaml{seed: 1}", cases=1)
+    return header.model_copy(update={"suites": (suite,)})
+
+
+@pytest.mark.parametrize(
+    ("outcome", "fields", "expected"),
+    [
+        ("errored", {"traceback": TRACEBACK}, ("mine.py", 9)),
+        ("errored", {"traceback": TRACEBACK.replace("/work", "/elsewhere")}, ("other.py", None)),
+        ("crashed", {"output": DIED}, ("src/kernel.py", 31)),
+        ("failed", {}, ("other.py", None)),
+        ("failed", {"backend_ref": "torch_sdpa"}, ("cases/edge.yaml", None)),
+        ("failed", {"backend_ref": "../sibling.py:Mine"}, ("cases/edge.yaml", None)),
+    ],
+)
+def test_the_line_is_shown_else_the_backend_else_the_suite(make, header_of_file, outcome, fields, expected):
+    record = make(outcome, **{"backend_ref": "./other.py:Mine"} | fields)
+    assert place_to_show(record, header_of_file, "/work") == expected

@@ -84,15 +84,6 @@ def test_functions_that_are_wrong_are_listed_with_the_line_that_repeats_them(fun
     assert "\n\nand 2 more functions\n  in full: --verbose\n" in text
 
 
-@pytest.mark.parametrize("width", [60, 80, 120, 200])
-def test_functions_keep_to_the_width(function, mine, width):
-    figures = {"questions": 123, "equal": 100, "drifted": 20, "judged": 3}
-    text = terminal.render(mine, [function("v0.a_function_of_a_long_name", figures=figures)], width=width)
-    assert max(map(len, text.splitlines())) <= width
-    shown = " ".join(text.split())
-    assert all(count in shown for count in ("123", "100", "20", "3", "v0.a_function_of_a_long_name"))
-
-
 def test_the_line_that_repeats_it_names_provider_function_and_suites(function, mine):
     record = function("v0.f")
     assert isinstance(record, Passed)

@@ -1,12 +1,17 @@
 """Which questions of two runs are compared, and how the others are reported."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from attncheck.errors import QuestionError, UnknownNameError
+from attncheck.reports.comparison.changes import OutcomeChange, another_device, compare_outcomes
 from attncheck.reports.comparison.compare import ComparedCounts, ComparisonTerms, compare_runs
 from attncheck.reports.comparison.thresholds import parse_thresholds
+from attncheck.reports.run_file.header import BackendInfo, Environment
+from attncheck.reports.run_file.records import OUTCOMES, Record
+from attncheck.reports.run_file.store import Run
 
 
 def test_a_slowdown_and_a_lost_feature_are_both_named(compare, make, rounds_of, around):
@@ -30,13 +35,6 @@ def test_a_slowdown_and_a_lost_feature_are_both_named(compare, make, rounds_of, 
         compare(base, base, terms=ComparisonTerms(thresholds=parse_thresholds(["decode: 5%"], least=0.01)))
     untimed = compare(base, [*base[:11], *rounds_of(around(1e6))])
     assert "1 time" in untimed.warnings[0]  # the build, which one run alone has
-
-
-def test_a_time_of_a_wrong_answer_is_compared_with_nothing(compare, make, rounds_of, around):
-    wrong_once = [*rounds_of(around(1e6))[:-1], make("failed", check="timing", round=9)]
-    found = compare(rounds_of(around(1e6)), wrong_once)
-    assert found.speeds == ()
-    assert [(each.before, each.after, each.kind) for each in found.outcomes] == [("passed", "failed", "worse")]
 
 
 def test_a_rewritten_case_is_another_question(compare, make):
@@ -139,3 +137,161 @@ def test_times_of_another_device_are_not_compared_and_outcomes_are(run_of, make,
     assert (speed.verdict == "cannot tell", "another device" in speed.reason) == (is_other, is_other)
     assert [each.kind for each in found.outcomes] == ["worse"]
     assert [each.field for each in found.environments] == list(changed)
+
+
+def test_every_field_that_differs_is_listed(run_of, rounds_of, around):
+    before = BackendInfo(
+        name="reference", ref="reference", version="0.1.0", features=("sinks", "lse"), conventions={"lse_base": "e"}
+    )
+    changed = {"version": "2", "features": ("lse",), "conventions": {"lse_base": "2"}}
+    after = before.model_copy(update=changed | {"required_environment": {"A": "1"}})
+    base = run_of(rounds_of(around(1e6, rounds=6)), backends=(before,))
+    environment = base.header.environment.model_copy(update={"torch": "2.14.0", "git_commit": "abc", "tf32": True})
+    new = run_of(rounds_of(around(1e6, rounds=7)), backends=(after,), environment=environment, seed=3)
+    changes = {each.field: (each.base, each.new) for each in compare_runs(base, new).environments}
+    assert changes == {
+        "torch": ("2.13.0+cpu", "2.14.0"),
+        "git_commit": ("none", "abc"),
+        "tf32": ("no", "yes"),
+        "seed": ("0", "3"),
+        "rounds": ("6", "7"),
+        "reference: version": ("0.1.0", "2"),
+        "reference: lse_base": ("e", "2"),
+        "reference: started with": ("none", "A=1"),
+        "reference: features declared on one side only": ("sinks", "none"),
+    }
+    assert compare_runs(base, Run("elsewhere", base.header, base.records)).environments == ()
+
+
+def test_a_gpu_is_its_name_whatever_the_machine_around_it(run_of, rounds_of, around):
+    one = run_of(rounds_of(around(1e6))).header.environment.model_copy(update={"device": "cuda", "device_name": "H200"})
+    assert another_device(one, one.model_copy(update={"cpu": "another", "cores": 64, "driver": "2"})) == ""
+    assert another_device(one, one.model_copy(update={"device_name": "A100"})) == "another device: H200 and A100"
+    cpu = Environment(**(one.model_dump() | {"device": "cpu", "device_name": one.cpu}))
+    assert another_device(cpu, cpu.model_copy(update={"cores": 64})) == "another device: 2 and 64"
+
+
+def state(**fields: Any) -> dict[str, Any]:
+    return {"device": fields}
+
+
+def ceilings(rate: float) -> dict[str, Any]:
+    return {"ceilings": {"copy_bytes_per_s": rate, "matmul_flops_per_s": 1e12, "dtype": "bfloat16"}}
+
+
+@pytest.mark.parametrize(
+    ("base", "new", "message"),
+    [
+        (state(), state(throttle_reasons=("sw_power_cap",)), "held back in 10 of 10 timings of NEW: sw_power_cap"),
+        (state(sm_clock_mhz=1980), state(sm_clock_mhz=1900), "the SM clock is 4.0% lower in NEW"),
+        (state(sm_clock_mhz=1980), state(sm_clock_mhz=1975), ""),
+        (ceilings(1e12), ceilings(0.9e12), "the rate of a large copy is 10.0% lower in NEW"),
+        (ceilings(1e12), ceilings(0.98e12), ""),
+        (ceilings(1e12), {}, ""),
+    ],
+)
+def test_a_machine_that_became_slower_is_warned_of(run_of, rounds_of, around, base, new, message):
+    runs = [run_of(rounds_of(around(1e6), build=around(1e4), timing=timing)) for timing in (base, new)]
+    warnings = compare_runs(*runs).warnings
+    assert len(warnings) == bool(message)
+    assert all(message in warning for warning in warnings)
+
+
+def test_times_that_all_moved_one_way_are_laid_at_the_machines_door(run_of, rounds_of, around):
+    def of(factors, seed):
+        records = []
+        for backend, factor in factors.items():
+            for case in range(4):
+                times = around(factor * 1e6, spread=0.002, seed=seed + case)
+                records += rounds_of(times, case_id=f"c{case}", backend=backend)
+        return run_of(records)
+
+    base = of({"reference": 1, "fast": 0.5}, 0)
+    (warning,) = compare_runs(base, of({"reference": 1.06, "fast": 0.53}, 10)).warnings
+    assert warning.startswith("8 of 8 times are longer in NEW, whatever the backend, by 6.")
+    assert compare_runs(base, of({"reference": 1, "fast": 0.53}, 10)).warnings == ()
+    assert compare_runs(of({"fast": 1}, 0), of({"fast": 1.06}, 10)).warnings == ()
+    # Backends of one run may all be slower than others.
+    one = of({"reference": 1, "fast": 1.06, "Wrong": 1.13}, 0)
+    found = compare_runs(one, one, backends={"reference": "fast", "fast": "Wrong"})
+    assert [change.ratio > 1 for change in found.speeds] == [True] * 8
+    assert found.warnings == ()
+
+
+def test_other_kernels_of_a_library_are_listed_where_both_runs_have_them(make, run_of):
+    for base, new, expected in (
+        (("flash",), ("cudnn", "flash"), {"reference: kernels": ("flash", "cudnn, flash")}),
+        ((), ("flash",), {}),
+        (("flash",), (), {}),
+    ):
+        runs = [run_of([make("passed", chosen_kernels=kernels)]) for kernels in (base, new)]
+        assert {each.field: (each.base, each.new) for each in compare_runs(*runs).environments} == expected
+
+
+def change(before: Record, after: Record) -> OutcomeChange:
+    found = compare_outcomes("fast", before, after)
+    assert found is not None
+    return found
+
+
+# Rows: BASE; columns: NEW, in the order of OUTCOMES. w worse, b better, o other, = no change.
+TABLE = {
+    "passed": "= w w w w w w o o",
+    "failed": "b = o o o o o o b",
+    "errored": "b o = o o o o o b",
+    "crashed": "b o o = o o o o b",
+    "timed_out": "b o o o = o o o b",
+    "unsupported": "b w w w w = o o b",
+    "unavailable": "b o o o o o = o b",
+    "xfailed": "b o w w w o o = b",
+    "xpassed": "o w w w w w w o =",
+}
+
+
+@pytest.mark.parametrize("before", TABLE)
+def test_every_change_of_an_outcome_has_a_kind(make, before):
+    kinds = {"w": "worse", "b": "better", "o": "other"}
+    for after, letter in zip(OUTCOMES, TABLE[before].split(), strict=True):
+        found = compare_outcomes("fast", make(before), make(after))
+        if letter == "=":
+            assert found is None, after
+        else:
+            assert found is not None
+            assert (found.before, found.after, found.kind) == (before, after, kinds[letter])
+
+
+def test_a_fall_that_was_there_before_and_what_is_not_examined_by_choice_are_not_worse(make, at_level):
+    hidden, promised = make("xfailed", underlying="crashed"), at_level("ALWAYS", measured="NEVER")
+    assert promised.outcome == "failed"
+    for before, after, kind in (
+        (hidden, make("crashed"), "other"),
+        (hidden, make("failed"), "worse"),
+        (make("passed"), make("unsupported", by="attncheck"), "other"),
+        (make("passed"), make("unsupported", by="backend"), "worse"),
+        (promised, at_level("NEVER", measured="NEVER"), "better"),  # a declaration made honest
+    ):
+        assert change(before, after).kind == kind
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "kind", "what"),
+    [
+        (("ALWAYS", "ALWAYS"), ("NEVER", "ALWAYS"), "worse", "declared level ALWAYS -> NEVER"),
+        (("NEVER", "ALWAYS"), ("NEVER", "UNIFORM_BATCH"), "worse", "measured level ALWAYS -> UNIFORM_BATCH"),
+        (("NEVER", "NEVER"), ("NEVER", "UNIFORM_BATCH"), "better", "measured level NEVER -> UNIFORM_BATCH"),
+        (("NEVER", "ALWAYS"), ("ALWAYS", "ALWAYS"), "other", "declared level NEVER -> ALWAYS"),
+        (("NEVER", "ALWAYS"), ("NEVER", None), "other", "measured level ALWAYS -> cannot tell"),
+    ],
+)
+def test_a_lowered_level_is_worse_though_the_check_passes(at_level, before, after, kind, what):
+    found = change(at_level(before[0], measured=before[1]), at_level(after[0], measured=after[1]))
+    assert (found.before, found.after) == ("passed", "passed")
+    assert (found.kind, found.what) == (kind, what)
+
+
+def test_levels_of_two_recorders_are_not_measured_against_each_other(at_level):
+    emulated, real = at_level("NEVER", measured="ALWAYS"), at_level("NEVER", measured="NEVER", recorder="cuda")
+    found = change(emulated, real)
+    assert found.kind == "other"
+    assert "recorder emulated -> cuda" in found.what
+    assert compare_outcomes("fast", emulated, at_level("NEVER", measured="ALWAYS", recorder="cuda")) is None

@@ -1,18 +1,34 @@
 """Verdicts of single pairs: what keeps two times from being compared, and what counts as slower."""
 
 import math
+from collections import Counter
+from collections.abc import Callable, Sequence
+from random import Random
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from scipy import stats
 
+from attncheck.errors import QuestionError, UnknownNameError
+from attncheck.reports.comparison.significance import (
+    FAMILY_LEVEL,
+    ProcessNoise,
+    estimate_ratio,
+    pooled_spread,
+    rounds_needed,
+    smallest_slowdown,
+    spread_in_turns,
+)
 from attncheck.reports.comparison.speed_changes import (
     ComparisonTerms,
     SpeedChange,
     SpeedPair,
+    SuiteSpeedChange,
     compare_speeds,
+    compare_suites,
 )
-from attncheck.reports.comparison.thresholds import parse_thresholds
+from attncheck.reports.comparison.thresholds import SlowdownThresholds, parse_thresholds
 from attncheck.reports.speeds.speed import Speed
 
 
@@ -115,3 +131,226 @@ def test_swapped_sides_mirror_the_verdict_and_the_unit_means_nothing(speed, base
     scaled = compared([factor * time for time in base], [factor * time for time in new])
     assert scaled.ratio == pytest.approx(forth.ratio)
     assert scaled.verdict == forth.verdict
+
+
+Speeds = Callable[..., Speed]
+EFFECT = 0.01
+
+
+def change(low: float, high: float, *, new: str = "Mine", part: str = "forward") -> SuiteSpeedChange:
+    is_different = low > 1 + EFFECT or high < 1 / (1 + EFFECT)
+    return SuiteSpeedChange("sdpa", new, "decode", part, 3, math.sqrt(low * high), low, high, is_different)
+
+
+@pytest.mark.parametrize(
+    ("found", "sentence"),
+    [
+        (change(1 / 1.36, 1 / 1.28), "Mine is 1.32 ± 0.05 times as fast as sdpa in decode"),
+        (change(1.28, 1.36), "sdpa is 1.32 ± 0.05 times as fast as Mine in decode"),
+        (change(1.28, 1.36, new="sdpa"), "sdpa of BASE is 1.32 ± 0.05 times as fast as sdpa of NEW in decode"),
+        (change(1.5, 1.5, part="build"), "sdpa is 1.5000 ± 0.0000 times as fast as Mine in decode, build"),
+        (change(0.98, 1.031), "sdpa and Mine: no difference above 3.1 % was found in decode"),
+        (change(0.9, 1.001), "sdpa and Mine: no difference above 11.2 % was found in decode"),
+        (change(1.0, 1.0), "sdpa and Mine: no difference above 0.1 % was found in decode"),
+    ],
+)
+def test_the_faster_one_comes_first_and_the_figure_covers_the_interval(found, sentence):
+    assert found.in_words == sentence
+
+
+def pairs(
+    speed: Speeds, factor: float, *, cases: int, shared: float, own: float, turns: bool = False
+) -> list[SpeedPair]:
+    """Cases whose processes differ by ``shared``, which all cases of a process have, and by ``own`` noise."""
+    drawn = Random(cases)
+    sides = []
+    for side in (1.0, factor):
+        luck = [drawn.gauss(0, shared) for _ in range(10)]
+        sides.append(
+            [
+                speed([1e6 * side * math.exp(each + drawn.gauss(0, own)) for each in luck], case=f"decode/{index}")
+                for index in range(cases)
+            ]
+        )
+    return [SpeedPair("a", *both, turns) for both in zip(*sides, strict=True)]
+
+
+def test_noise_of_single_cases_averages_out_and_noise_of_processes_does_not(speed):
+    widths = {}
+    for shared, own in ((0.0, 0.05), (0.05, 0.0)):
+        for cases in (1, 25):
+            (found,) = compare_suites(pairs(speed, 1.2, cases=cases, shared=shared, own=own), EFFECT)
+            assert found.low < 1.2 < found.high
+            widths[shared, cases] = math.log(found.high / found.low)
+    assert widths[0.0, 25] < widths[0.0, 1] / 3
+    assert widths[0.05, 25] > widths[0.05, 1] / 2
+
+
+def test_every_suite_and_part_has_a_sentence_of_its_own(speed):
+    times = [1e6 * (1 + 0.001 * index) for index in range(6)]
+    measured = [("decode/a", "forward"), ("decode/b", "forward"), ("decode/a", "build"), ("smoke/a", "forward")]
+    made = [SpeedPair("a", *(speed(times, case=case, part=part) for _ in "12")) for case, part in measured]
+    found = compare_suites(made, EFFECT)
+    assert [(each.suite, each.part, each.cases) for each in found] == [
+        ("decode", "forward", 2),
+        ("decode", "build", 1),
+        ("smoke", "forward", 1),
+    ]
+
+
+LEAST = 0.01
+
+
+@pytest.mark.parametrize(
+    ("text", "case", "part", "share"),
+    [
+        ("decode: 5%", "decode/a", "forward", 0.05),
+        ("decode:5 %", "decode/a", "build", 0.05),
+        ("decode: 5%", "decode_long/a", "forward", None),
+        ("dec*: 2.5%", "decode/a", "forward", 0.025),
+        ("decode/long-*: 7%", "decode/long-8k.bfloat16", "forward", 0.07),
+        ("decode/long-*: 7%", "decode/short", "forward", None),
+        ("12%", "anything/at-all", "prefill", 0.12),
+        ("@build: 20%", "decode/a", "build", 0.2),
+        ("@build: 20%", "decode/a", "forward", None),
+        ("decode@forward: 3%", "decode/a", "forward", 0.03),
+        ("decode/[ab]*@forward: 3%", "decode/a", "forward", 0.03),
+    ],
+)
+def test_a_threshold_concerns_what_it_names(text, case, part, share):
+    found = parse_thresholds([text], least=LEAST).share(case, part)  # type: ignore[arg-type]
+    assert found == (None if share is None else pytest.approx(share))
+
+
+def test_of_several_the_last_that_concerns_a_case_counts():
+    thresholds = parse_thresholds(["5%", "@build: 20%", "decode: 3%"], least=LEAST)
+    assert thresholds.share("mixed/a", "forward") == pytest.approx(0.05)
+    assert thresholds.share("mixed/a", "build") == pytest.approx(0.2)
+    assert thresholds.share("decode/a", "build") == pytest.approx(0.03)
+    assert SlowdownThresholds().share("decode/a", "forward") == 0.0  # every slowdown is too much
+
+
+def test_another_form_is_refused_with_examples():
+    for text in ("", "decode", "decode: 5", "decode 5%", "decode: -5%", ": x%", "a:b: 5%", "decode: 5%%"):
+        with pytest.raises(QuestionError, match="decode: 5%"):
+            parse_thresholds([text], least=LEAST)
+    with pytest.raises(UnknownNameError, match="did you mean 'build'"):
+        parse_thresholds(["decode@biuld: 5%"], least=LEAST)
+    with pytest.raises(QuestionError, match="below 1%"):
+        parse_thresholds(["decode: 0.5%"], least=LEAST)
+
+
+def test_a_pattern_that_matches_nothing_is_refused_with_the_suites():
+    thresholds = parse_thresholds(["5%", "decod: 5%"], least=LEAST)
+    with pytest.raises(QuestionError, match=r"'decod: 5%' matches no case .*decode, mixed"):
+        thresholds.refuse_unmatched(["mixed/a", "decode/a", "decode/b"])
+    parse_thresholds(["decode: 5%"], least=LEAST).refuse_unmatched(["decode/a"])
+
+
+BASE = (100.0, 104.0, 97.0, 101.0, 99.0, 110.0)
+NEW = (120.0, 118.0, 131.0, 122.0)
+
+
+def test_the_interval_is_welchs_of_the_logs():
+    found = estimate_ratio(BASE, NEW, level=0.001)
+    one, other = ([math.log(time) for time in times] for times in (BASE, NEW))
+    expected = stats.ttest_ind(other, one, equal_var=False).confidence_interval(0.999)
+    assert math.log(found.low) == pytest.approx(expected.low)
+    assert math.log(found.high) == pytest.approx(expected.high)
+    assert found.ratio == pytest.approx(stats.gmean(NEW) / stats.gmean(BASE))
+    # A step of the clock widens the interval of times without spread.
+    found = estimate_ratio([10.0] * 10, [10.5] * 10, level=0.001, resolution=0.05)
+    assert (found.low, found.high) == (pytest.approx(1.05 / 1.05), pytest.approx(1.05 * 1.05))
+    assert estimate_ratio([10.0] * 10, [10.5] * 10, level=0.001).low == pytest.approx(1.05)
+    # Of processes in turns that share nothing, the wider base of both sides counts.
+    found = estimate_ratio(BASE[:4], NEW, level=0.002, in_turns=True)
+    apart = estimate_ratio(BASE[:4], NEW, level=0.001)
+    assert (found.low, found.high) == (pytest.approx(apart.low), pytest.approx(apart.high))
+
+
+def test_the_spread_is_of_each_side_around_its_own_middle():
+    sides = [[math.exp(-0.02), math.exp(0.02)], [5 * math.exp(-0.04), 5 * math.exp(0.04)]]
+    variances = [2 * 0.02**2, 2 * 0.04**2]  # two values, one degree of freedom
+    assert pooled_spread(*sides) == pytest.approx(math.sqrt(sum(variances) / 2))
+
+
+def test_more_rounds_find_less_and_as_many_as_are_needed_are_named():
+    level, noise = 1e-4, ProcessNoise(0.03)
+    needed = rounds_needed(noise, 0.05, level=level)
+    assert needed is not None
+    assert smallest_slowdown(noise, needed, level=level) <= 0.05 < smallest_slowdown(noise, needed - 1, level=level)
+    assert smallest_slowdown(noise, 5, level=level) > smallest_slowdown(noise, 50, level=level) > 0.01
+    assert rounds_needed(noise, 0.01, level=level) is None  # the least reported effect is never found
+    assert rounds_needed(ProcessNoise(0.9), 0.02, level=level) is None
+    quiet_beside = rounds_needed(ProcessNoise(0.03, in_turns=0.01), 0.05, level=level)
+    assert quiet_beside is not None
+    assert quiet_beside < needed
+
+
+@pytest.mark.parametrize("wander", [0.0, 0.2], ids=["apart", "in turns on a machine that wanders"])
+@pytest.mark.parametrize("rounds", [5, 30])
+def test_the_stated_slowdown_is_found_four_times_in_five(rounds, wander):
+    in_turns = wander > 0
+    noise = ProcessNoise(wander, in_turns=0.02) if in_turns else ProcessNoise(0.02)
+    slowdown = smallest_slowdown(noise, rounds, level=1e-4)
+    drawn = Random(3)
+    found = 0
+    for _ in range(500):
+        machine = [drawn.gauss(0, wander) for _ in range(rounds)]
+        base = [math.exp(each + drawn.gauss(0, 0.02)) for each in machine]
+        new = [(1 + slowdown) * math.exp(each + drawn.gauss(0, 0.02)) for each in machine]
+        found += estimate_ratio(base, new, level=1e-4, in_turns=in_turns).low > 1.01
+    assert 0.75 < found / 500 < 0.85  # three standard errors of a share of 0.8
+
+
+def test_of_processes_in_turns_what_they_share_with_the_one_beside_them_is_left_out():
+    machine = [100.0, 130.0, 90.0, 105.0, 140.0, 95.0]
+    ratios = [1.10, 1.11, 1.09, 1.10, 1.12, 1.10]
+    new = [time * ratio for time, ratio in zip(machine, ratios, strict=True)]
+    found = estimate_ratio(machine, new, level=0.002, in_turns=True)
+    expected = stats.ttest_1samp([math.log(ratio) for ratio in ratios], 0).confidence_interval(0.999)
+    assert (math.log(found.low), math.log(found.high)) == (pytest.approx(expected.low), pytest.approx(expected.high))
+    assert estimate_ratio(machine, new, level=0.002).low < 1 < found.low
+    assert spread_in_turns(machine, new) == pytest.approx(
+        stats.tstd([math.log(each) for each in ratios]) / math.sqrt(2)
+    )
+
+
+Draw = Callable[[], float]
+
+
+def _verdicts(speed: Callable[..., Speed], draws: Sequence[tuple[Draw, Draw]], rounds: int) -> Sequence[SpeedChange]:
+    pairs = [
+        SpeedPair("fast", speed([base() for _ in range(rounds)]), speed([new() for _ in range(rounds)]))
+        for base, new in draws
+    ]
+    return compare_speeds(pairs, ComparisonTerms())
+
+
+def test_slow_ones_among_many_are_found_and_others_are_not_named(speed):
+    drawn = Random(11)
+
+    def at(factor):
+        return lambda: 1e6 * factor * math.exp(drawn.gauss(0, 0.01))
+
+    draws = [(at(1), at(1.05 if index < 5 else 1)) for index in range(100)]
+    found, named, repeats = 0, 0, 2
+    for _ in range(repeats):
+        verdicts = [change.verdict for change in _verdicts(speed, draws, 10)]
+        found += verdicts[:5].count("slower")
+        named += len(verdicts[5:]) - verdicts[5:].count("same")
+    assert found >= 0.95 * 5 * repeats
+    assert named <= 0.01 * 95 * repeats
+
+
+@pytest.mark.parametrize(("rounds", "kinds"), [(10, (0.9, 1.3)), (5, (0.5, 3.0))])
+def test_processes_of_two_kinds_raise_no_false_alarm(speed, rounds, kinds):
+    drawn = Random(7)
+    share, factor = kinds
+
+    def one():
+        return 1e6 * (1 if drawn.random() < share else factor) * math.exp(drawn.gauss(0, 0.003))
+
+    counts = Counter(change.verdict for change in _verdicts(speed, [(one, one)] * 150, rounds))
+    assert counts["slower"] + counts["faster"] <= 1  # of 150; a comparison of a single pair may err in FAMILY_LEVEL
+    assert FAMILY_LEVEL <= 0.01

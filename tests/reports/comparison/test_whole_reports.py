@@ -7,7 +7,7 @@ from inline_snapshot import snapshot
 
 from attncheck.reports import github
 from attncheck.reports.comparison.compare import ComparisonTerms, RunComparison, compare_runs
-from attncheck.reports.comparison.summary import change_text, closing, grouped_outcomes, power_of
+from attncheck.reports.comparison.summary import change_text, closing, power_of
 from attncheck.reports.comparison.thresholds import parse_thresholds
 from attncheck.reports.document.comparison import SHOWN
 from attncheck.reports.formats import FORMATS
@@ -146,16 +146,6 @@ def test_slower_within_the_threshold_is_a_warning(compare, rounds_of, around):
     assert closing(mild).startswith("no regression: outcomes as before; of 1 time 1 slower (0 beyond --fail-on")
 
 
-def test_a_summary_keeps_below_what_github_shows(found, monkeypatch):
-    whole = github.comparison_summary(found)
-    assert whole == md.render_comparison(found)
-    monkeypatch.setattr(github, "MAX_SUMMARY_BYTES", 600)
-    cut = github.comparison_summary(found)
-    assert len(cut.encode()) <= 600
-    assert cut.endswith("a summary holds 1 MiB.\n")
-    assert whole.startswith(cut.split("\n\nThe rest")[0])
-
-
 def test_texts_of_a_backend_are_neither_markup_nor_a_command(compare, make, rounds_of, around):
     fields: dict[str, Any] = {"case_id": HOSTILE}
     hostile = compare(
@@ -203,20 +193,6 @@ def test_what_new_lacks_is_in_every_report(compare, make, is_allowed):
         "check cudagraph of 1 case of reference: smoke/a",
     ]
     assert all(line.startswith(f"::{kind} title=missing") for line in github.comparison_annotations(found))
-
-
-def test_changes_in_the_same_words_are_one_group(compare, make):
-    cases = ("a", "b")
-    base = [make("passed", case_id=case, check=check) for case in cases for check in ("numerics", "cudagraph")]
-    new = [
-        make("failed", case_id=case, check=check, summary=f"{index} of 40 rows", figures={})
-        for index, case in enumerate(cases)
-        for check in ("numerics", "cudagraph")
-    ]
-    (group,) = grouped_outcomes(compare(base, new).outcomes)
-    assert group.cases == ("smoke/a", "smoke/b")
-    assert group.checks == ("numerics", "cudagraph")
-    assert group.what == "for example smoke/a: 0 of 40 rows"
 
 
 @pytest.mark.parametrize(

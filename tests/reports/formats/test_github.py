@@ -5,7 +5,6 @@ import re
 from urllib.parse import unquote
 
 from attncheck.reports import github
-from attncheck.reports.analysis import phrases
 from attncheck.reports.run_file.header import BackendInfo, CaseInfo, RunHeader
 from attncheck.reports.run_file.records import Record, RunFooter
 from attncheck.reports.run_file.store import Run
@@ -80,11 +79,6 @@ def test_warnings_are_of_backends_that_did_not_run_and_of_doubtful_times(make, t
     # Several processes give their spread, whatever one of them did not settle.
     rounds = [timed({"forward": 1e6}, work={"is_settled": False}, round=number) for number in range(2)]
     assert commands(run_of(header.model_copy(update={"rounds": 2}), *rounds)) == []
-
-
-def test_ordinary_names_of_cxx_stay_as_they_are():
-    for text in ("at::native::foo", "std::vector<int>::push_back", "a # b ## c", "case::x", "x :: y"):
-        assert phrases.printable(text) == text
 
 
 def test_the_summary_stays_below_the_limit_and_states_what_it_left_out(make, header, monkeypatch):

@@ -1,15 +1,19 @@
 """Speeds in tables: figures with their units, no winner inside the noise, notes on doubtful figures."""
 
+import json
 import statistics
 
 import pytest
 
+from attncheck.reports.data import runs_document
+from attncheck.reports.html.page import render_runs
 from attncheck.reports.markdown import run as markdown
+from attncheck.reports.run_file.header import CaseInfo
 from attncheck.reports.run_file.records import Record
 from attncheck.reports.run_file.store import Run
 from attncheck.reports.speeds.notes import legend, speed_notes
 from attncheck.reports.speeds.speed import speeds
-from attncheck.reports.speeds.tables import fastest, rate_unit, share_text, speed_tables, summary_tables, time_unit
+from attncheck.reports.speeds.tables import rate_unit, share_text, speed_tables, summary_tables, time_unit, traffic
 from attncheck.reports.terminal import run as terminal
 
 CEILINGS = {"ceilings": {"copy_bytes_per_s": 1e12, "matmul_flops_per_s": 1e14, "dtype": "bfloat16"}}
@@ -73,14 +77,6 @@ def test_the_fastest_is_marked_where_all_its_rounds_lie_below_all_others(rounds_
         fast = [1.0e6, 1.05e6, 1.02e6, fourth, 1.01e6]
         rows = cells([*rounds_of(slow), *rounds_of(fast, backend="Wrong")])
         assert [row["median (ms)"].endswith("*") for row in rows] == marks
-
-
-def test_few_rounds_and_a_single_backend_have_no_fastest():
-    assert fastest({"a": [1.0] * 5, "b": [2.0] * 5}) == "a"
-    assert fastest({"a": [1.0] * 4, "b": [2.0] * 4}) is None
-    assert fastest({"a": [1.0] * 5, "b": [2.0] * 4}) is None
-    assert fastest({"a": [1.0] * 5}) is None
-    assert fastest({"a": [1.0] * 5, "b": [1.0] * 5}) is None
 
 
 def test_means_are_over_the_cases_that_all_were_timed_in(timed, timing_header):
@@ -181,16 +177,54 @@ def test_reports_with_times_have_them_and_others_no_word_of_them(timed, make, ti
         assert "peed" not in markdown.render_run(Run("run.jsonl", timing_header, tuple(others)))
 
 
-CASE = "a_case_of_a_long_name.bfloat16-16-NHD"
+@pytest.fixture
+def weighted(timing_header):
+    def made(**weights):
+        cases = tuple(CaseInfo(suite="smoke", id=name, shape="", weight=weight) for name, weight in weights.items())
+        return timing_header.model_copy(update={"cases": cases})
+
+    return made
 
 
-@pytest.mark.parametrize("width", [60, 80, 120, 200])
-def test_speeds_keep_to_the_width_and_lose_nothing_where_there_is_little(timed, timing_header, width):
-    records = [timed({"forward": 1e6, "build": 5e4}, backend=name, case_id=CASE) for name in ("reference", "Wrong")]
-    text = terminal.render(timing_header, records, width=width)
-    assert max(map(len, text.splitlines())) <= width
-    shown = " ".join(text.split())
-    assert (f"{CASE} (1,000.0)" in shown) == (width != 80)
-    assert (f"Wrong: cases 1, forward (us) 1,000.0, build (us) 50.0, slowest case {CASE} (1,000.0)" in shown) == (
-        width == 60
-    )
+def test_a_case_counts_as_often_as_it_came(timed, weighted):
+    records = [
+        timed({"forward": 1e6, "build": 7e6}, case_id="often"),
+        timed({"forward": 4e6}, case_id="seldom"),
+        timed({"forward": 3e6}, case_id="often", backend="Wrong"),
+        timed({"forward": 1e6}, case_id="seldom", backend="Wrong"),
+    ]
+    (found,) = traffic(weighted(often=90.0, seldom=10.0), speeds(records))
+    # 90 x 1 + 10 x 4 = 130 ms, and 90 x 3 + 10 x 1 = 280 ms: builds are not in it.
+    assert found.table.headings == ("backend", "calls timed", "100.0% of calls (ms)", "times the least")
+    assert found.table.rows == (("reference", "100.0%", "130", "1"), ("Wrong", "100.0%", "280", "2.15"))
+
+
+def test_what_a_backend_was_not_timed_in_is_left_out_of_all(timed, weighted):
+    records = [
+        timed({"forward": 1e6}, case_id="often"),
+        timed({"forward": 4e6}, case_id="seldom"),
+        timed({"forward": 3e6}, case_id="often", backend="Wrong"),
+    ]
+    header = weighted(often=90.0, seldom=6.0, never=4.0)
+    (found,) = traffic(header, speeds(records))
+    assert found.table.headings[2] == "90.0% of calls (ms)"
+    assert [row[:3] for row in found.table.rows] == [("reference", "96.0%", "90.0"), ("Wrong", "90.0%", "270.0")]
+    text = " ".join(terminal.render(header, records).split())
+    assert "On this traffic: forward of 1 case timed for every backend" in text
+    run = Run("r", header, tuple(records), None)
+    assert "On this traffic: forward of 1 case" in markdown.render_run(run)
+    assert "On this traffic: forward of 1 case" in render_runs([run])
+    (exported,) = json.loads(runs_document([run]))["runs"][0]["traffic"]
+    assert (exported["suite"], exported["cases"], exported["calls_compared"]) == ("smoke", 1, 0.9)
+    assert [(each["backend"], each["calls_timed"], each["forward_ns"]) for each in exported["times"]] == [
+        ("reference", 0.96, 90e6),
+        ("Wrong", 0.9, 270e6),
+    ]
+
+
+def test_backends_without_a_common_case_are_not_compared(timed, weighted):
+    records = [timed({"forward": 1e6}, case_id="a"), timed({"forward": 3e6}, case_id="b", backend="Wrong")]
+    header = weighted(a=1.0, b=1.0)
+    (found,) = traffic(header, speeds(records))
+    assert [row[2:] for row in found.table.rows] == [("-", "-"), ("-", "-")]
+    assert "none is compared" in " ".join(terminal.render(header, records).split())

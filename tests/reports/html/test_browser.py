@@ -170,12 +170,6 @@ def test_on_paper_all_is_open_and_nothing_is_to_be_clicked(show, run):
     assert page.pdf(format="A4").startswith(b"%PDF-")
 
 
-def test_the_page_fits_a_narrow_window(show, timed, run_with):
-    names = [f"a_backend_of_a_long_name_{index}" for index in range(12)]
-    page = show(run_with(timed(names, LENGTHS, rounds=2)), viewport={"width": 340, "height": 800})
-    assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
-
-
 def test_without_a_script_the_summary_is_readable_and_on_the_first_screen_of_a_phone(show, run):
     page = show(run, java_script_enabled=False, viewport={"width": 390, "height": 844})
     for backend, verdict in (("first", "passed"), ("second", "passed"), ("third", "failed")):

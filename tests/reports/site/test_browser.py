@@ -89,16 +89,6 @@ def test_the_address_holds_the_selection(visit, site):
     assert not copy.locator("[value=sinks]").is_checked()
 
 
-def test_a_preset_and_a_search_among_the_cases(visit, site):
-    page = visit((site / "index.html").as_uri())
-    page.get_by_role("link", name="gpt-oss").click()
-    assert page.locator("[value=sinks]").is_checked()
-    assert answers(page)[0][1] == STANDINGS["wrong"]
-    cases = visit((site / "cases.html").as_uri())
-    cases.fill("[name=find]", "smoke/c")
-    assert cases.locator("tbody tr:visible").count() == 1
-
-
 def test_hostile_names_are_text(visit, run_file, build):
     hostile = run_file(1, {"a": "failed"}, backend=HOSTILE, device=HOSTILE, version=HOSTILE, finding=HOSTILE)
     site = build([hostile, run_file(2, {"a": "passed"}, backend="b", device="b")])
