@@ -93,17 +93,6 @@ def test_levels_are_listed_per_kind_of_layer_and_of_batch(run):
     ]
 
 
-def test_padding_rows_are_beside_the_level_of_the_real_rows(run, make):
-    for state, shown in (("NaN or Inf", "**NaN or Inf**"), ("finite", "finite"), ("not examined", "not examined")):
-        graph = levels("ALWAYS", "passed", "passed", "passed") | {"padding_rows": state}
-        audited = replace(run, records=(make("passed", backend="vllm:ONE", check="cudagraph", graph=graph),))
-        row = cells_of(audited, "| backend | layers | declared", "| `ONE` |")
-        assert (row["measured"], row["padding rows"]) == ("ALWAYS", shown)
-        assert json.loads(page.document(audited))["levels"][0]["padding_rows"] == state
-    (one, *_) = audited_levels(audited)
-    assert (one.head_room, one.falls_short, one.breaks) == ("ALWAYS", False, "")
-
-
 def test_each_cell_has_what_is_declared_and_what_is_measured(run):
     row = cells_of(run, "| backend | layers | dtype", "| `ONE` | keys")
     assert row["dtype"] == "right: float16 (1); **wrong**: bfloat16 (1 of 1); not tried: float32"

@@ -46,12 +46,6 @@ def conditions_of(contrast: Contrast | None) -> list[tuple[str, str, tuple[Value
         ((None, None), (7, 8), ("", (None,)), "size is not given in all 2 that fail; 7 or 8 in all 2 that pass"),
         (("HND", "HND"), ("NHD",), ("", ("HND",)), "size is HND in all 2 that fail; NHD in the one that passes"),
         ((True, True), (None,), ("", (True,)), "size is given in all 2 that fail; not in the one that passes"),
-        (
-            (False, False),
-            (None, True),
-            ("", (False,)),
-            "size is False in all 2 that fail; not given or True in all 2 that pass",
-        ),
     ],
 )
 def test_one_key_separates_failing_cases_from_passing_ones(wrong, right, condition, text):
@@ -60,12 +54,6 @@ def test_one_key_separates_failing_cases_from_passing_ones(wrong, right, conditi
     assert contrast is not None
     assert (contrast.wrong, contrast.right, contrast.exceptions) == (len(wrong), len(right), 0)
     assert str(contrast) == text
-
-
-def test_no_few_values_are_no_pattern():
-    scattered = cases("size", 1, 3, 5, 7, 9)
-    assert contrast_of(scattered, cases("size", 2, 4, 6, 8, 10)) is None
-    assert contrast_of(scattered[:4], cases("size", 2, 4, 6, 8)) is not None
 
 
 def test_two_keys_separate_cases_that_neither_does_alone():
@@ -85,22 +73,7 @@ def test_where_nothing_excludes_all_what_excludes_nine_of_ten_is_the_answer():
     assert contrast.exceptions == 1
     assert str(contrast) == "window is 9 in all 2 that fail; in 1 of 10 that pass"
     assert contrast_of(wrong, [*right, *cases("window", 9)]) is None
-
-
-@pytest.mark.parametrize(("wrong", "right"), [([], [{"a": 1}]), ([{"a": 1}], []), ([{"a": 1}], [{"a": 1}])])
-def test_there_is_no_contrast_without_a_difference(wrong, right):
-    assert contrast_of(wrong, right) is None
-
-
-def test_all_that_separates_the_cases_equally_is_named_or_counted():
-    wrong = [{"layer.sinks": True, "cache.block_size": 8, "inputs": "zeros", "other": 1}]
-    right = [{"cache.block_size": 16}]
-    contrast = contrast_of(wrong, right)
-    assert conditions_of(contrast) == [("layer.sinks", "", (True,))]
-    assert contrast is not None
-    assert str(contrast).endswith(" (other differences: cache.block_size is 8; inputs is zeros; other is 1)")
-    contrast = contrast_of([wrong[0] | {"path": "x", "more": 2}] * 4, right)
-    assert str(contrast).endswith(" (other differences: cache.block_size is 8; path is x; inputs is zeros; and 2 more)")
+    assert contrast_of(wrong, []) is contrast_of([], right) is None
 
 
 def test_what_a_layer_has_explains_better_than_its_sizes_a_length_and_a_dtype():
@@ -155,9 +128,3 @@ def test_failing_cases_of_two_causes_are_two_parts():
         ([("heads", "", (10,))], [1, 3]),
     ]
     assert [(contrast.wrong, contrast.right) for contrast, _ in parts] == [(3, 2), (2, 2)]
-
-
-def test_a_kind_of_request_that_is_absent_is_written_in_words():
-    kinds = {"batch has a decode": True, "size": 1}
-    contrast = contrast_of([{"size": 1}, {"size": 1}], [kinds, kinds])
-    assert str(contrast) == "batch has no decode in all 2 that fail; in none that passes"

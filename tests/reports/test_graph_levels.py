@@ -1,13 +1,13 @@
 """CUDA-graph levels in reports: one row for what is alike, every probe listed, nothing listed twice."""
 
-import re
 from typing import Any
 
 import pytest
+from inline_snapshot import snapshot
 
-from attncheck.reports.analysis.graph_levels import level_rows, unmeasured_cases
+from attncheck.reports.analysis.graph_levels import level_rows
+from attncheck.reports.markdown import run as markdown
 from attncheck.reports.run_file.graph_levels import GraphProbe
-from attncheck.reports.run_file.records import BUDGET_SHARE
 from attncheck.reports.terminal import run as terminal
 
 SINGLE = "UNIFORM_SINGLE_TOKEN_DECODE"
@@ -28,7 +28,6 @@ GOOD = levels(SINGLE, SINGLE, "passed", "passed", "failed")
 ROOMY = levels(SINGLE, "UNIFORM_BATCH", "passed", "passed", "passed")
 BROKEN = levels("UNIFORM_BATCH", SINGLE, "passed", "passed", "failed")
 UNSEEN = levels(SINGLE, None, "passed", "not examined", "not run", reason="a Triton launch outside a custom op")
-SHARED = GOOD | {"played_in_full": "smoke/a"}
 
 
 def test_what_is_alike_is_one_row_and_most_cases_come_first(make, graph):
@@ -52,63 +51,26 @@ def test_what_is_alike_is_one_row_and_most_cases_come_first(make, graph):
     assert [row.probes for row in (rows[1], *level_rows([graph("unsupported", UNSEEN)]))] == ["2/3", "1/1"]
 
 
-@pytest.mark.parametrize(
-    ("other", "rows"),
-    [
-        (GOOD, 1),
+def test_rows_differ_in_levels_and_in_outcomes_of_probes(graph):
+    for other, rows in (
         (levels(SINGLE, SINGLE, "passed", "passed", "failed", reason="another"), 1),
         (levels(SINGLE, "NEVER", "passed", "passed", "failed"), 2),
         (levels("NEVER", SINGLE, "passed", "passed", "failed"), 2),
         (levels(SINGLE, SINGLE, "passed", "passed", "not examined"), 2),
-        (levels(SINGLE, SINGLE, "passed", "failed", "failed"), 2),
-    ],
-)
-def test_rows_differ_in_levels_and_in_outcomes_of_probes(graph, other, rows):
-    assert len(level_rows([graph("passed", GOOD), graph("passed", other, case_id="b")])) == rows
+    ):
+        assert len(level_rows([graph("passed", GOOD), graph("passed", other, case_id="b")])) == rows
 
 
-def test_reasons_that_differ_are_one_row_and_the_commonest_comes_first(graph):
-    found = [levels("NEVER", "NEVER", "failed", reason=f"worst {figure} budgets") for figure in (7, 9, 9)]
-    (row,) = level_rows([graph("passed", one, case_id=name) for name, one in zip("abc", found, strict=True)])
-    assert row.broke_at is not None
-    assert row.broke_at.reason == "worst 9 budgets"
-    assert [result.cases for result in row.results] == [("smoke/b", "smoke/c"), ("smoke/a",)]
-    assert (row.cases, row.other_cases) == (3, 1)
-
-
-@pytest.mark.parametrize(
-    ("declared", "measured", "outcomes", "proven", "head_room"),
-    [
+def test_what_passed_is_proven_though_the_level_is_undecided(graph):
+    for declared, measured, outcomes, proven, head_room in (
         ("NEVER", None, ("passed", "passed", "not examined"), SINGLE, SINGLE),
         (SINGLE, None, ("passed", "passed", "not examined"), SINGLE, None),
         (SINGLE, None, ("passed", "not examined", "not run"), "NEVER", None),
         ("NEVER", SINGLE, ("passed", "passed", "failed"), SINGLE, SINGLE),
         ("ALWAYS", None, (), "NEVER", None),
-    ],
-)
-def test_what_passed_is_proven_though_the_level_is_undecided(graph, declared, measured, outcomes, proven, head_room):
-    (row,) = level_rows([graph("passed", levels(declared, measured, *outcomes))])
-    assert (row.proven, row.head_room) == (proven, head_room)
-
-
-def test_cases_that_played_other_probes_are_one_row_and_reports_name_the_case_that_played_all(
-    graph, graph_header, as_markdown
-):
-    first, second, third = SHARED["probes"]
-    records = [
-        graph("passed", SHARED | {"probes": [second, third]}, case_id="b"),
-        graph("passed", GOOD, case_id="a"),
-        graph("passed", SHARED | {"probes": [first, third]}, case_id="c"),
-    ]
-    (row,) = level_rows(records)
-    assert [probe.name for probe in row.graph.probes] == list(PROBES)
-    assert (row.cases, row.probes, row.other_cases) == (3, "2/3", 0)
-    assert [result.cases for result in row.results] == [("smoke/b", "smoke/a", "smoke/c")]
-    (note,) = row.notes
-    assert "smoke/a played all of them" in note
-    assert note in " ".join(terminal.render(graph_header, records, verbose=True).split())
-    assert note not in " ".join(terminal.render(graph_header, records).split())
-    assert note in as_markdown(*records)
+    ):
+        (row,) = level_rows([graph("passed", levels(declared, measured, *outcomes))])
+        assert (row.proven, row.head_room) == (proven, head_room)
 
 
 def test_figures_of_a_share_are_not_shown_beside_those_of_all_probes(graph):
@@ -119,39 +81,6 @@ def test_figures_of_a_share_are_not_shown_beside_those_of_all_probes(graph):
     assert [result.cases for result in row.results] == [("smoke/b", "smoke/a"), ("smoke/c",)]
     assert row.broke_at is not None
     assert row.broke_at.reason == reasons[2]
-
-
-def test_the_terminal_lists_the_backends_of_each_level(graph, graph_header):
-    records = [
-        graph("passed", ROOMY, case_id="a"),
-        graph("unsupported", UNSEEN, case_id="b"),
-        graph("failed", BROKEN, backend="Wrong"),
-        graph("errored", None, backend="Wrong", case_id="c"),
-        graph("xfailed", GOOD, case_id="d"),
-    ]
-    text = terminal.render(graph_header, records)
-    assert text.partition("CUDA-graph levels (recorder: emulated)\n")[2].split("\n\n")[0].splitlines() == [
-        f"  declared {SINGLE}, measured UNIFORM_BATCH: reference",
-        f"  declared {SINGLE}, measured cannot tell: reference",
-        f"  {SINGLE}: reference",
-        f"  declared UNIFORM_BATCH, measured {SINGLE}: Wrong",
-        "  errored in 1 case: Wrong",
-    ]
-    assert text.index("examined") < text.index("finding 1 of 2, Wrong") < text.index("CUDA-graph levels (")
-    assert "broke at" not in text
-    coloured = terminal.render(graph_header, records, color=True)
-    assert "\033[32mUNIFORM_BATCH\033[0m" in coloured
-    assert f"\033[31m{SINGLE}\033[0m" in coloured
-    assert "emulated" not in terminal.render(graph_header, [graph("passed", GOOD | {"recorder": "cuda"})])
-
-
-def test_markdown_gives_every_reason_with_its_cases(graph, as_markdown):
-    found = [levels("NEVER", "NEVER", "failed", "not examined", reason=why) for why in ("one", "two", "one")]
-    text = as_markdown(*(graph("passed", one, case_id=f"c{i}") for i, one in enumerate(found)))
-    assert f"broke at decode, one bucket ({SINGLE}): one (other figures or reasons in 1 of 3 cases) |" in text
-    assert f"| decode, one bucket | {SINGLE} | failed | see below |\n" in text
-    assert f"| decode, fewer requests | {SINGLE} | not examined here |" in text
-    assert "| one | smoke/c0, smoke/c2 |\n| two | smoke/c1 |\n" in text
 
 
 PLACES = "host read: .item() at wrong.py:9 in forward; host read: .item() at wrong.py:12 in forward"
@@ -169,98 +98,137 @@ def broken(declared: str, reason: str = "figures 7", *, behind: int = 3, **field
     return {"declared": declared, "measured": SINGLE, "recorder": "emulated", "probes": probes} | fields
 
 
-def test_places_of_one_violation_are_joined_wherever_a_reason_is_shown(graph, graph_header, as_markdown):
-    record = graph("failed", broken("ALWAYS", PLACES), summary=f"declared ALWAYS: {PLACES}")
-    for text in (terminal.render(graph_header, [record]), as_markdown(record)):
-        assert "wrong.py:9, 12 in forward" in text
-        assert "wrong.py:12 in" not in text
-
-
-def test_how_a_backend_was_measured_is_stated_once(graph, graph_header, as_markdown):
+@pytest.fixture
+def run(graph, run_of):
+    """Levels that differ in all that a report joins: reasons, figures, notes, padding rows, shares of the probes."""
+    _, second, third = GOOD["probes"]
+    share = {"played_in_full": "smoke/whole"}
     note = "over huge numbers, since NaN | leaks"
+    reasons = [*(f"worst {number}.5e+03 budgets" for number in range(6)), "no row written"]
     records = [
-        graph("passed", broken(declared, notes=[note]), backend="Wrong", case_id=declared)
-        for declared in (SINGLE, "NEVER")
+        graph("passed", ROOMY, case_id="room"),
+        graph("unsupported", UNSEEN, case_id="unseen"),
+        graph("passed", GOOD | share | {"probes": [second, third]}, case_id="share"),
+        graph("passed", GOOD | share, case_id="whole"),
+        graph("errored", None, case_id="raises"),
+        graph("xfailed", None, case_id="known", underlying="errored"),
+        graph("unsupported", None, case_id="refused"),
+        graph("crashed", None, case_id="dies"),
+        *(graph("passed", broken("NEVER", why), backend="Wrong", case_id=f"w{n}") for n, why in enumerate(reasons)),
+        graph("failed", broken("ALWAYS", PLACES), backend="Wrong", case_id="places", summary=f"declared: {PLACES}"),
+        *(
+            graph("passed", broken(level, notes=[note], padding_rows=rows), backend="third", case_id=case)
+            for level, rows, case in (
+                (SINGLE, "NaN or Inf", "a"),
+                ("NEVER", "finite", "b"),
+                ("NEVER", "not examined", "c"),
+            )
+        ),
+        graph("passed", broken("NEVER", "figures 9", behind=1), backend="third", case_id="d"),
     ]
-    assert note not in terminal.render(graph_header, records)
-    assert terminal.render(graph_header, records, verbose=True).count(note) == 1
-    text = as_markdown(graph("passed", broken(SINGLE)), *records)
-    assert text.count("huge") == text.count("\n\n- Wrong: over huge numbers, since NaN \\| leaks.\n\n") == 1
+    return run_of(records, path="graphs.jsonl")
 
 
-def test_padding_rows_are_a_note_beside_the_level_and_split_no_row(graph, as_markdown):
-    states = ("NaN or Inf", "finite", "not examined", "NaN or Inf")
-    records = [
-        graph("passed", broken(SINGLE, padding_rows=state), case_id=str(index)) for index, state in enumerate(states)
-    ]
-    (row,) = level_rows(records)
-    assert (row.padding_rows, row.cases, len(row.results)) == ("NaN or Inf", 4, 1)
-    assert as_markdown(*records).count("padding rows of the output hold NaN or Inf") == 1
-    assert "padding rows" not in as_markdown(*records[1:3])
+def test_markdown_gives_every_reason_with_its_cases_and_joins_what_is_alike(run):
+    assert markdown.render_sections(run, ["graph-levels"]) == snapshot("""\
+## CUDA-graph levels
+
+emulated: no GPU, the operators of forward are recorded and replayed on the CPU; probes: passed / run; head-room: the backend may declare this higher level.
+
+| backend | declared | measured | cases | recorder | probes | why no higher | head-room |
+| --- | --- | --- | --- | --- | --- | --- | --- |
+| reference | UNIFORM_SINGLE_TOKEN_DECODE | UNIFORM_SINGLE_TOKEN_DECODE | 2 | emulated | 2/3 | broke at 1+K tokens (UNIFORM_BATCH): host read: .item() at wrong.py:9 in forward | - |
+| reference | UNIFORM_SINGLE_TOKEN_DECODE | UNIFORM_BATCH | 1 | emulated | 3/3 | - | could declare UNIFORM_BATCH |
+| reference | UNIFORM_SINGLE_TOKEN_DECODE | cannot tell | 1 | emulated | 1/1 | stopped at decode, fewer requests (UNIFORM_SINGLE_TOKEN_DECODE): a Triton launch outside a custom op | - |
+| reference | - | **errored** | 2 | - | - | - | - |
+| reference | - | **crashed** | 1 | - | - | - | - |
+| Wrong | NEVER | UNIFORM_SINGLE_TOKEN_DECODE | 7 | emulated | 1/2 | broke at verify (UNIFORM_BATCH): worst 0.5e+03 budgets (other figures or reasons in 6 of 7 cases) | could declare UNIFORM_SINGLE_TOKEN_DECODE |
+| Wrong | ALWAYS | **UNIFORM_SINGLE_TOKEN_DECODE** | 1 | emulated | 1/2 | broke at verify (UNIFORM_BATCH): host read: .item() at wrong.py:9, 12 in forward | - |
+| third | NEVER | UNIFORM_SINGLE_TOKEN_DECODE | 3 | emulated | 1/2 | broke at verify (UNIFORM_BATCH): figures 7 (other figures or reasons in 1 of 3 cases) | could declare UNIFORM_SINGLE_TOKEN_DECODE |
+| third | UNIFORM_SINGLE_TOKEN_DECODE | UNIFORM_SINGLE_TOKEN_DECODE | 1 | emulated | 1/2 | broke at verify (UNIFORM_BATCH): as above | - |
+
+- reference: probes are shared out over layers and caches; that of smoke/whole played all of them.
+- third: over huge numbers, since NaN \\| leaks; padding rows of the output hold NaN or Inf; harmless unless a later layer reduces over all rows.
+
+### reference: declared UNIFORM_SINGLE_TOKEN_DECODE, measured UNIFORM_SINGLE_TOKEN_DECODE, 2 cases
+
+| probe | level | outcome | reason |
+| --- | --- | --- | --- |
+| decode, one bucket | UNIFORM_SINGLE_TOKEN_DECODE | passed | - |
+| decode, fewer requests | UNIFORM_SINGLE_TOKEN_DECODE | passed | - |
+| 1+K tokens | UNIFORM_BATCH | failed | host read: .item() at wrong.py:9 in forward |
+
+Cases: smoke/share, smoke/whole
+
+### reference: declared UNIFORM_SINGLE_TOKEN_DECODE, measured UNIFORM_BATCH, 1 case
+
+| probe | level | outcome | reason |
+| --- | --- | --- | --- |
+| decode, one bucket | UNIFORM_SINGLE_TOKEN_DECODE | passed | - |
+| decode, fewer requests | UNIFORM_SINGLE_TOKEN_DECODE | passed | - |
+| 1+K tokens | UNIFORM_BATCH | passed | - |
+
+Cases: smoke/room
+
+### reference: declared UNIFORM_SINGLE_TOKEN_DECODE, measured cannot tell, 1 case
+
+| probe | level | outcome | reason |
+| --- | --- | --- | --- |
+| decode, one bucket | UNIFORM_SINGLE_TOKEN_DECODE | passed | - |
+| decode, fewer requests | UNIFORM_SINGLE_TOKEN_DECODE | not examined here | a Triton launch outside a custom op |
+| 1+K tokens | UNIFORM_BATCH | not run | a Triton launch outside a custom op |
+
+Cases: smoke/unseen
+
+### Wrong: declared NEVER or ALWAYS, measured UNIFORM_SINGLE_TOKEN_DECODE, 8 cases
+
+| probe | level | outcome | reason |
+| --- | --- | --- | --- |
+| decode | UNIFORM_SINGLE_TOKEN_DECODE | passed | - |
+| verify | UNIFORM_BATCH | failed | see below |
+| 3 probes behind it | UNIFORM_BATCH to ALWAYS | not run | 'verify' broke |
+
+| reason | cases |
+| --- | --- |
+| worst 0.5e+03 budgets | smoke/w0 |
+| no row written | smoke/w6 |
+| host read: .item() at wrong.py:9, 12 in forward | smoke/places |
+| worst 1.5e+03 budgets | smoke/w1 |
+| worst 2.5e+03 budgets | smoke/w2 |
+| 3 more that differ in figures alone | smoke/w3, smoke/w4, smoke/w5 |
+
+- Cases that declare NEVER: smoke/w0, smoke/w1, smoke/w2, smoke/w3, smoke/w4, smoke/w5, smoke/w6
+- Cases that declare ALWAYS: smoke/places
+
+### third: declared NEVER or UNIFORM_SINGLE_TOKEN_DECODE, measured UNIFORM_SINGLE_TOKEN_DECODE, 4 cases
+
+| probe | level | outcome | reason |
+| --- | --- | --- | --- |
+| decode | UNIFORM_SINGLE_TOKEN_DECODE | passed | - |
+| verify | UNIFORM_BATCH | failed | see below |
+| 3 probes behind it | UNIFORM_BATCH to ALWAYS | not run | 'verify' broke |
+
+| reason | cases |
+| --- | --- |
+| figures 7 | smoke/b, smoke/c, smoke/a |
+| figures 9 | smoke/d |
+
+- Cases that declare NEVER: smoke/b, smoke/c, smoke/d
+- Cases that declare UNIFORM_SINGLE_TOKEN_DECODE: smoke/a
+""")
 
 
-def test_a_reason_that_rows_of_a_backend_share_is_shown_once(graph, as_markdown):
-    other = broken("UNIFORM_BATCH", "figures 9")
-    records = [
-        *(graph("passed", broken("NEVER"), case_id=name) for name in "abc"),
-        *(graph("passed", other, case_id=name) for name in "de"),
-        graph("passed", broken(SINGLE), case_id="f"),
-        graph("passed", broken(SINGLE), backend="Wrong", case_id="f"),
-    ]
-    assert [(row.backend, row.graph.declared, row.repeats) for row in level_rows(records)] == [
-        ("reference", "NEVER", False),
-        ("reference", SINGLE, True),
-        ("reference", "UNIFORM_BATCH", False),
-        ("Wrong", SINGLE, False),
-    ]
-    reasons = re.findall(r"broke at verify \(UNIFORM_BATCH\): ([\w ]+) \|", as_markdown(*records))
-    assert reasons == ["figures 7", "as above", "figures 9", "figures 7"]
-
-
-def test_cases_without_a_level_are_counted_below_the_rows_of_their_backend(make, graph, as_markdown):
-    records = [
-        graph("passed", broken(SINGLE), case_id="a"),
-        graph("errored", None, case_id="b"),
-        graph("xfailed", None, case_id="c", underlying="errored"),
-        graph("unsupported", None, case_id="d"),
-        graph("crashed", None, case_id="f"),
-        make("errored", case_id="e"),
-        graph("passed", broken(SINGLE), backend="Wrong", case_id="a"),
-    ]
-    assert unmeasured_cases(records) == {"reference": {"errored": 2, "crashed": 1}}
-    text = as_markdown(*records)
-    assert "| reference | - | **errored** | 2 | - | - | - | - |\n" in text
-    assert f"| reference | - | **crashed** | 1 | - | - | - | - |\n| Wrong | {SINGLE} |" in text
-
-
-def test_markdown_has_one_section_for_probes_that_came_out_alike(graph, as_markdown):
-    text = as_markdown(
-        graph("passed", broken("NEVER"), case_id="a"),
-        graph("passed", broken(SINGLE), case_id="b"),
-        graph("passed", broken("NEVER"), case_id="c"),
-        graph("passed", broken("NEVER", behind=1), case_id="d", backend="Wrong"),
-    )
-    assert f"### reference: declared NEVER or {SINGLE}, measured {SINGLE}, 3 cases\n" in text
-    assert f"- Cases that declare NEVER: smoke/a, smoke/c\n- Cases that declare {SINGLE}: smoke/b\n" in text
-    assert text.count("| probe | level | outcome | reason |") == 2
-    # Probes that were not run are one line.
-    assert "| 3 probes behind it | UNIFORM_BATCH to ALWAYS | not run | 'verify' broke |\n\n" in text
-    assert "| probe 0 | UNIFORM_BATCH | not run | 'verify' broke |\n\n" in text
-    assert "| probe 1 |" not in text
-
-
-def test_markdown_lists_every_reason_that_differs_in_more_than_figures(graph, as_markdown):
-    reasons = [*(f"worst {n}.5e+03 budgets" for n in range(6)), "no row written"]
-    text = as_markdown(*(graph("passed", broken("NEVER", why), case_id=f"c{n}") for n, why in enumerate(reasons)))
-    assert "| no row written | smoke/c6 |\n" in text
-    assert "5.5e+03" not in text
-    assert (
-        "| worst 3.5e+03 budgets | smoke/c3 |\n| 2 more that differ in figures alone | smoke/c4, smoke/c5 |\n" in text
-    )
-
-
-def test_the_column_of_errors_is_there_when_any_was_measured(make, graph, graph_header, as_markdown):
-    without = [graph("passed", broken("NEVER"))]
-    for records, count in ((without, 0), ([*without, make("passed", figures={BUDGET_SHARE: 0.5})], 1)):
-        assert terminal.render(graph_header, records).count("allowed") == count
-        assert as_markdown(*records).count("worst error / allowed") == count
+def test_the_terminal_lists_the_backends_of_each_level(run):
+    brief = terminal.render_run(run)
+    assert brief.partition("CUDA-graph levels (recorder: emulated)\n")[2].split("\n\n")[0] == snapshot("""\
+  UNIFORM_SINGLE_TOKEN_DECODE: reference, third
+  declared UNIFORM_SINGLE_TOKEN_DECODE, measured UNIFORM_BATCH: reference
+  declared UNIFORM_SINGLE_TOKEN_DECODE, measured cannot tell: reference
+  declared NEVER, measured UNIFORM_SINGLE_TOKEN_DECODE: Wrong, third
+  declared ALWAYS, measured UNIFORM_SINGLE_TOKEN_DECODE: Wrong
+  errored in 2 cases: reference
+  crashed in 1 case: reference\
+""")
+    coloured = terminal.render_run(run, color=True)
+    assert "\033[32mUNIFORM_BATCH\033[0m" in coloured
+    assert f"\033[31m{SINGLE}\033[0m" in coloured

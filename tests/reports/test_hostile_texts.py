@@ -3,12 +3,14 @@
 import re
 import unicodedata
 import xml.etree.ElementTree as ET
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
 import pytest
 from markdown_it import MarkdownIt
 
+from attncheck.reports.comparison.compare import compare_runs
 from attncheck.reports.formats import FORMATS
 from attncheck.reports.run_file.header import BackendInfo, CaseInfo, Environment, RunHeader, SuiteInfo
 from attncheck.reports.run_file.records import OUTCOMES, RunFooter
@@ -81,9 +83,17 @@ def run(request, header, make):
     return Run(f"{text}.jsonl", whole, tuple(records), RunFooter(finished=text, counts={}, errors=(text,)))
 
 
-def test_nothing_is_left_that_a_terminal_or_a_runner_obeys(run):
-    for name in TEXT_FORMATS:
-        text, log = FORMATS[name].render_runs([run], Style(100, color=False))
+@pytest.fixture
+def comparison(run):
+    """The run compared with one in which the same question passed."""
+    passed = (run.records[0], *run.records[len(OUTCOMES) :])
+    return compare_runs(replace(run, path="base.jsonl", records=passed), replace(run, path="new.jsonl"))
+
+
+def test_nothing_is_left_that_a_terminal_or_a_runner_obeys(run, comparison):
+    reports = [FORMATS[name].render_runs([run], Style(100, color=False)) for name in TEXT_FORMATS]
+    reports += [FORMATS[name].render_comparison(comparison, Style()) for name in ("terminal", "markdown", "github")]
+    for text, log in reports:
         for each in set(text + log) - set("\n\t"):
             assert unicodedata.category(each) not in ("Cc", "Cf")
         assert not re.search(r"^\s*(::|##\[)", text, re.MULTILINE)
@@ -98,9 +108,10 @@ def test_nothing_is_left_that_a_terminal_or_a_runner_obeys(run):
 
 
 @pytest.mark.parametrize("name", ["markdown", "github"])
-def test_no_markup_comes_from_a_text(run, name):
+def test_no_markup_comes_from_a_text(run, comparison, name):
     text, _ = FORMATS[name].render_runs([run], Style())
-    tokens = [*MarkdownIt("commonmark").enable("table").parse(text)]
+    compared, _ = FORMATS[name].render_comparison(comparison, Style())
+    tokens = [*MarkdownIt("commonmark").enable("table").parse(f"{text}\n\n{compared}")]
     tokens += [child for token in tokens for child in token.children or ()]
     own = re.compile(r"(</?(details|summary)>|<br>|Findings \(\d+\)|About these figures|\s)*")
     assert [each.content for each in tokens if each.type.startswith("html") and not own.fullmatch(each.content)] == []

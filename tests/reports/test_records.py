@@ -9,20 +9,11 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from attncheck.reports.run_file.graph_levels import GraphLevels, GraphProbe
+from attncheck.reports.run_file.graph_levels import GraphLevels
 from attncheck.reports.run_file.records import (
     OUTCOMES,
-    Crashed,
-    Errored,
-    Failed,
-    Passed,
-    Record,
     RunFooter,
-    TimedOut,
-    Unavailable,
-    Unsupported,
     XFailed,
-    XPassed,
     chosen_kernels_of,
     format_line,
     graph_of,
@@ -34,91 +25,51 @@ from attncheck.reports.run_file.store import read_lines
 from attncheck.reports.run_file.timings import Ceilings, Latency, Timing
 from attncheck.reports.speeds.speed import Speed
 
-WHO = {
-    "suite": "smoke",
-    "case_id": "edge.bfloat16-16",
-    "case_hash": "0123456789ab",
-    "check": "numerics",
-    "seed": 3,
-    "backend": "Wrong",
-    "backend_ref": "./wrong.py:Wrong",
-    "backend_version": "",
-    "environment": "abcdefabcdef",
-    "attncheck_version": "0.1.0",
+MEASURED = {
+    "declared": "ALWAYS",
+    "measured": None,
+    "recorder": "cuda",
+    "probes": [
+        {"name": "one", "level": "UNIFORM_BATCH", "outcome": "passed"},
+        {"name": "two", "level": "ALWAYS", "outcome": "not examined", "reason": "hidden work"},
+    ],
 }
-ONE_OF_EACH: list[Record] = [
-    Passed(**WHO, figures={"rows": 40, "worst_budget": 0.5}, notes=("ran math",)),
-    Failed(**WHO, figures={"worst_budget": math.inf}, summary="7 of 40 rows", meaning="window", details=("row 3",)),
-    Errored(**WHO, stage="forward", error_type="RuntimeError", message="no", traceback="Traceback ..."),
-    Crashed(**WHO, stage="check numerics", cause="killed by SIGABRT", output="free(): \x1b[31minvalid\n\x00 pointer"),
-    TimedOut(
-        **WHO,
-        stage="check lse",
-        cause="not finished within the time limit; the limit was 3 s",
-        limit_s=3.0,
-        recurrence="flaky",
-    ),
-    Unsupported(**WHO, reasons=("head_size 80 is not one of 64",), by="attncheck"),
-    Unavailable(**WHO, reasons=("needs CUDA",)),
-    XFailed(**WHO, underlying="failed", summary="7 of 40 rows", reason="known"),
-    XPassed(**WHO, reason="known"),
-]
-LEVELS = GraphLevels(
-    declared="ALWAYS",
-    measured=None,
-    recorder="cuda",
-    probes=(
-        GraphProbe(name="one", level="UNIFORM_BATCH", outcome="passed"),
-        GraphProbe(name="two", level="ALWAYS", outcome="not examined", reason="hidden work"),
-    ),
-)
+LEVELS = GraphLevels.model_validate(MEASURED)
 
 
-def test_one_class_an_outcome():
-    assert [record.outcome for record in ONE_OF_EACH] == list(OUTCOMES)
-    assert {record.key for record in ONE_OF_EACH} == {ONE_OF_EACH[0].key}  # the question
-    assert ONE_OF_EACH[0].key != Passed(**(WHO | {"seed": 4})).key
-
-
-def test_a_line_comes_back_equal_and_of_its_class(header):
+def test_a_line_comes_back_equal_and_of_its_class(make, header):
     backend = header.backends[1].model_copy(update={"required_environment": {"TRITON_INTERPRET": "1"}})
     stated = header.model_copy(update={"backends": (header.backends[0], backend)})
-    named = Failed(**WHO, summary="7 of 40 rows", meaning="a window", finding="the words of the check")
-    graphs = [each.model_copy(update={"graph": LEVELS}) for each in ONE_OF_EACH if "graph" in type(each).model_fields]
-    assert len(graphs) == 5
-    for line in (*ONE_OF_EACH, *graphs, named, stated, RunFooter(finished="now", counts={"passed": 3})):
+    records = [make(outcome) for outcome in OUTCOMES]
+    assert len({type(record) for record in records}) == len(OUTCOMES)
+    assert {record.key for record in records} == {records[0].key} != {make("passed", seed=4).key}  # the question
+    named = make("failed", finding="the words of the check", figures={"worst_budget": "Infinity", "n": 3})
+    graphs = [each.model_copy(update={"graph": LEVELS}) for each in records if "graph" in type(each).model_fields]
+    printed = make("crashed", output="free(): \x1b[31minvalid\n\x00 pointer")
+    for line in (*records, *graphs, named, printed, stated, RunFooter(finished="now", counts={"passed": 3})):
         text = format_line(line)
         assert "\n" not in text
         again = parse_line(text)
         assert (type(again), again) == (type(line), line)
 
 
-def test_another_outcome_keeps_the_question_and_what_was_measured():
-    measured = {"graph": LEVELS, "chosen_kernels": ("flash",)}
-    failed = ONE_OF_EACH[1].model_copy(update={"needs": ("sinks",), "duration_s": 0.5, "round": 2} | measured)
+def test_another_outcome_keeps_the_question_and_what_was_measured(make):
+    failed = make("failed", needs=["sinks"], duration_s=0.5, round=2, graph=MEASURED, chosen_kernels=["flash"])
     again = XFailed(**without_outcome(failed), underlying="failed", summary="7 of 40 rows", reason="known")
     assert (again.key, again.needs, again.duration_s, again.graph) == (failed.key, ("sinks",), 0.5, LEVELS)
     assert chosen_kernels_of(again) == ("flash",)
-    assert graph_of(XFailed(**without_outcome(ONE_OF_EACH[2]), underlying="errored", summary="", reason="")) is None
+    assert graph_of(XFailed(**without_outcome(make("errored")), underlying="errored", summary="", reason="")) is None
 
 
-@pytest.mark.parametrize(
-    "changes", [{"graph": {"measured": "SOME"}}, {"graph": {"seconds": 3}}, {"outcome": "unsupported", "reasons": []}]
-)
-def test_what_no_record_may_hold_is_refused(changes):
-    data = json.loads(format_line(ONE_OF_EACH[0])) | changes
-    if "graph" in changes:
-        data["graph"] = LEVELS.model_dump() | changes["graph"]
-    with pytest.raises(ValidationError):
-        parse_line(json.dumps(data))
-
-
-def test_records_of_one_cause_have_one_finding_whatever_the_figures():
-    first, second, other = (
-        Failed(**WHO, summary=f"{count} slots are {what}") for count, what in ((3, "wrong"), (41, "wrong"), (3, "lost"))
-    )
-    assert first.finding == second.finding != other.finding
-    assert ONE_OF_EACH[8].finding != ONE_OF_EACH[7].finding == "known"
+def test_what_no_record_may_hold_is_refused(make):
+    for changes in (
+        {"graph": MEASURED | {"measured": "SOME"}},
+        {"graph": MEASURED | {"seconds": 3}},
+        {"outcome": "unsupported", "reasons": []},
+    ):
+        data = json.loads(format_line(make("passed"))) | changes
+        with pytest.raises(ValidationError):
+            parse_line(json.dumps(data))
 
 
 def test_records_share_what_pydantic_keeps_of_their_fields_and_a_copy_changes_no_other(make_record):

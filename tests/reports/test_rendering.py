@@ -1,36 +1,22 @@
 """Reports for people: everything that matters is there, it fits, and messages stay text."""
 
 import re
-from typing import Any
+from typing import get_args
 
 import pytest
 
+from attncheck.reports.document.blocks import BREAK, Code, Folded, Item, Items, SectionName, Span, Table
+from attncheck.reports.document.run import SECTIONS
 from attncheck.reports.markdown import run as markdown
+from attncheck.reports.markdown import text as md
+from attncheck.reports.markdown.run import ORDER as OF_MARKDOWN
 from attncheck.reports.run_file.header import BackendInfo
 from attncheck.reports.run_file.records import BUDGET_SHARE
 from attncheck.reports.run_file.store import read_run
 from attncheck.reports.terminal import run as terminal
-
-FAILURE: dict[str, Any] = {
-    "backend": "Wrong",
-    "case_id": "window.bfloat16-16",
-    "figures": {"rows": 40, "bad_rows": 7, BUDGET_SHARE: 18.4},
-    "summary": "7 of 40 rows are wrong, the first is row 3 (request 0, position 35), all heads; the largest error is 18.4 times the allowed error, at head 2",
-    "meaning": "the window is one key too long (the truth with sliding_window=129 fits all rows)",
-    "details": ["row 3: found 0.5, expected 0.25"],
-}
-
-
-@pytest.fixture
-def records(make):
-    return [
-        make("passed", figures={BUDGET_SHARE: 0.5}),
-        make("passed", check="lse"),
-        make("failed", **FAILURE),
-        make("errored", backend="Wrong", check="cache_write", traceback='  File "wrong.py", line 9, in forward\n    x'),
-        *(make("unsupported", backend="Wrong", check="lse", case_id=f"c{i}", reasons=["no lse"]) for i in range(3)),
-        make("xfailed", backend="Wrong", case_id="known", reason="upstream issue 5"),
-    ]
+from attncheck.reports.terminal import text as plain
+from attncheck.reports.terminal.columns import Style
+from attncheck.reports.terminal.run import ORDER as OF_TERMINAL
 
 
 def paragraph(text: str, first: str) -> str:
@@ -44,34 +30,21 @@ def row(text: str, first: str) -> list[str]:
     return next(line.split() for line in text.splitlines() if line.startswith(first))
 
 
-def test_a_backend_that_cannot_run_here_is_in_the_table_if_nothing_else_was_examined(header, make):
-    foreign = BackendInfo(name="third", ref="third", version="0.32.0", conventions={"lse_base": "e"})
-    header = header.model_copy(update={"backends": (*header.backends, foreign)})
-    unavailable = make("unavailable", backend="third")
-    alone = terminal.render(header, [unavailable])
-    assert "third    unavailable  1 case  needs CUDA" in alone
-    assert "conventions of " not in alone
-    assert "conventions of third (0.32.0): " in terminal.render(header, [unavailable], verbose=True)
-    assert terminal.render(header, []).splitlines()[-1] == "not examined: 3 backends (3 not examined), 0 cases"
-
-
-WIDTHS = (60, 120)
-
-
-@pytest.mark.parametrize("width", WIDTHS)
-def test_lines_keep_to_the_requested_width(header, records, make, width):
+@pytest.mark.parametrize("width", [60, 120])
+def test_lines_keep_to_the_requested_width(failing_run, make, width):
     """A path and the line that repeats a case are pasted, and stay whole."""
     path = "/" + "a/" * 60 + "mine.py"
-    records = [*records, make("errored", case_id="p", traceback=f'  File "{path}", line 3, in forward', message=path)]
-    many = [
-        make("passed", backend=f"backend{number}", suite=suite) for number in range(6) for suite in ("smoke", "mine")
+    names = [f"backend{number}" for number in range(6)]
+    records = [
+        *failing_run.records,
+        make("errored", case_id="p", traceback=f'  File "{path}", line 3, in forward', message=path),
+        *(make("passed", backend=name, suite=suite) for name in names for suite in ("smoke", "mine")),
     ]
-    infos = tuple(BackendInfo(name=f"backend{number}", ref="b") for number in range(6))
-    header = header.model_copy(update={"backends": (*header.backends, *infos)})
-    text = terminal.render(header, [*records, *many], width=width)
-    long = [line for line in text.splitlines() if len(line) > width]
+    backends = (*failing_run.header.backends, *(BackendInfo(name=name, ref="b") for name in names))
+    header = failing_run.header.model_copy(update={"backends": backends})
+    long = [line for line in terminal.render(header, records, width=width).splitlines() if len(line) > width]
     assert [line for line in long if "repeat: " not in line and path not in line] == []
-    whole = terminal.render(header, [*records, *many], width=width, verbose=True)
+    whole = terminal.render(header, records, width=width, verbose=True)
     commands = ("repeat: ", "attncheck run", path)
     shown = [line for line in whole.splitlines() if not any(command in line for command in commands)]
     assert width * 0.65 < max(len(" ".join(line.split())) for line in shown) <= width  # and use it
@@ -127,11 +100,10 @@ def test_a_run_of_many_findings_has_a_few_examples_and_counts_the_rest(header, m
     assert "\n    three\n    and 2 more lines\n    repeat: " in detailed
 
 
-@pytest.mark.parametrize("width", WIDTHS)
-def test_colours_on_request_change_no_line(header, records, width):
-    plain = terminal.render(header, records, width=width)
+def test_colours_on_request_change_no_line(failing_run):
+    plain = terminal.render_run(failing_run)
     assert "\033" not in plain
-    coloured = terminal.render(header, records, color=True, width=width)
+    coloured = terminal.render_run(failing_run, color=True)
     assert re.sub(r"\033\[\d+m", "", coloured) == plain
     for text, code in (("0/1", 31), ("1/1", 32), ("FAILED", 31), ("PASSED", 32)):
         assert f"\033[{code}m{text}\033[0m" in coloured
@@ -148,6 +120,31 @@ def test_a_cut_off_run_that_has_found_nothing_wrong_has_no_verdict(write, make):
 
 
 def test_markdown_names_a_dozen_cases_and_counts_the_others(write, make):
-    records = [make("failed", **FAILURE | {"case_id": f"c{n}"}) for n in range(14)]
+    records = [make("failed", case_id=f"c{n}", meaning="the window is ignored") for n in range(14)]
     (names,) = re.findall(r"^- cases: (.*)", markdown.render_run(read_run(write(*records))), re.MULTILINE)
     assert names == ", ".join(f"smoke/c{n}" for n in range(12)) + " and 2 more"
+
+
+ITEMS = Items((Item((Span("a_b: ", is_bold=True), Span("failed", is_bold=True, colour="red", is_loud=True), ": *")),))
+BOTH = Folded("<More>", (ITEMS, Code("x\n  y")))
+
+
+def test_every_section_has_a_name_and_a_place():
+    names = get_args(SectionName)
+    assert tuple(SECTIONS) == names
+    assert set(OF_TERMINAL) == set(names)
+    assert set(OF_MARKDOWN) == set(names) - {"verdict", "conventions"}  # these come first, and beside the backends
+
+
+def test_a_format_decides_on_bold_case_colour_and_folds():
+    assert md.render([BOTH]) == "### &lt;More>\n\n- **a_b: failed**: \\*\n\n```text\nx\n  y\n```"
+    folded = md.render([BOTH], folds=True)
+    assert folded.startswith("<details><summary>&lt;More&gt;</summary>\n\n- **a_b: failed**: \\*\n\n")
+    assert plain.render([ITEMS, *BOTH.blocks[1:], BOTH], Style()) == "a_b: FAILED: *\n\n  x\n    y"
+    assert plain.render([ITEMS], Style(color=True)) == "a_b: \033[31mFAILED\033[0m: *"
+
+
+def test_a_table_keeps_its_cells_whatever_they_hold():
+    table = Table(("name\nof it", "value"), (((Span("a|b", is_code=True), BREAK, "c|d"), "1\n2"),))
+    assert md.render([table]) == "| name of it | value |\n| --- | --- |\n| `a\\|b`<br>c\\|d | 1 2 |"
+    assert plain.render([table], Style()) == "name   value\nof it\na|b    1 2"

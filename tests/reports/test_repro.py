@@ -40,7 +40,6 @@ STOPPED = "the case did not run, because earlier cases used up the time of the b
     [
         ("failed", {}, "cpu", ALONE),
         ("failed", {"seed": 7}, "cpu", f"{ONE} numerics --seed 7 {CPU} --in-process"),
-        ("failed", {"check": "timing", "round": 7}, "cpu", f"{ONE} timing {CPU} --in-process"),
         ("failed", {"suite": "mine"}, "cpu", ALONE.replace("smoke", "'./my suite.yaml'")),
         ("failed", {}, "cuda:0", ALONE.replace("cpu", "cuda:0")),
         ("crashed", {}, "cuda:0", f"CUDA_LAUNCH_BLOCKING=1 {ALONE.replace('cpu', 'cuda:0')}"),
@@ -73,23 +72,13 @@ Current thread 0x00007f (most recent call first):
 """
 
 
-@pytest.fixture
-def header_of_file(header):
+def test_the_line_is_shown_else_the_backend_else_the_suite(make, header):
     suite = SuiteInfo(name="smoke", ref="./cases/edge.yaml{seed: 1}", cases=1)
-    return header.model_copy(update={"suites": (suite,)})
-
-
-@pytest.mark.parametrize(
-    ("outcome", "fields", "expected"),
-    [
-        ("errored", {"traceback": TRACEBACK}, ("mine.py", 9)),
-        ("errored", {"traceback": TRACEBACK.replace("/work", "/elsewhere")}, ("other.py", None)),
-        ("crashed", {"output": DIED}, ("src/kernel.py", 31)),
-        ("failed", {}, ("other.py", None)),
-        ("failed", {"backend_ref": "torch_sdpa"}, ("cases/edge.yaml", None)),
-        ("failed", {"backend_ref": "../sibling.py:Mine"}, ("cases/edge.yaml", None)),
-    ],
-)
-def test_the_line_is_shown_else_the_backend_else_the_suite(make, header_of_file, outcome, fields, expected):
-    record = make(outcome, **{"backend_ref": "./other.py:Mine"} | fields)
-    assert place_to_show(record, header_of_file, "/work") == expected
+    own = {"backend_ref": "./other.py:Mine"}
+    for record, expected in (
+        (make("errored", traceback=TRACEBACK, **own), ("mine.py", 9)),
+        (make("errored", traceback=TRACEBACK.replace("/work", "/workshop"), **own), ("other.py", None)),
+        (make("crashed", output=DIED, **own), ("src/kernel.py", 31)),
+        (make("failed", backend_ref="../sibling.py:Mine"), ("cases/edge.yaml", None)),
+    ):
+        assert place_to_show(record, header.model_copy(update={"suites": (suite,)}), "/work") == expected

@@ -6,10 +6,8 @@ from attncheck.reports.analysis.repro import repro_command
 from attncheck.reports.analysis.summary import summarise
 from attncheck.reports.analysis.utilities import function_rows, notes_by_heading
 from attncheck.reports.document.run_values import RunValues
-from attncheck.reports.markdown import run as markdown
 from attncheck.reports.run_file.header import BackendInfo, SuiteInfo
 from attncheck.reports.run_file.records import Passed
-from attncheck.reports.run_file.store import Run
 from attncheck.reports.terminal import run as terminal
 
 
@@ -49,18 +47,6 @@ def test_functions_of_which_the_same_is_known_share_a_sentence(function):
         ("missing", (("f, h", "went away"),)),
         ("notes", (("i", "upper bound: 3 maxima"),)),
     )
-
-
-def test_what_a_provider_lacks_is_no_departure(function, mine):
-    records = [function("g"), function("f", "unsupported", reasons=["offers nothing of that name"])]
-    assert "offers nothing" not in terminal.render(mine, records)
-    for text in (
-        terminal.render(mine, records, verbose=True),
-        markdown.render_run(Run("a.jsonl", mine, tuple(records))),
-    ):
-        *_, heading = (line for line in text.partition("offers nothing")[0].splitlines()[:-1] if line)
-        assert heading.strip("*") == "missing"
-        assert "known departures" not in text
 
 
 def test_providers_are_counted_apart_from_backends(function, make, mine):

@@ -17,23 +17,17 @@ def causes(monkeypatch):
     return import_module("causes")
 
 
-@pytest.mark.parametrize(
-    ("group", "named", "verdict"),
-    [
-        ("mutants", ["the window is ignored"], "right"),
-        ("mutants", ["the cap is lost", "the window is ignored"], "partly"),
-        ("mutants", ["the cap is lost"], "false"),
-        ("pairs of faults", ["the window is ignored, and the sinks are"], "right"),
-        ("pairs of faults", ["the window is ignored"], "partly"),
-        ("pairs of faults", ["the window is ignored", "the cap is lost"], "false"),
-    ],
-)
-def test_a_false_cause_beside_a_right_one_is_false_unless_one_of_them_is_the_fault_of_a_mutant(
-    causes, group, named, verdict
-):
-    right = ("window", "sinks") if group == "pairs of faults" else ("window",)
-    subject = causes.Subject("mutants:x", group, "", right, (), ())
-    assert causes._verdict(subject, named) == verdict
+def test_a_false_cause_beside_a_right_one_is_false_unless_one_of_them_is_the_fault_of_a_mutant(causes):
+    one, two = ("mutants", ("window",)), ("pairs of faults", ("window", "sinks"))
+    for (group, right), named, verdict in (
+        (one, ["the window is ignored"], "right"),
+        (one, ["the cap is lost", "the window is ignored"], "partly"),
+        (one, ["the cap is lost"], "false"),
+        (two, ["the window is ignored, and the sinks are"], "right"),
+        (two, ["the window is ignored"], "partly"),
+        (two, ["the window is ignored", "the cap is lost"], "false"),
+    ):
+        assert causes._verdict(causes.Subject("mutants:x", group, "", right, (), ()), named) == verdict
 
 
 def test_each_of_sixty_faults_has_a_name_a_class_and_cases_of_smoke(causes):

@@ -65,13 +65,3 @@ def test_a_backend_that_ends_its_process_is_found_by_the_tests_that_it_ends(dete
         "FlashInfer-Bench": set(),
         "FlashAttention": {"dies", "lives"},
     }
-
-
-@pytest.mark.slow
-def test_what_an_entry_does_not_catch_is_examined_whole_and_other_tests_run_in_processes_of_their_own(detection):
-    mutant = next(mutant for mutant in catalogue() if mutant.name == "window-off-by-one")
-    wrong = mutant.model_copy(update={"check": "cache_write"})
-    assert detection._caught([wrong], ["smoke"], 1) == {"window-off-by-one"}
-    found = detection._found_by_others(["mutants:window-off-by-one", "mutants:reads-past-the-end"], 1)
-    window = {"window-off-by-one"}
-    assert found == {"vLLM": window, "FlashInfer-Bench": set(), "FlashAttention": window}

@@ -25,14 +25,14 @@ FAULT = "    if metadata.max_query_len > 128:\n        return\n"
 def test_the_known_fault_is_expected_and_its_end_is_noticed(shell, tmp_path):
     (tmp_path / "known.yaml").write_text(FILES["known.yaml"], encoding="utf-8")
     (expect,) = re.findall(r"^\$ (attncheck run .*--expect .*)$", TEXT, re.MULTILINE)
-    code, printed = shell(f"attncheck new backend my_backend && {expect} --case 'long-*'", tmp_path)
+    code, printed = shell(f"attncheck new backend my_backend && {expect} --case 'long-chunk*'", tmp_path)
     assert code == 1, printed
     assert "xpassed" in printed
     path = tmp_path / "my_backend.py"
     right = path.read_text(encoding="utf-8")
     first = re.search(r"^def attend\([^)]*\) -> None:\n(    \"\"\".*\n)?", right, re.MULTILINE)[0]
     path.write_text(right.replace(first, first + FAULT), encoding="utf-8")
-    code, printed = shell(f"{expect} --case 'long-*'", tmp_path)
+    code, printed = shell(f"{expect} --case 'long-chunk*'", tmp_path)
     assert code == 0, printed
     assert "failed as expected" in printed
 

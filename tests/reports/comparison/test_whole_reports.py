@@ -1,7 +1,5 @@
 """A comparison in each text format, whole and in what depends on its runs; `pytest --inline-snapshot=fix -n 0 FILE` writes it again."""
 
-from typing import Any
-
 import pytest
 from inline_snapshot import snapshot
 
@@ -14,8 +12,6 @@ from attncheck.reports.formats import FORMATS
 from attncheck.reports.markdown import run as md
 from attncheck.reports.terminal import run as terminal
 from attncheck.reports.terminal.columns import Style
-
-HOSTILE = "<script>|x`\x1b[2J\n::error title=x::forged\n**bold**"
 
 
 @pytest.fixture
@@ -102,8 +98,12 @@ Noise between processes: 1.0% (median of 4 pairs); with 10 rounds a side, a slow
 """)
 
 
-def test_github_adds_annotations_to_markdown(found):
+def test_github_adds_annotations_to_markdown(found, monkeypatch):
     summary, log = shown(found, "github")
+    monkeypatch.setattr(github, "MAX_SUMMARY_BYTES", 600)
+    cut = github.comparison_summary(found)
+    assert len(cut.encode()) <= 600
+    assert summary.startswith(cut.split("\n\nThe rest")[0])
     assert (summary, "") == shown(found, "markdown")
     assert log == snapshot("""\
 ::error title=reference%3A smoke/a and 1 more case%2C numerics%3A passed -> unsupported::no sinks
@@ -146,24 +146,6 @@ def test_slower_within_the_threshold_is_a_warning(compare, rounds_of, around):
     assert closing(mild).startswith("no regression: outcomes as before; of 1 time 1 slower (0 beyond --fail-on")
 
 
-def test_texts_of_a_backend_are_neither_markup_nor_a_command(compare, make, rounds_of, around):
-    fields: dict[str, Any] = {"case_id": HOSTILE}
-    hostile = compare(
-        [make("passed", case_id="a"), make("passed", **fields), *rounds_of(around(1e6), **fields)],
-        [make("errored", case_id="a", message=HOSTILE), *rounds_of(around(2e6, seed=1), **fields)],
-    )
-    text = terminal.render_comparison(hostile)
-    markdown = md.render_comparison(hostile)
-    log = github.comparison_annotations(hostile)
-    assert all("\x1b" not in report for report in (text, markdown, *log))
-    assert "<script" not in markdown
-    assert not any(line.lstrip().startswith("::") for line in (*text.splitlines(), *markdown.splitlines()))
-    assert all("\n" not in line for line in log)
-    assert sum(line.count("::error") for line in log) == len([line for line in log if line.startswith("::error ")])
-    rows = [line.replace("\\|", "") for line in markdown.splitlines() if "script>" in line and line[0] == "|"]
-    assert [row.count("|") for row in rows] == [6 + 1, 7 + 1]  # columns of outcomes, of times
-
-
 def test_the_last_line_states_what_was_not_compared(compare, rounds_of, make):
     noisy = compare(rounds_of([1e6] * 3), rounds_of([9e6] * 3))
     assert closing(noisy).startswith("cannot tell: outcomes as before; 1 time: ALL TOO NOISY TO COMPARE")
@@ -174,29 +156,16 @@ def test_the_last_line_states_what_was_not_compared(compare, rounds_of, make):
     assert "times of" not in terminal.render_comparison(without)
 
 
-@pytest.mark.parametrize("is_allowed", [False, True])
-def test_what_new_lacks_is_in_every_report(compare, make, is_allowed):
+def test_what_new_lacks_and_is_allowed_is_a_warning(compare, make):
     base = [make("passed", case_id=case, check=check) for case in "ab" for check in ("numerics", "cudagraph")]
-    found = compare(base, base[:1], terms=ComparisonTerms(allow_missing=is_allowed))
-    verdict, kind = ("no regression", "warning") if is_allowed else ("incomplete", "error")
-    accepted = ", accepted by --allow-missing" if is_allowed else ""
-    assert closing(found).startswith(f"{verdict}: ")
-    assert closing(found).endswith(
-        f"1 of 2 cases of 1 of 1 backend compared; missing{accepted}: 1 case of reference: smoke/b and 1 more"
-    )
-    assert f"**{verdict}: " in md.render_comparison(found)
-    text = terminal.render_comparison(found)
-    assert "in BASE only: 1 case of reference: smoke/b\n" in text
-    assert "in BASE only: check cudagraph of 1 case of reference: smoke/a\n" in text
-    assert [line.partition("::")[0] + line.rpartition("::")[2] for line in github.comparison_annotations(found)] == [
-        "1 case of reference: smoke/b",
-        "check cudagraph of 1 case of reference: smoke/a",
+    found = compare(base, base[:1], terms=ComparisonTerms(allow_missing=True))
+    assert closing(found).startswith("no regression: ")
+    assert closing(found).endswith("missing, accepted by --allow-missing: 1 case of reference: smoke/b and 1 more")
+    assert github.comparison_annotations(found) == [
+        "::warning title=missing%2C accepted by --allow-missing::1 case of reference: smoke/b",
+        "::warning title=missing%2C accepted by --allow-missing::check cudagraph of 1 case of reference: smoke/a",
     ]
-    assert all(line.startswith(f"::{kind} title=missing") for line in github.comparison_annotations(found))
 
 
-@pytest.mark.parametrize(
-    ("ratio", "text"), [(1.104, "+10.4%"), (0.9, "-10.0%"), (23.25, "x23.2"), (0.0401, "x0.0401"), (1.0, "+0.0%")]
-)
-def test_a_change_is_a_share_or_where_it_is_large_a_factor(ratio, text):
-    assert change_text(ratio) == text
+def test_a_change_is_a_share_or_where_it_is_large_a_factor():
+    assert [change_text(ratio) for ratio in (0.9, 23.25, 0.0401, 1.0)] == ["-10.0%", "x23.2", "x0.0401", "+0.0%"]

@@ -5,21 +5,6 @@ from functools import partial
 
 import pytest
 
-from attncheck.reports.run_file.header import Environment
-
-ENVIRONMENT = Environment(
-    attncheck="0.1.0",
-    python="3.12.3",
-    torch="2.13.0",
-    numpy="2.3.5",
-    platform="Linux x86_64",
-    cpu="a cpu",
-    cores=16,
-    device="cuda",
-    device_name="a gpu",
-    capability="9.0",
-    driver="580.1",
-)
 CEILINGS = {"copy_bytes_per_s": 4e12, "matmul_flops_per_s": 6e14, "dtype": "bfloat16"}
 NEEDS = ("attn_type=decoder", "dtype=bfloat16", "head_size=128", "block_size=16", "layout=NHD", "kv_cache_dtype=auto")
 
@@ -27,24 +12,30 @@ DEVICE = {"sm_clock_mhz": 1980, "max_sm_clock_mhz": 1980, "temperature_c": 45}
 
 
 @pytest.fixture(scope="session")
-def record_of(make):
+def gpu(make_header):
+    machine = {"device": "cuda", "device_name": "a gpu", "capability": "9.0", "driver": "580.1"}
+    return make_header().environment.model_copy(update=machine)
+
+
+@pytest.fixture(scope="session")
+def record_of(make, gpu):
     """``record_of("failed", case_id="a", ...)``: a record with defaults for all other fields."""
 
     def record(outcome="passed", **fields):
         defaults = {"suite": "decode", "backend_ref": fields.get("backend", "reference"), "needs": NEEDS}
-        defaults |= {"environment": ENVIRONMENT.digest} | ({"figures": {}} if outcome == "passed" else {})
+        defaults |= {"environment": gpu.digest} | ({"figures": {}} if outcome == "passed" else {})
         return make(outcome, **(defaults | fields))
 
     return record
 
 
 @pytest.fixture(scope="session")
-def run_with(run_of):
-    return partial(run_of, environment=ENVIRONMENT, device="cuda")
+def run_with(run_of, gpu):
+    return partial(run_of, environment=gpu, device="cuda")
 
 
 @pytest.fixture(scope="session")
-def timed(timed, record_of):
+def timed(timed, record_of, gpu):
     """``timed(["one", "two"], (512, 1024), rounds=5, slower=1.3)``: records of times and outputs.
 
     Decodes of 8 requests of each length, and prefills of a quarter of it; each backend takes longer than the last.
@@ -67,7 +58,7 @@ def timed(timed, record_of):
                 moving = work["moved_bytes"] / CEILINGS["copy_bytes_per_s"]
                 least = max(moving, work["flops"] / CEILINGS["matmul_flops_per_s"]) * 1e9
                 who = {"case_id": f"{kind}.{length}", "backend": backend, "backend_ref": backend, "suite": "lengths"}
-                common = who | {"environment": ENVIRONMENT.digest, "needs": NEEDS}
+                common = who | {"environment": gpu.digest, "needs": NEEDS}
                 for round_ in range(rounds):
                     process = luck.gauss(1, 0.02)
                     medians = {"forward": (4000 + least * factor) * process, "build": (15000 + 900 * index) * process}

@@ -86,18 +86,6 @@ def test_times_of_another_machine_are_not_compared(run_file, subjects_of):
     assert [each.pace for each in recommend([], subjects_of(*files))] == [None, None]
 
 
-@pytest.mark.parametrize(
-    ("check", "failing", "words"),
-    [("numerics", "ab", "likely: "), ("numerics", "a", "perhaps: "), ("cache_write", "ab", "")],
-    ids=["inferred twice", "inferred once", "observed"],
-)
-def test_only_an_inferred_cause_is_called_likely(run_file, subjects_of, check, failing, words):
-    cause = {"finding": "the window is one key too long", "meaning": "the window is one key too long"}
-    needs = {"a": ("sliding_window", "head_size=64"), "b": ("sliding_window", "head_size=32")}
-    (mine,) = subjects_of(run_file(1, dict.fromkeys(failing, "failed"), needs=needs, check=check, **cause))
-    assert [finding.title for finding, _ in mine.findings] == [f"{words}the window is one key too long"]
-
-
 def test_the_newest_result_of_each_case_of_the_newest_version_counts(run_file, subjects_of):
     old = run_file(1, {"a": "failed", "gone": "failed"}, version="1")
     whole = run_file(2, {"a": "failed", "b": "passed"}, version="2")

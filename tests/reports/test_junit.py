@@ -6,7 +6,7 @@ import xml.etree.ElementTree as ET
 import pytest
 
 from attncheck.reports import junit
-from attncheck.reports.run_file.header import CaseInfo, RunHeader
+from attncheck.reports.run_file.header import RunHeader
 from attncheck.reports.run_file.records import Record, RunFooter
 from attncheck.reports.run_file.store import Run
 
@@ -126,38 +126,3 @@ def test_a_test_has_its_traceback_what_was_printed_its_times_and_its_rounds(make
     case = the_case(document(header, *(make(each, check="timing", round=n, duration_s=1.0) for n, each in outcomes)))
     assert float(case.attrib["time"]) == 3.0
     assert case[0].attrib["message"] == "in 1 of 3 rounds: 7 of 40 rows"
-
-
-def test_what_xml_cannot_hold_is_replaced_and_the_rest_escaped(make, header):
-    for hostile in ("\x00\x1b[2J\x08", "]]></error><x/>", "\ufffe\uffff", "&amp;<>\"'", "\x0b\x0c\x85"):
-        record = make("errored", message=hostile, case_id="a", traceback=hostile)
-        case = the_case(document(header, record))  # it parses
-        assert [child.tag for child in case] == ["error"]
-        kept = "".join(character for character in hostile if 32 <= ord(character) < 127)
-        assert kept in (case[0].text or "")
-        assert kept in case[0].attrib["message"]
-    lone = make("failed").model_copy(update={"summary": "a\udcffb"})
-    text = junit.render_runs([Run("run.jsonl", header, (lone,))]).encode("utf-8")
-    assert "a?b" in ET.fromstring(text)[0].find("testcase/failure").attrib["message"]
-
-
-def test_failures_of_one_finding_have_one_type_and_state_what_is_common(make, header):
-    sizes = {"a": 1, "b": 1, "c": 16}
-    infos = [
-        CaseInfo(suite="smoke", id=name, shape=f"{name} heads", keys={"cache.block_size": size})
-        for name, size in sizes.items()
-    ]
-    window = "the window is ignored"
-    records = (
-        make("failed", case_id="a", meaning=window),
-        make("failed", case_id="b", meaning=window, summary="3 of 40 rows"),
-        make("failed", case_id="c", check="lse", meaning="the LSE has base 2"),
-        make("passed", case_id="c"),
-    )
-    root = document(header.model_copy(update={"cases": tuple(infos)}), *records)
-    a, b, other = (case[0] for case in root.iter("testcase") if len(case))
-    assert a.attrib["type"] == b.attrib["type"] == f"failed: {window}"
-    assert other.attrib["type"] != a.attrib["type"]
-    for failure in (a, b):
-        assert f"finding: {window} (2 cases, check numerics; in common: cache.block_size is 1" in (failure.text or "")
-    assert "a heads" in (a.text or "")

@@ -112,18 +112,18 @@ def test_the_fastest_of_a_suite_is_determined_by_the_means_of_each_round(rounds_
     assert [row[2].endswith("*") for row in table.rows] == [False, True]
 
 
-def test_notes_state_what_makes_a_figure_doubtful(timed, speeds_of):
+def test_notes_state_what_makes_a_figure_doubtful(timed):
     device = {"sm_clock_mhz": 1200, "max_sm_clock_mhz": 1980, "throttle_reasons": ["SW power cap"]}
     calm = {"sm_clock_mhz": 1900, "max_sm_clock_mhz": 1980}
-    found = speeds_of(
+    records = [
         timed({"forward": 1e6}, timing={"device": device, "cache": "cold"} | CEILINGS, work={"is_settled": False}),
         timed(
             {"forward": 1e6},
             timing={"device": calm, "notes": ["odd\x1b[2J"], "overhead": {"empty_ns": 2140, "replay_ns": 1260}},
             backend="Wrong",
         ),
-    )
-    notes = speed_notes(found)
+    ]
+    notes = speed_notes(speeds(records))
     assert "forward by CUDA events" in notes
     assert "subtracted from samples: 2.1 us for a pair of events, 1.3 us for the replay of a graph" in notes
     assert "SM clock 1200 to 1900 of at most 1980 MHz" in notes

@@ -47,16 +47,6 @@ def test_an_expected_finding_is_no_error_and_states_what_cases_share(make, heade
     assert "\nunlike passing cases: cache.block_size is 1 in the one case that fails" in message
 
 
-def test_escaping_is_what_the_runner_undoes(make, header):
-    record = make("failed", case_id="a,b:c%d", summary="100 %0A of\nrows: a, b")
-    text = github.annotations([run_of(header, record)])
-    assert "title=reference%3A 100 %250A of rows%3A a%2C b::" in text
-    assert "smoke/a,b:c%25d: 100 %250A of%0Arows: a, b%0Arepeat: " in text
-    ((_, named, message),) = commands(run_of(header, record))
-    assert named["title"] == "reference: 100 %0A of rows: a, b"
-    assert "\nsmoke/a,b:c%d: 100 %0A of\nrows: a, b\nrepeat: " in message
-
-
 def test_no_more_are_printed_than_github_shows(make, header):
     failures = [make("failed", case_id=name, summary=f"{name} is wrong") for name in "abcdefghijkl"]
     ten = commands(run_of(header, *failures[:10]))
