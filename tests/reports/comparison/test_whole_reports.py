@@ -5,7 +5,7 @@ from inline_snapshot import snapshot
 
 from attncheck.reports import github
 from attncheck.reports.comparison.compare import ComparisonTerms, RunComparison, compare_runs
-from attncheck.reports.comparison.summary import change_text, closing, power_of
+from attncheck.reports.comparison.summary import change_text, closing, grouped_outcomes, power_of
 from attncheck.reports.comparison.thresholds import parse_thresholds
 from attncheck.reports.document.comparison import SHOWN
 from attncheck.reports.formats import FORMATS
@@ -165,6 +165,13 @@ def test_what_new_lacks_and_is_allowed_is_a_warning(compare, make):
         "::warning title=missing%2C accepted by --allow-missing::1 case of reference: smoke/b",
         "::warning title=missing%2C accepted by --allow-missing::check cudagraph of 1 case of reference: smoke/a",
     ]
+
+
+def test_changes_that_differ_in_figures_alone_are_one_group(compare, make):
+    base = [make("passed", case_id=case) for case in "ab"]
+    new = [make("failed", case_id=case, summary=f"{count} of 40 rows", figures={}) for count, case in enumerate("ab")]
+    (group,) = grouped_outcomes(compare(base, new).outcomes)
+    assert (group.cases, group.what) == (("smoke/a", "smoke/b"), "for example smoke/a: 0 of 40 rows")
 
 
 def test_a_change_is_a_share_or_where_it_is_large_a_factor():
