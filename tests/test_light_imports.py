@@ -35,6 +35,7 @@ LIGHT = {
     "import attncheck.reference.v0 as v; v.AttentionType; dir(v)": {"torch"},
     "import attncheck.backends.registry as r; r.known_names()": {"torch"},
     "import attncheck.harness.run.preparation as c; c.first_refs([], [])": {"torch"},
+    "import attncheck.backends.mutants.catalogue as c; c.catalogue()": {"torch"},
     command("new backend fast"): {"torch"},
     # Candidates: what they declare is known where their library is missing.
     "from attncheck.backends.registry import load; load('flashinfer')": OPTIONAL,

@@ -8,8 +8,7 @@ from attncheck.backends import uniform
 from attncheck.backends.candidates.torch_sdpa import UNIFORM_ROWS, SDPABackend, SDPABuilder
 from attncheck.backends.contract import AttentionCGSupport
 from attncheck.backends.paged_metadata import PagedMetadata
-from attncheck.backends.uniform import uniform_query_len, uniform_requests, write_slots
-from attncheck.reference import AttentionParams
+from attncheck.backends.uniform import uniform_query_len, write_slots
 from attncheck.reference.spec import LayerSpec
 
 PLAIN = LayerSpec(num_heads=4, num_kv_heads=2, head_size=16, dtype="float32", scale=0.4)
@@ -32,37 +31,12 @@ def test_more_drafts_than_are_batched_leave_the_level_of_single_tokens():
     assert SDPABuilder.get_cudagraph_support(SimpleNamespace(speculative_config=None), None).value == 2
 
 
-def gathered(make_step, requests, *, window=(-1, -1), max_seq_len=None):
-    """The pieces of a step whose pool holds the number of the slot."""
-    step = make_step(SDPABackend, PLAIN, requests)
-    slots = torch.arange(40 * 16, dtype=torch.float32).view(40, 16, 1, 1)
-    if max_seq_len is not None:
-        step.common.max_seq_len = max_seq_len
-    params = AttentionParams(4, 2, 16, window=window)
-    metadata = step.builder().build(0, step.common)
-    return list(uniform_requests(params, metadata, requests[0][0], ONES, None, None, (slots, -slots), torch.float32))
-
-
-def test_of_a_window_only_what_it_reaches_is_gathered(make_step):
-    (piece,) = gathered(make_step, [(2, 35), (2, 3)], window=(4, 0))
-    assert piece.key.shape[1] == 6
-    assert piece.key_positions[0].tolist() == [29, 30, 31, 32, 33, 34]
-    assert piece.key_positions[1][piece.exists[1]].tolist() == [0, 1, 2]
-
-
-def test_room_for_keys_ends_with_the_bound_of_all_lengths_and_with_the_table(make_step):
-    assert gathered(make_step, [(1, 20)], max_seq_len=21)[0].key.shape[1] == 21
-    assert gathered(make_step, [(1, 20)], max_seq_len=10**6)[0].key.shape[1] == 3 * 16
-
-
 def test_a_large_step_is_cut_between_requests(make_step, monkeypatch):
-    monkeypatch.setattr(uniform, "_PIECE_ELEMENTS", 2 * 4 * 48 * 16)
-    pieces = gathered(make_step, [(3, 30)] * 5, max_seq_len=48)
-    assert [piece.rows for piece in pieces] == [slice(0, 6), slice(6, 12), slice(12, 15)]
-    monkeypatch.setattr(uniform, "_PIECE_ELEMENTS", 1)
-    step = make_step(SDPABackend, PLAIN, [(3, 30), (3, 7)], padding=(1, 1))
-    step.run()
-    assert torch.allclose(step.output[:6].double(), step.truth, atol=2e-6)
+    for elements in (1, 2 * 4 * 48 * 16):  # of a request alone, of two
+        monkeypatch.setattr(uniform, "_PIECE_ELEMENTS", elements)
+        step = make_step(SDPABackend, PLAIN, [(3, 30), (3, 7), (3, 9)], padding=(1, 1))
+        step.run()
+        assert torch.allclose(step.output[:9].double(), step.truth, atol=2e-6)
 
 
 def test_fewer_rows_than_padding_requests_would_have(make_step):

@@ -127,13 +127,6 @@ def test_of_very_many_mistakes_ten_are_listed(tmp_path: Path) -> None:
     assert last == f"{path}: and 5 more mistakes"
 
 
-def test_an_empty_file(tmp_path: Path) -> None:
-    path = tmp_path / "empty.yaml"
-    for text in ("", "\n", "# a comment\n"):
-        path.write_text(text)
-        assert str(refusal_of(path)).startswith(f"{path}:1:1: the file is empty")
-
-
 @pytest.mark.parametrize(
     ("ref", "message"),
     [

@@ -161,13 +161,10 @@ def header(text: str) -> bytes:
 @pytest.mark.parametrize(
     ("content", "reason"),
     [
-        (b"", "a header of 0 bytes"),
         (struct.pack("<Q", 2**40), "a header of 1099511627776 bytes"),
-        (header("{]"), "the header is no JSON of a safetensors file"),
         (header("{}"), "no tensor 'kv_indptr' among "),
         (header('{"kv_indptr":{"dtype":"F32","data_offsets":[0,4]}}'), "kv_indptr has dtype F32, not int32 or int64"),
         (header('{"kv_indptr":{"dtype":"I32","data_offsets":[0,8]}}'), "kv_indptr is cut off"),
-        (header('{"kv_indptr":{"dtype":"I32","data_offsets":[8,0]}}'), "kv_indptr has -8 bytes"),
     ],
 )
 def test_a_damaged_tensor_file_is_a_reason(tmp_path: Path, content: bytes, reason: str) -> None:

@@ -14,7 +14,6 @@ from attncheck.reference.spec import (
     AttentionType,
     FastPrefillOptions,
     RequestSpec,
-    SpecDecodeOptions,
     StridesSpec,
 )
 
@@ -112,13 +111,6 @@ def test_axis_values_in_ids(tmp_path: Path) -> None:
     assert "a.1e3-true-v1-q9" in ids
 
 
-def test_an_axis_may_make_the_mapping_it_sets_a_key_of(tmp_path: Path) -> None:
-    axis = "matrix: {batch.padding.tokens: [1, 2], path.spec_decode.num_speculative_tokens: [1]}"
-    cases = load(tmp_path, f"{HEAD}  - {{id: a, batch: {{requests: q2s9}}, {axis}}}\n").cases
-    assert [case.batch.padding.tokens for case in cases] == [1, 2]
-    assert cases[0].batch.path.options == SpecDecodeOptions(num_speculative_tokens=1)
-
-
 def test_every_other_key(tmp_path: Path) -> None:
     case = one(
         tmp_path,
@@ -163,22 +155,10 @@ def test_yaml_1_2_scalars(tmp_path: Path) -> None:
     assert case.description == "on"
 
 
-@pytest.mark.parametrize(
-    ("defaults", "case", "place"),
-    [
-        ("head_size: sixty", "{id: a, batch: q9}", (3, 53, "defaults.layer.head_size")),
-        (
-            "head_size: 64",
-            "{id: a, batch: q9, matrix: {cache.block_size: [16, -2]}}",
-            (5, 56, "cases[0].matrix.cache.block_size[1]"),
-        ),
-    ],
-)
-def test_a_mistake_is_shown_where_it_was_written(
-    tmp_path: Path, defaults: str, case: str, place: tuple[int, int, str]
-) -> None:
+def test_a_mistake_in_a_matrix_is_shown_where_it_was_written(tmp_path: Path) -> None:
     with pytest.raises(CaseFileError) as caught:
-        load(tmp_path, f"{HEAD.replace('head_size: 64', defaults)}  - {case}\n")
+        one(tmp_path, "batch: q9, matrix: {cache.block_size: [16, -2]}")
+    place = (5, 56, "cases[0].matrix.cache.block_size[1]")
     assert (caught.value.line, caught.value.column, caught.value.key) == place
 
 

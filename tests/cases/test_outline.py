@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from inline_snapshot import snapshot
 
-from attncheck.cases.loader import load_suite, select, suite_names
+from attncheck.cases.loader import load_suite, suite_names
 from attncheck.cases.model import Case
 from attncheck.cases.outline import KeyValue, keys_of, shape_of
 
@@ -101,13 +101,6 @@ def test_what_is_given_is_a_key_of_its_own(tmp_path: Path, text: str, keys: dict
     assert {name: value for name, value in keys_of(given).items() if name not in keys_of(plain)} == keys
     assert f", {words}" in shape_of(given)
     assert words not in shape_of(plain)
-
-
-def test_sizes_of_a_latent_cache_are_one_text() -> None:
-    (case,) = select(load_suite("mla").cases, ["ranks"])
-    text = "kv_lora_rank 512 qk_nope_head_dim 128 qk_rope_head_dim 64 v_head_dim 128"
-    assert keys_of(case)["layer.mla"] == text
-    assert f", mla {text}, " in shape_of(case)
 
 
 def test_slopes_are_spelled_out_while_they_are_few(tmp_path: Path) -> None:

@@ -1,13 +1,12 @@
 """The built-in suites: complete, without repetition, cheap, and stable over time."""
 
 from collections.abc import Iterator
-from itertools import combinations, product
 
 import pytest
 
 from attncheck.cases.loader import load_suite, suite_names
 from attncheck.cases.model import Case
-from attncheck.reference.spec import AttentionType, BatchSpec, RequestSpec
+from attncheck.reference.spec import AttentionType, BatchSpec
 
 # A changed hash orphans every recorded result and every expected failure of a case.
 SUITES = {
@@ -115,41 +114,3 @@ def test_the_named_batches() -> None:
         assert (case.layer.attn_type is AttentionType.ENCODER_ONLY) == is_encoder
         assert case.layer.is_causal != is_encoder
         assert case.batch.path.name == ("encoder_only" if is_encoder else "paged")
-
-
-def _kind(request: RequestSpec) -> str:
-    return "decode" if request.query_len == 1 else "prefill" if request.context_len == 0 else "extend"
-
-
-MODIFIERS = {"alibi": "alibi", "sinks": "sinks", "soft_cap": "logits_soft_cap", "sliding_window": "sliding_window"}
-FACTORS = {
-    "dtype": {"float16", "bfloat16", "float32"},
-    "layout": {"NHD", "HND"},
-    "kind": {"decode", "extend", "prefill"},
-    "group": {"1", "4", "all"},
-    "block_size": {16, 32},
-    "head_size": {64, 128},
-}
-
-
-def _factors(case: Case) -> Iterator[dict[str, object]]:
-    """What a case sets for each factor, once a kind of its queries."""
-    layer, cache = case.layer, case.cache
-    group = "all" if layer.num_kv_heads == 1 else str(layer.num_heads // layer.num_kv_heads)
-    for kind in {_kind(request) for request in case.batch}:
-        yield {
-            "dtype": layer.dtype,
-            "layout": cache.layout,
-            "kind": kind,
-            "group": group,
-            "block_size": cache.block_size,
-            "head_size": layer.head_size,
-        }
-
-
-@pytest.mark.parametrize("name", MODIFIERS)
-def test_a_modifier_meets_every_pair_of_dimensions(name: str) -> None:
-    covered = [factors for case in cases(name) if getattr(case.layer, MODIFIERS[name]) for factors in _factors(case)]
-    for one, other in combinations(FACTORS, 2):
-        missing = set(product(FACTORS[one], FACTORS[other])) - {(f[one], f[other]) for f in covered}
-        assert not missing, (one, other)

@@ -45,27 +45,6 @@ def rows(n, layer, seed=0):
     return [x.to(getattr(torch, layer.dtype)) for x in tensors]
 
 
-ADDRESSES = {
-    # Slot 11 is block 2, offset 3; head 1, element 5 of the key, and of the value.
-    "split_first": ((0, 2, 3, 1, 5), (1, 2, 3, 1, 5)),
-    "split_second": ((2, 0, 3, 1, 5), (2, 1, 3, 1, 5)),
-    "content": ((2, 1, 3, 5), (2, 1, 3, 8 + 5)),
-    "plane": ((2, 1, 3, 5), (2, 1, 4 + 3, 5)),
-}
-
-
-@pytest.mark.parametrize("packing", PACKINGS)
-def test_the_address_of_one_element(packing):
-    candidate, cache = backend(packing), CacheSpec(block_size=4, layout="HND")
-    kv_cache = allocate_kv_cache(candidate, LAYER, cache, BLOCKS, "cpu")
-    key, value = torch.zeros(2, 1, 3, 8, dtype=torch.bfloat16)
-    key[0, 1, 5], value[0, 1, 5] = 3.0, 7.0
-    candidate.kv_cache_codec(LAYER, cache).write(kv_cache, torch.tensor([11]), key, value)
-    key_address, value_address = ADDRESSES[packing]
-    assert kv_cache[key_address] == 3.0
-    assert kv_cache[value_address] == 7.0
-
-
 def test_values_of_another_size_need_a_backend_that_declares_it():
     layer, cache = replace(LAYER, head_size_v=5), CACHE
     candidate = backend("split_first", features=("head_size_v",))

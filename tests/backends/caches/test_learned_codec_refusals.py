@@ -36,10 +36,6 @@ def noisy(slots, key, value):
     return slots, key + 0.01 * torch.randn_like(key), value
 
 
-def rotated(slots, key, value):
-    return slots, torch.cat([-key[..., 4:], key[..., :4]], dim=-1), value
-
-
 def stalled(kv_cache, slots, key, value):
     raise RuntimeError("the builder was never called\nsecond line")
 
@@ -55,21 +51,10 @@ def accumulating(kv_cache, slots, key, value):
         half[slots // 4, slots % 4] += new
 
 
-def clearing(kv_cache, slots, key, value):
-    """The rest of each page is zeroed."""
-    kv_cache[:, slots // 4] = 0
-    right(kv_cache, slots, key, value)
-
-
 def alternating(kv_cache, slots, key, value):
     """Odd pages are kept in another order than even ones."""
     is_odd = slots // 4 % 2 == 1
     right(kv_cache, torch.where(is_odd, slots ^ 1, slots), key, value)
-
-
-def wrapping(kv_cache, slots, key, value):
-    """The last slot of the pool is the one before the first."""
-    right(kv_cache, (slots + 1) % (kv_cache.shape[1] * 4), key, value)
 
 
 def by_parity(kv_cache, slots, key, value):
@@ -84,26 +69,16 @@ def doubled(kv_cache, slots, key, value):
 
 REFUSED = {
     "noise": (altered(noisy), "is in the cache after a write of whole numbers from 1 to 256"),
-    "rotation": (altered(rotated), "is in the cache after a write of whole numbers"),
     "a head left out": (
         altered(lambda slots, key, value: (slots, torch.cat([key[:, :2], 0 * key[:, :1]], 1), value)),
         "64 of 384 numbers are stored nowhere, the first is element 0 of the key of head 2 (page 0, offset 0)",
     ),
-    "one head for all": (altered(lambda slots, key, value: (slots, key[:, :1].expand_as(key), value)), "nowhere"),
-    "the slot after": (altered(lambda slots, key, value: (slots + 1, key, value)), "the writer raised"),
     "values in place of keys as well": (doubled, "the value of head 0 (page 0, offset 0)"),
     "rows in the order of the batch": (by_batch, "writing slots in random order gives another cache layout"),
-    "slots sorted": (
-        altered(lambda slots, key, value: (slots.sort().values, key, value)),
-        "writing slots in random order gives another cache layout",
-    ),
     "sums": (accumulating, "writing a single slot gives another cache layout"),
-    "the rest of the page cleared": (clearing, "writing a single slot gives another cache layout"),
     "odd pages": (alternating, "the keys of one page are laid out differently from those of another"),
-    "around the pool": (wrapping, "the keys of one page are laid out differently from those of another"),
     "by the size of the pool": (by_parity, "slots of the first or the last page are stored outside the pool"),
     "an exception": (stalled, "the writer raised RuntimeError: the builder was never called"),
-    "nothing": (lambda *_: None, "384 of 384 numbers are stored nowhere"),
 }
 
 

@@ -368,6 +368,7 @@ cases:
   - {id: micro-batches, batch: q1s9_q6s14_q2s7, path: {micro_batch: {cuts: [1, 7]}}}
   - {id: shared-cache, batch: q1s9_q6s14, layer: {kv_sharing: true}}
   - {id: fast-prefill, batch: q1s9_q6s14, path: {fast_prefill: {rows: 1}}}
+  - {id: gaps, batch: q1s9_q6s14, strides: {output: padded}}
 """
 
 
@@ -393,7 +394,11 @@ MIXED = [(1, 5), (1, 8), (3, 3), (1, 9), (4, 20)]
 
 def test_each_part_is_run_with_its_rows_and_the_whole_cache(calls, make_engine):
     engine = make_engine(graphs=(2,))
+    engine.build(make_batch([(1, 6), (2, 9)]))
     given = engine.forward(engine.build(make_batch(MIXED, tokens=12)), with_lse=True)
+    made = [call.arguments for call in calls("__init__")]
+    assert [each["backend"] for each in made] == ["fa2", "fa2"], "made once"
+    assert len({each["float_workspace_buffer"].data_ptr() for each in made}) == 1
     decode, prefill = calls("run")
     assert (decode.wrapper.name, prefill.wrapper.name) == (DECODE, PREFILL)
     for call, rows in ((decode, slice(0, 2)), (prefill, slice(2, 10))):
@@ -405,25 +410,6 @@ def test_each_part_is_run_with_its_rows_and_the_whole_cache(calls, make_engine):
         assert call.arguments["k_scale"] is call.arguments["v_scale"] is call.arguments["sinks"] is None
     assert not given.output_lse[10:].any()
     assert not given.output[10:].any()
-
-
-def test_wrappers_of_named_kernels_are_made_once_and_share_one_workspace(calls, make_engine):
-    engine = make_engine()
-    for step in (MIXED, MIXED, [(1, 6), (2, 9)]):
-        engine.build(make_batch(step))
-    assert len(calls("plan")) == 6
-    decode, prefill = (call.arguments for call in calls("__init__"))
-    assert decode["backend"] == prefill["backend"] == "fa2"
-    assert decode["float_workspace_buffer"].data_ptr() == prefill["float_workspace_buffer"].data_ptr()
-    assert decode["use_tensor_cores"] is True
-
-
-def test_output_with_gaps_is_written_through_one_without(make_engine):
-    engine = make_engine()
-    wide = torch.zeros(2, 4, 128, dtype=torch.float16)
-    given = engine.forward(engine.build(make_batch([(2, 6)])), output=wide[:, :, :64])
-    assert given.output.ne(0).any(-1).all()
-    assert wide[:, :, 64:].eq(0).all()
 
 
 def test_the_writer_is_that_of_the_unified_kernel(make_engine, monkeypatch):
@@ -446,16 +432,6 @@ def test_the_family_of_kernels_that_the_library_chose_is_named(make_engine, monk
     assert engine.impl.chosen_kernels == set()
     engine.forward(metadata)
     assert engine.impl.chosen_kernels == {f"fa2 {DECODE}", f"fa3 {PREFILL}"}
-
-
-def test_pages_of_requests_are_named_by_their_rows_of_the_table():
-    gone = 10**6
-    table = torch.tensor([[7, 2, gone], [gone] * 3, [4, 9, gone], [5, gone, gone]], dtype=torch.int32)
-    pages = page_indices(table.long(), 4, [0, 1, 2, 3, 0], [5, 0, 8, 1, 4])
-    assert pages.indptr.tolist() == [0, 2, 2, 4, 5, 6]
-    assert pages.last_page_len.tolist() == [1, 0, 4, 1, 4]
-    assert pages.indices.tolist() == [7, 2, 4, 9, 5, 7]
-    assert page_indices(table, 4, [0, 1], [0, 0]).indices.shape == (0,)
 
 
 BUFFERS = ("paged_kv_indptr_buffer", "paged_kv_indices_buffer", "paged_kv_last_page_len_buffer")
@@ -518,12 +494,7 @@ def test_a_step_that_no_graph_was_announced_for_is_not_captured(calls, make_engi
     ("changes", "encoder_len", "words"),
     [
         ({"sliding_window": 4, "causal": False}, None, "sliding_window 4 without a causal mask"),
-        ({"sliding_window": 4, "attn_type": "encoder_only"}, None, "sliding_window 4 without a causal mask"),
-        ({"scale": 0.0004}, None, "scale 0.0004: must be at least"),
-        ({"alibi": True}, None, "'alibi' is not declared"),
-        ({"sinks": True}, None, "'sinks' is not declared"),
         ({"dtype": "float32"}, None, "dtype float32"),
-        ({"head_size": 96}, None, "head_size 96"),
         ({"head_size_v": 128}, None, "'head_size_v' is not declared"),
         ({"attn_type": "encoder_decoder"}, 0, "encoder_len 0: rows of a request without keys"),
         ({"attn_type": "encoder_decoder"}, 3, None),
@@ -618,20 +589,18 @@ def test_what_a_machine_lacks_is_named(monkeypatch, tmp_path):
         "flashinfer-python is not installed": {"version": None},
         "flashinfer-python 0.7.0 is installed, and what is relied on was read in 0.6.8.post1": {"version": "0.7.0"},
         "device cuda: compute capability 7.5, and the kernels need 8.0": {"capability": (7, 5)},
-        "device cuda: torch finds no GPU": {"capability": None},
         "there is neither nvcc, by which flashinfer compiles its kernels, nor the package flashinfer_jit_cache": {
             "found": ("triton",)
         },
-        "it cannot be imported": {"broken": ["it cannot be imported"]},
     }
     for reason, changes in machines.items():
-        given = {"version": f"{PINNED}+cu130", "capability": (9, 0), "broken": []}
+        given = {"version": f"{PINNED}+cu130", "capability": (9, 0)}
         given |= {"found": ("triton", "flashinfer_jit_cache")} | changes
         for owner, name, answer in (
             (machine, "installed_version", lambda name, given=given: given["version"]),
-            (machine, "import_reasons", lambda name, given=given: given["broken"]),
+            (machine, "import_reasons", lambda name: []),
             (importlib.util, "find_spec", lambda name, given=given: name if name in given["found"] else None),
-            (torch.cuda, "is_available", lambda given=given: given["capability"] is not None),
+            (torch.cuda, "is_available", lambda: True),
             (torch.cuda, "get_device_capability", lambda device, given=given: given["capability"]),
             (backend_module.shutil, "which", lambda name: None),
         ):
@@ -640,7 +609,6 @@ def test_what_a_machine_lacks_is_named(monkeypatch, tmp_path):
         assert FlashInferBackend.unavailable_reasons("cuda") == ([reason] if reason else [])
     (tmp_path / "bin").mkdir()
     (tmp_path / "bin" / "nvcc").touch()
-    monkeypatch.setattr(machine, "import_reasons", lambda name: [])
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: name if name == "triton" else None)
     assert FlashInferBackend.unavailable_reasons("cuda") == []
     assert FlashInferBackend.version().startswith(f"flashinfer-python {PINNED}+cu130 (fa2), attncheck")

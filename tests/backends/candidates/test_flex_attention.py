@@ -8,7 +8,7 @@ from torch.nn.attention.flex_attention import create_block_mask, create_mask
 
 from attncheck.backends.base.gathering import UnpagedRequest, grouped_requests
 from attncheck.backends.candidates.flex_attention.backend import FlexBackend
-from attncheck.backends.candidates.flex_attention.packing import BLOCK, Call, block_mask
+from attncheck.backends.candidates.flex_attention.packing import Call, block_mask
 from attncheck.reference.spec import LayerSpec
 
 PLAIN = LayerSpec(num_heads=6, num_kv_heads=2, head_size=24, dtype="float32", scale=0.3)
@@ -57,14 +57,6 @@ def test_no_block_of_a_tree_is_taken_for_whole() -> None:
 
 def test_a_table_has_two_blocks_of_keys_at_least() -> None:
     assert block_mask(call_of([(0, 3)], 3)).kv_indices.shape == (1, 1, 1, 2)
-
-
-def test_rows_of_heads_lie_together_and_added_rows_see_nothing() -> None:
-    found = call_of([(0, 3), (1, 5)], 5).of_heads(3, 4)
-    assert found.low.tolist() == [0, 0, 0, 1, 1, 1, 0, 0]
-    assert found.high.tolist() == [3, 3, 3, 5, 5, 5, 0, 0]
-    assert found.own.tolist() == [2, 2, 2, 4, 4, 4, 0, 0]
-    assert len(call_of([(0, 3)], 3).of_heads(7, 2 * BLOCK).low) == 2 * BLOCK
 
 
 def test_requests_are_packed_within_a_limit_and_apart_from_those_with_a_tree() -> None:

@@ -1,7 +1,6 @@
 """Entries of the catalogue are read, mutants load with their fault, and what judges them keeps its own code."""
 
 import linecache
-import subprocess
 import sys
 from pathlib import Path
 
@@ -128,11 +127,6 @@ def test_unknown_names_are_refused_with_the_near_ones():
     assert mutant_of(names[-1]) == catalogue()[-1]
 
 
-def test_the_catalogue_loads_no_torch():
-    code = "import attncheck.backends.mutants.catalogue as c, sys; c.catalogue(); assert 'torch' not in sys.modules"
-    subprocess.run([sys.executable, "-c", code], check=True)
-
-
 @pytest.fixture
 def read(tmp_path):
     def read(text, code=CODE):
@@ -142,13 +136,6 @@ def read(tmp_path):
         return list(read_mutants(path))
 
     return read
-
-
-def test_the_docstring_of_a_class_states_its_fault(read):
-    (found,) = read(ENTRY)
-    assert (found.name, found.area, found.class_name) == ("a-fault", "area", "Fault")
-    assert found.fault == "Something is wrong. Much."
-    assert (found.ref, found.is_provider) == ("mutants:a-fault", False)
 
 
 def test_a_mistake_is_named_with_file_entry_and_key(refusals, read):

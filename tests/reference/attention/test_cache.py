@@ -1,7 +1,5 @@
 """Slots, packings and strides: the address of each element; what a write, a copy and a swap change, byte for byte."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 from hypothesis import given, settings
@@ -146,29 +144,6 @@ def test_every_live_slot_holds_its_row_and_nothing_else_changes(write, packing, 
         assert torch.equal(raw(cache[blocks, offsets]), raw(written.to(dtype)))
         cache[blocks, offsets] = old[blocks, offsets]
     assert torch.equal(raw(memory), raw(around))
-
-
-@pytest.mark.parametrize("packing", LAYOUTS)
-def test_attention_reads_what_was_written_in_any_packing_and_strides(make_batch, same_state, packing):
-    """Query out of a fused tensor; tables, lengths and offsets with strides."""
-    params = AttentionParams(4, 2, 8)
-    batch = make_batch((3, 1), (13, 6), params)
-    _, *caches = pool_of(packing, *batch.key_cache.shape, torch.float64)
-    positions, requests = torch.cat([torch.arange(13), torch.arange(6)]), torch.tensor([0] * 13 + [1] * 6)
-    slots = compute_slot_mapping(positions, requests, batch.block_table, 4)
-    reshape_and_cache(torch.cat(batch.keys), torch.cat(batch.values), *caches, slots)
-    fused = torch.full((len(batch.query), 3, 5, 8), torch.nan, dtype=torch.float64)
-    fused[:, 1, :4] = batch.query
-    written = replace(
-        batch,
-        query=fused[:, 1, :4],
-        key_cache=caches[0],
-        value_cache=caches[1],
-        block_table=torch.stack([batch.block_table, batch.block_table + 1], dim=2)[..., 0],
-        seq_lens=torch.tensor([13, 0, 6, 0])[::2],
-        query_start_loc=torch.tensor([[0, 9], [3, 9], [4, 9]])[:, 0],
-    )
-    same_state(written.attend(params), batch.attend(params), tolerance=0)
 
 
 @pytest.mark.parametrize("per", ["tensor", "head", "slot"])

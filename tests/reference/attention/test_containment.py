@@ -28,29 +28,6 @@ def slots_of(batch, positions):
     return slots
 
 
-@settings(max_examples=50)
-@given(data=st.data(), names=CACHES, poison=POISON)
-def test_containment_slots_not_owned_change_no_bit(data, names, poison, layers, batches, tiles, same_bits):
-    """Tails of last pages, unowned blocks, tails of tables that point anywhere, a larger pool behind."""
-    params, sizes = data.draw(layers()), data.draw(tiles)
-    batch = data.draw(batches(params, fitting=False))
-    free = ~slots_of(batch, [range(len(keys)) for keys in batch.keys])
-    clean = filled(batch, ["key_cache", "value_cache"], free, 0.0)
-    poisoned = filled(batch, names, free, poison)
-    columns = batch.block_table.new_zeros(len(batch.keys), data.draw(st.integers(0, 5)))
-    table = torch.cat([batch.block_table, columns], dim=1)
-    for r, keys in enumerate(batch.keys):
-        pages = -(-len(keys) // batch.key_cache.shape[1])
-        table[r, pages:] = data.draw(st.integers(-3, len(free) + 3) | st.just(2**31 - 1))
-    spare = data.draw(st.integers(0, 9))
-    caches = [
-        torch.cat([x, x.new_full((spare, *x.shape[1:]), poison)]) for x in (poisoned.key_cache, poisoned.value_cache)
-    ]
-    index = data.draw(st.sampled_from((torch.int32, torch.int64)))
-    slack = replace(batch, block_table=table.to(index), key_cache=caches[0], value_cache=caches[1])
-    same_bits(slack.attend(params, **sizes), clean.attend(params, **sizes))
-
-
 @settings(max_examples=80)
 @given(data=st.data(), names=CACHES, poison=POISON, period=st.none() | st.integers(2, 6))
 def test_containment_keys_no_row_of_the_request_sees_change_no_bit(

@@ -1,7 +1,6 @@
 """Split KV, cascade and the merge of states: any partition of the keys, merged in any order, is the whole."""
 
 import math
-from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -39,29 +38,6 @@ def test_parts_merge_to_the_whole_in_any_order_and_grouping(data, layers, batche
     same_state(states[0], whole, tolerance=1e-10)
 
 
-@settings(max_examples=30)
-@given(data=st.data())
-def test_cascade_one_block_row_for_all_then_the_rest(data, layers, batches, tiles, same_state):
-    """Cascade: part 1 over the shared prefix as ONE request, not causal; part 2 causal over the rest; merged.
-
-    The prefix is any number of shared pages, none and the whole of the shortest context included.
-    """
-    params = data.draw(layers(causal=True, window=(-1, -1), attn_chunk_size=None, alibi_slopes=None))
-    shared = data.draw(st.integers(0, 4))
-    contexts = st.integers(shared * 2, shared * 2 + 7)
-    batch = data.draw(batches(params, context_lens=contexts, shared_pages=st.just(shared), block_size=2))
-    prefix, sizes, carrier = shared * 2, data.draw(tiles), data.draw(st.booleans())
-    everyone = replace(
-        batch,
-        block_table=batch.block_table[:1],
-        seq_lens=torch.tensor([prefix]),
-        query_start_loc=torch.tensor([0, int(batch.query_start_loc[-1])]),
-    )
-    one = everyone.attend(replace(params, causal=False), include_sinks=carrier, **sizes)
-    two = batch.attend(params, kv_range=(prefix, ENDLESS), include_sinks=not carrier, **sizes)
-    same_state(merge_attn_states(*one, *two), batch.attend(params), tolerance=1e-10)
-
-
 def state(seed=0):
     generator = torch.Generator().manual_seed(seed)
     return [torch.randn(*shape, dtype=torch.float64, generator=generator) for shape in ((3, 2, 4), (3, 2))]
@@ -77,16 +53,6 @@ def test_an_empty_state_counts_for_nothing(same_state, mark, rubbish):
     nothing, none = merge_attn_states(*empty, *empty)
     assert torch.equal(nothing, torch.zeros_like(out))
     assert (none == -math.inf).all()
-
-
-def test_empty_in_some_rows_only(same_state):
-    (a, lse_a), (b, lse_b) = state(seed=1), state(seed=2)
-    a[0], lse_a[0] = math.nan, -math.inf
-    b[1], lse_b[1] = math.nan, math.inf
-    out, lse = merge_attn_states(a, lse_a, b, lse_b)
-    same_state((out[0], lse[0]), (b[0], lse_b[0]))
-    same_state((out[1], lse[1]), (a[1], lse_a[1]))
-    assert (out[2] != a[2]).all()
 
 
 @pytest.mark.parametrize("far", [0.0, 40.0, 95.0, 745.0, 1400.0])

@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from attncheck.reference import AttentionParams, varlen_attention, visible
+from attncheck.reference import AttentionParams, varlen_attention
 
 
 @st.composite
@@ -85,17 +85,3 @@ def test_scores_up_to_ten_thousand(make_batch, dense, same_state):
     scores = torch.einsum("ihd,jhd->hij", batch.query[:30, ::2], batch.keys[0])
     assert scores.abs().max() > 1e4
     same_state(batch.attend(params, q_tile=8, kv_tile=16), dense(batch, params), tolerance=1e-10)
-
-
-def test_visible_gets_tiles_never_a_whole_prefill(make_batch):
-    params = AttentionParams(2, 2, 4)
-    batch = make_batch((50,), (70,), params)
-    sizes = []
-
-    def spy(request, q_pos, k_pos):
-        sizes.append((q_pos.shape[0], k_pos.shape[1]))
-        return visible(params, q_pos, k_pos)
-
-    batch.attend(params, mask_fn=spy, q_tile=16, kv_tile=32)
-    assert max(rows for rows, _ in sizes) == 16
-    assert max(keys for _, keys in sizes) == 32

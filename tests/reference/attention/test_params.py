@@ -11,7 +11,6 @@ from attncheck.reference import (
     AttentionType,
     LayerSpec,
     MLAParams,
-    Precision,
     layer_params,
     mla_params,
     window_pair,
@@ -43,13 +42,6 @@ def test_window_pair():
     assert window_pair(2048, bidirectional=True) == (2047, 2047)
     assert window_pair(1) == (0, 0)
     assert window_pair(None) == window_pair(None, bidirectional=True) == (-1, -1)
-
-
-def test_precision():
-    assert Precision() == Precision(torch.float64, None, None)
-    kernel = Precision.kernel(torch.float16)
-    assert (kernel.compute, kernel.prob, kernel.out) == (torch.float32, torch.float16, torch.float16)
-    assert hash(kernel) == hash(Precision.kernel(torch.float16))
 
 
 def test_layer_params_resolve_a_spec():

@@ -48,14 +48,6 @@ def test_output_rounding_alone(make_batch):
     assert torch.equal(lse, truth_lse)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
-def test_any_compute_dtype_runs(make_batch, dtype):
-    batch = make_batch((5, 1), (20, 7), PARAMS, dtype=dtype)
-    out, lse = batch.attend(PARAMS, precision=Precision(compute=dtype))
-    assert out.dtype == lse.dtype == dtype
-    assert (out - batch.attend(PARAMS)[0]).abs().max() < 0.1
-
-
 def test_positions_stay_exact_where_a_half_float_would_lose_them():
     """ALiBi between keys beyond 2048 (float16) and 256 (bfloat16): positions are subtracted as integers."""
     count = 5000

@@ -53,23 +53,17 @@ REQUESTS = {
     "query_start_loc": ints(0, 2, 3),
 }
 REQUEST_ROWS = [
-    ({"block_table": ints([1, 2])}, "block_table.shape"),
     ({"block_table": torch.tensor([[1.0, 2.0], [4.0, 0.0]])}, "block_table.dtype"),
     ({"block_table": ints([1], [4])}, "block_table.shape"),
     ({"block_table": ints([1, 5], [4, 99])}, "block_table[0, 1]"),
-    ({"block_table": ints([1, 2], [-1, 99])}, "block_table[1, 0]"),
     ({"seq_lens": ints(6)}, "seq_lens.shape"),
     ({"seq_lens": ints(6, -1)}, "seq_lens[1]"),
     ({"seq_lens": ints(9, 3)}, "block_table.shape"),
     ({"query_start_loc": ints(1, 2, 3)}, "query_start_loc"),
-    ({"query_start_loc": ints(0, 3, 2)}, "query_start_loc"),
     ({"query_start_loc": ints(0, 2, 4)}, "query_start_loc[-1]"),
-    ({"query_start_loc": ints()}, "query_start_loc"),
     ({"query_start_loc": ints([0, 2, 3])}, "query_start_loc.shape"),
     ({"query_start_loc": ints(0, 2, 3, dtype=torch.int16)}, "query_start_loc.dtype"),
     ({"params": None}, "params"),
-    ({"q_tile": 0}, "q_tile"),
-    ({"kv_tile": -1}, "kv_tile"),
     ({"kv_tile": 2.0}, "kv_tile"),
 ]
 RANGE_ROWS = [({"kv_range": span}, "kv_range") for span in ((4, 2), (-1, 2), (1, 2, 3), (0, 2.0), (0, True), 5)]
@@ -86,14 +80,11 @@ PAGED = {
 }
 PAGED_ROWS = [
     ({"query": zeros(3, 5, 8)}, "query.shape"),
-    ({"query": zeros(3, 32)}, "query.shape"),
     ({"query": zeros(3, 4, 8, dtype=torch.int32)}, "query.dtype"),
-    ({"query": zeros(2, 4, 8)}, "query_start_loc[-1]"),
     ({"key_cache": zeros(5, 4, 4, 8)}, "key_cache.shape"),
     ({"key_cache": zeros(5, 0, 2, 8), "value_cache": zeros(5, 0, 2, 6)}, "key_cache.shape"),
     ({"key_cache": zeros(5, 4, 2, 8, dtype=torch.uint8)}, "key_cache.dtype"),
     ({"value_cache": zeros(5, 4, 2, 8)}, "value_cache.shape"),
-    ({"value_cache": zeros(6, 4, 2, 6)}, "value_cache.shape"),
     ({"value_cache": zeros(5, 4, 2, 6, device="meta")}, "value_cache.device"),
     ({"query": zeros(3, 4, 8, dtype=E4M3), "q_scale": torch.ones(2)}, "q_scale.shape"),
     ({"query": zeros(3, 4, 8, dtype=E4M3), "q_scale": 0.0}, "q_scale"),
@@ -112,10 +103,8 @@ MASK_ROWS = [
 RANK_ROWS = [
     ({"dcp_size": 0}, "dcp_size"),
     ({"dcp_size": 2, "dcp_rank": 2}, "dcp_rank"),
-    ({"dcp_rank": -1}, "dcp_rank"),
     ({"dcp_size": 2, "dcp_rank": True}, "dcp_rank"),
     ({"cp_kv_cache_interleave_size": 3}, "cp_kv_cache_interleave_size"),
-    ({"cp_kv_cache_interleave_size": 0}, "cp_kv_cache_interleave_size"),
 ]
 
 PACKED = {
@@ -128,14 +117,11 @@ PACKED = {
 }
 PACKED_ROWS = [
     ({"query": zeros(3, 4, 8, dtype=E4M3)}, "query.dtype"),
-    ({"key": zeros(5, 2, 8, dtype=E4M3)}, "key.dtype"),
     ({"key": zeros(5, 4, 8)}, "key.shape"),
     ({"value": zeros(4, 2, 6)}, "value.shape"),
     ({"value": zeros(5, 2, 6, device="meta")}, "value.device"),
     ({"cu_seqlens_q": ints(0, 2, 4)}, "cu_seqlens_q[-1]"),
-    ({"cu_seqlens_k": ints(0, 2, 6)}, "cu_seqlens_k[-1]"),
     ({"cu_seqlens_k": ints(0, 5)}, "cu_seqlens_k.shape"),
-    ({"cu_seqlens_k": ints(0, 5, 2)}, "cu_seqlens_k"),
     ({"params": "AttentionParams"}, "params"),
     ({"q_tile": True}, "q_tile"),
     ({"kv_tile": 0}, "kv_tile"),
@@ -153,22 +139,18 @@ UNABSORBED = {
 }
 LATENT_ROWS = [
     ({"q_pe": zeros(2, 3, 4)}, "q_pe.shape"),
-    ({"q_pe": zeros(3, 3, 4, dtype=torch.int64)}, "q_pe.dtype"),
     ({"q_pe": zeros(3, 3, 4, device="meta")}, "q_pe.device"),
     ({"kv_cache": zeros(5, 4, 9)}, "kv_cache.shape"),
-    ({"kv_cache": zeros(5, 0, 10)}, "kv_cache.shape"),
     ({"kv_cache": zeros(5, 4, 10, dtype=torch.uint8)}, "kv_cache.dtype"),
     ({"params": LAYER}, "params"),
     ({"kv_cache": zeros(5, 4, 10, dtype=E4M3), "k_scale": 0.0}, "k_scale"),
     ({"kv_cache": zeros(5, 4, 10, dtype=E4M3), "k_scale": torch.ones(5, 4)}, "k_scale.shape"),
-    ({"kv_cache": zeros(5, 4, 10, dtype=E4M3), "k_scale": ints(1)}, "k_scale.dtype"),
 ]
 UNABSORBED_ROWS = [
     ({"q_nope": zeros(3, 3, 6)}, "q_nope.shape"),
     ({"q_nope": zeros(3, 3, 5, dtype=E4M3)}, "q_nope.dtype"),
     ({"w_uk": zeros(6, 3, 2)}, "w_uk.shape"),
     ({"w_uv": zeros(6, 3, 5)}, "w_uv.shape"),
-    ({"w_uv": zeros(6, 3, 2, dtype=E4M3)}, "w_uv.dtype"),
     ({"w_uv": zeros(6, 3, 2, device="meta")}, "w_uv.device"),
 ]
 CHUNK_ROWS = [({"workspace": 0}, "workspace"), ({"workspace": None}, "workspace")]
@@ -186,9 +168,7 @@ CONVOLUTION = {
 CONVOLUTION_ROWS = [
     ({"x": zeros(5, 3, 1)}, "x.shape"),
     ({"x": zeros(5, 3, dtype=torch.int32)}, "x.dtype"),
-    ({"x": zeros(3, 3)}, "query_start_loc[-1]"),
     ({"weight": torch.ones(2, 4)}, "weight.shape"),
-    ({"weight": torch.ones(3, 0)}, "weight.shape"),
     ({"weight": zeros(3, 4, dtype=E4M3)}, "weight.dtype"),
     ({"weight": torch.ones(3, 5)}, "conv_states.shape"),
     ({"bias": torch.ones(4)}, "bias.shape"),
@@ -197,13 +177,11 @@ CONVOLUTION_ROWS = [
     ({"query_start_loc": ints(0, 4, 2, 5)}, "query_start_loc"),
     ({"query_start_loc": ints(0, 5)}, "cache_indices.shape"),
     ({"cache_indices": ints(0, 1, 4)}, "cache_indices"),
-    ({"cache_indices": ints(0, 1, -2)}, "cache_indices"),
     ({"cache_indices": ints(2, 1, 2)}, "cache_indices"),
     ({"cache_indices": zeros(3)}, "cache_indices.dtype"),
     ({"has_initial_state": torch.tensor([True])}, "has_initial_state.shape"),
     ({"has_initial_state": ints(1, 0, 1)}, "has_initial_state.dtype"),
     ({"activation": "relu"}, "activation"),
-    ({"activation": True}, "activation"),
 ]
 
 WRITE = {
@@ -221,15 +199,12 @@ WRITE_ROWS = [
     ({"key": zeros(3, 2, 8, dtype=E4M3)}, "key.dtype"),
     ({"key_cache": zeros(5, 2, 8)}, "key_cache.shape"),
     ({"value_cache": zeros(5, 3, 2, 6)}, "value_cache.shape"),
-    ({"value_cache": zeros(5, 4, 2, 6, dtype=torch.uint8)}, "value_cache.dtype"),
     ({"value": zeros(3, 2, 6, device="meta")}, "value.device"),
     ({"slot_mapping": ints(3, 20)}, "slot_mapping"),
     ({"slot_mapping": ints(3, 3)}, "slot_mapping"),
     ({"slot_mapping": torch.tensor([3.0])}, "slot_mapping.dtype"),
-    ({"slot_mapping": ints([3])}, "slot_mapping.shape"),
     ({"k_scale": torch.ones(3)}, "k_scale.shape"),
     ({"k_scale": INF}, "k_scale"),
-    ({"k_scale": ints(2)}, "k_scale.dtype"),
 ]
 LATENT_WRITE = {
     "kv_c_normed": zeros(3, 3),
@@ -240,17 +215,11 @@ LATENT_WRITE = {
 LATENT_WRITE_ROWS = [
     ({"kv_c_normed": zeros(1, 3)}, "kv_c_normed.shape"),
     ({"kv_c_normed": zeros(3, 3, dtype=E4M3)}, "kv_c_normed.dtype"),
-    ({"kv_c_normed": zeros(3, 4)}, "kv_cache.shape"),
     ({"k_pe": zeros(1, 2)}, "k_pe.shape"),
-    ({"k_pe": zeros(3, 2, dtype=torch.int32)}, "k_pe.dtype"),
     ({"k_pe": zeros(3, 2, device="meta")}, "k_pe.device"),
     ({"kv_cache": zeros(5, 4, 6)}, "kv_cache.shape"),
     ({"kv_cache": zeros(5, 4, 5, dtype=torch.uint8)}, "kv_cache.dtype"),
     ({"slot_mapping": ints(1, 20)}, "slot_mapping"),
-    ({"slot_mapping": ints(1, 1)}, "slot_mapping"),
-    ({"slot_mapping": torch.tensor([1.0])}, "slot_mapping.dtype"),
-    ({"slot_mapping": torch.tensor(1)}, "slot_mapping.shape"),
-    ({"k_scale": 0.0}, "k_scale"),
     ({"k_scale": torch.ones(5)}, "k_scale.shape"),
 ]
 SLOTS = {"positions": ints(0, 5), "req_indices": ints(0, 0), "block_table": ints([1, 3]), "block_size": 4}
@@ -259,11 +228,9 @@ SLOT_ROWS = [
     ({"positions": ints(0, 8)}, "positions"),
     # On rank 0 it is position 8: beyond its row of two pages, where the page of the next row would be read.
     ({"positions": ints(0, 16), "block_table": ints([1, 3], [5, 7]), "dcp_size": 2}, "positions on this rank"),
-    ({"positions": torch.tensor([0.0, 1.0])}, "positions.dtype"),
     ({"positions": ints(0)}, "req_indices.shape"),
     ({"req_indices": ints(0, 1)}, "req_indices"),
     ({"block_table": ints([-1, 3])}, "block_table"),
-    ({"block_table": ints(1, 3)}, "block_table.shape"),
     ({"block_size": 0}, "block_size"),
     ({"dcp_size": 0}, "dcp_size"),
     ({"dcp_rank": 1}, "dcp_rank"),
@@ -273,15 +240,11 @@ SWAP_ROWS = [
     ({"dst": zeros(5, 2)}, "dst.shape"),
     ({"dst": zeros(5, 3, dtype=torch.float64)}, "dst.dtype"),
     ({"mapping": ints([4, 0])}, "mapping[:, 0]"),
-    ({"mapping": ints([-1, 0])}, "mapping[:, 0]"),
     ({"mapping": ints([0, 5])}, "mapping[:, 1]"),
     ({"mapping": ints([0, 1], [2, 1])}, "mapping[:, 1]"),
-    ({"mapping": ints(0, 4)}, "mapping.shape"),
     ({"mapping": torch.tensor([[0.0, 4.0]])}, "mapping.dtype"),
-    ({"src": torch.tensor(0.0)}, "dst.shape"),
 ]
 QUANTIZE_ROWS = [
-    ({"x": zeros(2, 3, dtype=torch.int32)}, "x.dtype"),
     ({"x": zeros(2, 3, dtype=E4M3)}, "x.dtype"),
     ({"scale": 0.0}, "scale"),
     ({"scale": torch.tensor([1.0, 0.0, 1.0])}, "scale"),
@@ -297,7 +260,6 @@ GROUP_ROWS = [
     ({"x": zeros(4, 2, 2)}, "x.shape"),
     ({"x": zeros(4, 4, dtype=E4M3)}, "x.dtype"),
     ({"group": 3}, "group"),
-    ({"group": 0}, "group"),
     ({"dtype": torch.float16}, "dtype"),
 ]
 STATES = {"out_a": zeros(3, 2, 4), "lse_a": zeros(3, 2), "out_b": zeros(3, 2, 4), "lse_b": zeros(3, 2)}
@@ -319,22 +281,16 @@ PACKING_ROWS = [
 ]
 LAYER_ROWS = [
     ({"num_kv_heads": 3}, "num_kv_heads"),
-    ({"num_kv_heads": 0}, "num_kv_heads"),
     ({"num_heads": -8}, "num_heads"),
-    ({"head_size": 0}, "head_size"),
     ({"head_size": True}, "head_size"),
     ({"head_size_v": 0}, "head_size_v"),
     ({"scale": NAN}, "scale"),
     ({"window": (1, 2, 3)}, "window"),
-    ({"window": (1.5, 0)}, "window"),
     ({"window": (2**62, 0)}, "window"),
-    ({"logits_soft_cap": -1.0}, "logits_soft_cap"),
     ({"logits_soft_cap": INF}, "logits_soft_cap"),
     ({"alibi_slopes": (0.5,) * 2}, "alibi_slopes"),
-    ({"alibi_slopes": (INF,) * 4}, "alibi_slopes"),
     ({"sinks": (0.5,) * 5}, "sinks"),
     ({"sinks": (NAN,) * 4}, "sinks"),
-    ({"sinks": (INF,) * 4}, "sinks"),
     ({"attn_chunk_size": 0}, "attn_chunk_size"),
     ({"attn_chunk_lookback": -1}, "attn_chunk_lookback"),
 ]
@@ -348,7 +304,6 @@ LATENT_LAYER_ROWS = [
 ]
 PRECISION_ROWS = [
     ({"compute": torch.int32}, "precision.compute"),
-    ({"compute": None}, "precision.compute"),
     ({"prob": torch.int8}, "precision.prob"),
     ({"out": E4M3}, "precision.out"),
 ]

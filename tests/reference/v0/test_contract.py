@@ -38,17 +38,6 @@ def test_what_a_subclass_must_bring(kind):
     assert kind.__abstractmethods__ == set(ABSTRACT[kind].split())
 
 
-def test_no_impl_folds_a_quantisation_unless_it_declares_it():
-    class Impl(AttentionImpl):
-        def __init__(self, *args):
-            pass
-
-        def forward(self, *args):
-            return args
-
-    assert Impl(8, 64, 0.125).fused_output_quant_supported(quant_key=(torch.float8_e4m3fn, True)) is False
-
-
 @dataclass
 class Batch(AttentionMetadata):
     a: int = 1
@@ -86,17 +75,8 @@ class Backend(AttentionBackend):
 def test_a_backends_defaults():
     assert Backend.accept_output_buffer is False
     assert Backend.full_cls_name() == (__name__, "Backend")
-    assert type("Backend", (Backend,), {"__module__": __name__}).full_cls_name() == Backend.full_cls_name()
     with pytest.raises(NotImplementedError):
         Backend.get_kv_cache_stride_order()
-    Backend()
-
-
-def test_metadata_is_made_by_the_backend():
-    metadata = Backend.make_metadata(1, 2, 3, slot_mapping="s", b=7, **dict.fromkeys(BASE[4:]))
-    assert type(metadata) is Batch
-    assert (metadata.num_prefills, metadata.num_prefill_tokens, metadata.num_decode_tokens) == (1, 2, 3)
-    assert (metadata.slot_mapping, metadata.a, metadata.b) == ("s", 1, 7)
 
 
 def test_asdict_copies_nothing_and_skips_what_is_named():

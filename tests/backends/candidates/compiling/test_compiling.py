@@ -73,13 +73,6 @@ def attend(rows, heads, dtype, codes=None, *, rank=512, rotary=64, segments=1):
     )
 
 """
-LATENT_TILES = """
-attend(9, 16, float16, float8_e5m2)
-attend(9, 16, float32)
-attend(1, 16, bfloat16, segments=8)
-attend(33, 3, float16, rank=96, rotary=0)
-attend(20, 16, bfloat16, float8_e4m3fn, rank=48, rotary=8)
-"""
 OTHERS = """
 import torch
 from attncheck.backends.candidates.triton_unified.cache import reshape_and_cache
@@ -129,14 +122,6 @@ def test_writers_and_merging_compile(printed_by: Callable[..., Any]) -> None:
     kernels = printed_by("launches.py", SMALLEST, OTHERS)
     assert [kernel["name"] for kernel in kernels] == ["write_cache_kernel"] * 4 + ["merge_states_kernel"]
     assert_fits(kernels, SMALLEST)
-
-
-@pytest.mark.kernels
-@pytest.mark.parametrize("capability", SHARED)
-def test_every_latent_tile_compiles(capability: int, printed_by: Callable[..., Any]) -> None:
-    kernels = printed_by("launches.py", capability, LATENT + LATENT_TILES)
-    assert [kernel["name"] for kernel in kernels] == ["attend_latent"] * 3 + ["merge_segments"] + ["attend_latent"] * 2
-    assert_fits(kernels, capability, spilled=A_FEW_REGISTERS)
 
 
 @pytest.mark.kernels

@@ -150,16 +150,6 @@ def test_what_does_not_go_together_is_refused():
         step.answer()
 
 
-def test_an_lse_is_optional_and_no_requests_are_nothing_to_do():
-    step = make_step(((1, 4),))
-    output, _ = step.answer(output_lse=None)
-    torch.testing.assert_close(output.double(), step.out, rtol=2e-6, atol=2e-6, equal_nan=True)
-    tables = {"block_table": step.tables["block_table"][:0], "seq_lens": step.tables["seq_lens"][:0]}
-    output, lse = step.answer(**tables, query_start_loc=step.tables["query_start_loc"][:1])
-    assert output.isnan().all()
-    assert lse.isnan().all()
-
-
 def test_tiles_hold_whole_rows_and_fit():
     for max_query_len, heads, rank, itemsize, is_coded in itertools.product(
         (1, 3, 700), (1, 24, 128), (512, 1024), (2, 4), (False, True)

@@ -158,14 +158,6 @@ def test_a_key_at_the_edge_of_a_segment_is_counted_once(position: int) -> None:
     assert batch.attend(scratch=scratch_of(batch, 4))[1].item() == pytest.approx(math.log(130), abs=1e-6)
 
 
-def test_what_scratch_held_cannot_matter() -> None:
-    batch = paged([(1, 5), (1, 0)], (2, 1, 16))
-    batch.block_table = batch.block_table.repeat(1, 20)  # a wide table, as of a model with a long context
-    out, lse = batch.attend(scratch=scratch_of(batch, 4))
-    assert out.isfinite().all()
-    assert lse[1].tolist() == [-math.inf, -math.inf]
-
-
 @pytest.mark.parametrize("split", [1, 4])
 def test_what_is_no_number_stays_none(split: int) -> None:
     """A key of NaN, seen by the first request alone; not the answer of a row that sees nothing."""

@@ -59,20 +59,13 @@ def test_ties_go_to_the_even_code_and_their_neighbours_to_the_nearest(dtype: tor
     ties = (values[1:] + values[:-1]) / 2  # exact: one more bit of mantissa
     x = torch.cat([ties, values])
     x = torch.cat([x, *(torch.nextafter(x, torch.full_like(x, to)) for to in (torch.inf, -torch.inf))])
+    extreme = torch.tensor([448 * 1.07, 57344 * 1.07, 1e30, torch.inf, torch.nan, 1e-40])
+    x = torch.cat([x, extreme])
     x = torch.cat([x, -x])
     codes = stored(x, dtype).view(torch.uint8)
     assert torch.equal(codes, quantize_fp8(x, 1.0, dtype).view(torch.uint8).to(DEVICE))
     even = codes[: len(ties)]
     assert torch.equal(even, even & 0xFE)
-
-
-@pytest.mark.parametrize(
-    ("dtype", "greatest", "code"), [(torch.float8_e4m3fn, 448, 0x7E), (torch.float8_e5m2, 57344, 0x7B)]
-)
-def test_what_is_too_great_saturates_and_nan_stays_nan(dtype: torch.dtype, greatest: float, code: int) -> None:
-    x = torch.tensor([greatest, greatest * 1.07, 1e30, torch.inf, -torch.inf, -1e30, torch.nan, 0.0, -0.0, 1e-40])
-    codes = stored(x, dtype).view(torch.uint8).tolist()
-    assert codes == [code, code, code, code, code | 0x80, code | 0x80, 0x7F, 0, 0x80, 0]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
