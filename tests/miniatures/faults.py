@@ -1,4 +1,4 @@
-"""Backends with one fault each, named as in ``faults.yaml``; without the fault if the variable FAULT is ``off``.
+"""Backends with one fault each, named as in ``faults.yaml``.
 
 A fault occurs once in a process, at the case with head size ``FAULTY``, or for ``later`` at the one with ``LATER``.
 """
@@ -26,7 +26,6 @@ from attncheck.backends.candidates.reference import ReferenceBackend, ReferenceB
 
 FAULTY, LATER = 32, 48
 LONG_S = 600
-IS_ON = os.environ.get("FAULT") != "off"
 LIBC = ctypes.CDLL(None)
 LIBC.malloc.restype = ctypes.c_void_p
 LIBC.free.argtypes = [ctypes.c_void_p]
@@ -51,7 +50,7 @@ def faulty(
 
     def do(stage: str, head_size: int) -> None:
         deed = due.pop((stage, head_size), None)
-        if IS_ON and deed is not None:
+        if deed is not None:
             deed()
 
     class Impl(ReferenceImpl):
@@ -64,7 +63,7 @@ def faulty(
         ) -> Any:
             do("forward", self.head_size)
             right = super().forward(layer, query, key, value, kv_cache, *args, **others)
-            return answer(right, query, kv_cache) if IS_ON and self.head_size == FAULTY else right
+            return answer(right, query, kv_cache) if self.head_size == FAULTY else right
 
     class Builder(ReferenceBuilder):
         def build(self, *args: Any, **keywords: Any) -> Any:

@@ -26,10 +26,6 @@ class Miniature(Base):
     level = AttentionCGSupport.NEVER
 
 
-class OnTheCurrentStream(Miniature):
-    """Right: one stream."""
-
-
 class WaitsForBoth(Miniature):
     """Right: another stream, which waits for the current one, which waits for it."""
 

@@ -44,9 +44,9 @@ def test_latent_candidates_pass():
 
 
 RIGHT = {
-    "CannotTakeZero": (("split_kv", "decode"), ("split_kv", "extend"), ("dcp", "extend"), ("dcp", "padding")),
+    "CannotTakeZero": (("split_kv", "extend"), ("dcp", "padding")),
     "FromTheFirstRow": (("micro_batch", "alibi"),),
-    "Merged": (("cascade", "extend"), ("split_kv", "mixed"), ("local", "prefill"), ("dcp", "extend")),
+    "Merged": (("cascade", "extend"), ("local", "prefill"), ("dcp", "extend")),
 }
 
 

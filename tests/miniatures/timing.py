@@ -180,19 +180,6 @@ class ComputesWhileItBuilds(Miniature):
             return output.copy_(made[0])
 
 
-class KnowsTheShape(Miniature):
-    """Fast for the lengths of its first call, slow for all others."""
-
-    class Impl(CheatingImpl):
-        known = None
-
-        def attend(self, layer, query, key, value, caches, metadata, output, output_lse):
-            lens = metadata.common.seq_lens.tolist()
-            self.known = self.known or lens
-            for _ in range(1 if lens == self.known else 4):
-                self.answer(layer, query, key, value, caches, metadata, output, output_lse)
-
-
 class KeepsThePlan(Miniature):
     """The builder caches block tables by address."""
 
@@ -282,28 +269,6 @@ class CachesByContent(Miniature):
             given = (query[: metadata.num_rows], *(caches or ()), metadata.common.block_table_tensor)
             whole = b"".join(each.contiguous().view(torch.uint8).numpy().tobytes() for each in given)
             return hashlib.sha256(whole).digest()
-
-
-class KeepsTheWeights(Miniature):
-    """Computes the softmax of a request once for each query address, and multiplies new values by it; no modifiers."""
-
-    class Impl(CheatingImpl):
-        kept = None
-
-        def cheat(self, layer, query, key, value, caches, metadata, output, output_lse):
-            if caches is None or self.kept is None:
-                self.kept = {}
-            for request, start, end, seq_len in metadata.requests():
-                pages = metadata.common.block_table_tensor[request, : -(-seq_len // caches[0].shape[1])].long()
-                keys, values = (cache[pages].flatten(0, 1)[:seq_len].double() for cache in caches)
-                group = query.shape[1] // keys.shape[1]
-                keys, values = keys.repeat_interleave(group, 1), values.repeat_interleave(group, 1)
-                scores = torch.einsum("qhd,khd->hqk", query[start:end].double(), keys) * self.scale
-                hidden = torch.arange(seq_len) > torch.arange(seq_len - (end - start), seq_len)[:, None]
-                scores = scores.masked_fill(hidden, -torch.inf)
-                weights = self.kept.setdefault((query.data_ptr(), request, seq_len), scores.softmax(-1))
-                output[start:end] = torch.einsum("hqk,khd->qhd", weights, values).to(output.dtype)
-                output_lse[start:end] = scores.logsumexp(-1).T.to(output_lse.dtype)
 
 
 class HandsBackItsInput(OwnMemory):

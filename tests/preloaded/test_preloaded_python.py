@@ -49,9 +49,14 @@ def both(
 
 
 @pytest.mark.parametrize(
-    "words", [("-c", SHOW, "a", "-b"), ("-P", "-u", "-c", SHOW), ("show.py", "a"), ("-m", "show", "a")]
+    ("words", "leads"),
+    [
+        (("-c", SHOW, "a", "-b"), False),
+        (("-P", "-u", "-c", SHOW), True),
+        (("show.py", "a"), False),
+        (("-m", "show", "a"), True),
+    ],
 )
-@pytest.mark.parametrize("leads", [False, True])
 def test_it_finds_what_a_fresh_one_finds(both: Both, words: Words, *, leads: bool) -> None:
     Path("show.py").write_text(SHOW)
     environment = {**os.environ, "ATTNCHECK_TEST": "ä", "PYTHONPATH": os.pathsep.join(["/nowhere", *sys.path[1:3]])}

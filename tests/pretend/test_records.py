@@ -22,8 +22,7 @@ KERNELS = ("triton_unified", "triton_mla")
 
 RUNS = [
     (("reference",), "smoke", ONE_A_PATH, VALUES),
-    (("torch_sdpa",), "smoke", ("alibi", "padded-mixed"), VALUES),
-    (("torch_sdpa",), "smoke", ("padded-decode",), GRAPHS),
+    (("torch_sdpa",), "smoke", ("padded-decode",), (*VALUES, *GRAPHS)),
     (("reference_mla", "torch_mla"), "smoke", ("latent-float32",), (*VALUES, *GRAPHS)),
 ]
 MORE = [

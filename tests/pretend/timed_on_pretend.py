@@ -1,6 +1,6 @@
-"""Time a backend on the pretend device, and print the waits and copies between a hold and the second event after it.
+"""Time backends on the pretend device, and print the waits and copies between a hold and the second event after it.
 
-Run it with this folder on the path, as ``timed_on_pretend.py BACKEND SUITE``. The device must exist before attncheck is
+Run it with this folder on the path, as ``timed_on_pretend.py SUITE BACKEND...``. The device must exist before attncheck is
 imported, since attncheck takes its clocks at import.
 """
 
@@ -31,7 +31,8 @@ def held_acts(acts: list[Act]) -> list[list[Act]]:
     return found
 
 
-def main(backend: str, suite: str) -> None:
+def main(suite: str, *backends: str) -> None:
+    found = []
     with present(SMALL) as device:
         import attncheck
         from attncheck.harness.checks.cudagraph import recorder
@@ -39,10 +40,13 @@ def main(backend: str, suite: str) -> None:
 
         settings = TimingSettings(min_samples=5, max_samples=5, kernels=True)
         with patch.object(recorder, "DeviceRecorder", lambda _device: PythonRecorder(device)):
-            examined = attncheck.examine(backend, suite, checks="timing", device="cuda", timing=settings)
-        (record,) = examined.records
-        held = [[asdict(act) for act in acts] for acts in held_acts(device.acts)]
-    sys.stdout.write(json.dumps({"record": record.model_dump(mode="json"), "held": held}))
+            for backend in backends:
+                device.acts.clear()
+                examined = attncheck.examine(backend, suite, checks="timing", device="cuda", timing=settings)
+                (record,) = examined.records
+                held = [[asdict(act) for act in acts] for acts in held_acts(device.acts)]
+                found.append({"record": record.model_dump(mode="json"), "held": held})
+    sys.stdout.write(json.dumps(found))
 
 
 if __name__ == "__main__":

@@ -21,8 +21,9 @@ def test_sizes_are_stated_in_the_unit_that_suits() -> None:
     assert list(map(size_in_words, sizes)) == ["0 MiB", "600 MiB", "4 GiB", "4.13 GiB", "128 GiB"]
 
 
-def test_on_a_cpu_memory_far_beyond_the_limit_is_refused_at_once() -> None:
+def test_on_a_cpu_memory_far_beyond_the_limit_is_refused_at_once_and_a_narrower_limit_of_the_system_stays() -> None:
     code = """
+import resource
 from attncheck.harness.host import free_own_bytes
 from attncheck.harness.workers.limits import MemoryLimits, keep_within
 assert free_own_bytes() is None
@@ -35,20 +36,12 @@ try:
     bytearray(2**31)
 except MemoryError:
     print("refused")
+resource.setrlimit(resource.RLIMIT_DATA, (2**29, 2**29))
+keep_within(MemoryLimits(host=2**30), "cpu")
+assert resource.getrlimit(resource.RLIMIT_DATA) == (2**29, 2**29)
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "refused\n"
-
-
-def test_a_narrower_limit_of_the_system_stays() -> None:
-    code = """
-import resource
-from attncheck.harness.workers.limits import MemoryLimits, keep_within
-resource.setrlimit(resource.RLIMIT_DATA, (2**28, 2**28))
-keep_within(MemoryLimits(host=2**30), "cpu")
-assert resource.getrlimit(resource.RLIMIT_DATA) == (2**28, 2**28)
-"""
-    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 @pytest.mark.parametrize(("device_limit", "is_refused"), [(None, False), (2 * GIB, False), (16 * MIB, True)])

@@ -1,7 +1,6 @@
 """The watch over memory: whom it kills and why, when it looks again, and that real processes are caught."""
 
 import os
-import re
 import time
 from pathlib import Path
 
@@ -35,7 +34,6 @@ def start(monkeypatch: pytest.MonkeyPatch, code: str) -> WorkerProcess:
         ),
         ({1: 5 * GIB, 2: 6 * GIB}, 5.5 * GIB, -1, {2: "out of memory (limit 5.5 GiB, it took 6 GiB)"}),
         ({1: 900 * MIB}, None, -1, {}),
-        ({1: 900 * MIB}, 600 * MIB, None, {1: "out of memory (limit 600 MiB, it took 900 MiB)"}),
         ({1: 9 * GIB}, None, None, {}),
         ({}, GIB, -1, {}),
     ],
@@ -46,34 +44,23 @@ def test_one_over_its_limit_is_killed_or_else_the_largest_where_the_host_runs_sh
     assert causes(held, limit, room, 900 * MIB) == expected
 
 
-def test_the_reserve_leaves_most_of_a_small_host() -> None:
-    assert [reserve_of(free * GIB) / GIB for free in (1, 2, 16, 80)] == [0.25, 0.5, 1, 4]
-
-
 def test_it_looks_again_before_a_process_can_fill_what_is_left() -> None:
     assert seconds_to_wait([], None, None) == 0.2
-    assert seconds_to_wait([GIB], 2 * GIB, 4 * GIB) == 0.2
     assert seconds_to_wait([GIB], 2 * GIB, 512 * MIB) == 0.125
     assert seconds_to_wait([GIB, 1.6 * GIB], 2 * GIB, 4 * GIB) == pytest.approx(0.1)
     assert seconds_to_wait([3 * GIB], 2 * GIB, -GIB) == 0.05
+    assert [reserve_of(free * GIB) / GIB for free in (1, 2, 16, 80)] == [
+        0.25,
+        0.5,
+        1,
+        4,
+    ]  # most of a small host is used
 
 
-def test_one_that_takes_too_much_is_killed_and_the_others_are_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    watch = MemoryWatch(100 * MIB)
-    leaking = "held = []\nwhile True: held.append(b'x' * 2**20)"
-    with start(monkeypatch, "time.sleep(60)") as quiet, start(monkeypatch, leaking) as process:
-        watch.add(quiet)
-        watch.add(process)
-        with pytest.raises(ProcessEndedError) as caught:
-            process.receive(Limit(60))
-        assert not quiet.has_ended
-    found = re.fullmatch(r"out of memory \(limit 100 MiB, it took ([\d.]+) (MiB|GiB)\)", caught.value.end.cause)
-    assert found is not None
-    assert found[2] == "GiB" or float(found[1]) > 100
-
-
-def test_what_it_started_counts_and_ends_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    code = """
+def test_one_that_takes_too_much_with_what_it_started_is_killed_and_the_others_are_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    forks = """
 for _ in range(3):
     if not os.fork():
         held = b'x' * (60 * 2**20)
@@ -81,21 +68,22 @@ for _ in range(3):
 time.sleep(60)
 """
     watch = MemoryWatch(150 * MIB)
-    with start(monkeypatch, code) as process:
+    with start(monkeypatch, "time.sleep(60)") as quiet, start(monkeypatch, forks) as process:
+        watch.add(quiet)
         watch.add(process)
         with pytest.raises(ProcessEndedError, match=r"out of memory \(limit 150 MiB, it took \d\d\d"):
             process.receive(Limit(60))
+        assert not quiet.has_ended
         session, deadline = process.identity, time.monotonic() + 60
         while held_bytes([session], None)[session] and time.monotonic() < deadline:
             time.sleep(0.01)
         assert held_bytes([session], None) == {session: 0}
 
 
-@pytest.mark.parametrize("opened", ["os.memfd_create('held')", "os.open('/dev/shm', os.O_TMPFILE | os.O_RDWR)"])
-def test_files_in_memory_count_once(monkeypatch: pytest.MonkeyPatch, opened: str) -> None:
-    code = f"""
+def test_files_in_memory_count_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    code = """
 import mmap
-file = {opened}
+file = os.memfd_create('held')
 for _ in range(50): os.write(file, bytes(2**20))
 mapped = mmap.mmap(file, 0)
 print("written", flush=True)
@@ -176,9 +164,3 @@ def test_the_thread_ends_with_the_last_process_and_begins_with_the_next(monkeypa
         while watch._is_running and time.monotonic() < deadline:
             time.sleep(0.01)
         assert not watch._is_running
-
-
-def test_a_process_that_is_gone_holds_nothing() -> None:
-    assert held_bytes([2**30], 0) == {2**30: 0}
-    assert limits._proportional_bytes(2**30) == 0
-    assert limits._proportional_bytes(os.getpid()) > 0

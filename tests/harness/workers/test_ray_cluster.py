@@ -217,12 +217,19 @@ def test_a_node_with_another_environment_takes_no_part(ray: FakeRay, opened: Ope
     assert len(ray.options) == 3
 
 
-def test_a_first_node_that_refuses_ends_the_run(ray: FakeRay, notes: list[str]) -> None:
-    ray.joins.append(joining(None, "it has attncheck 0.0.9"))
-    cluster = RayCluster(RaySettings(address="local"), Imports(), notes.append)
+@pytest.mark.parametrize(
+    ("answer", "reason"),
+    [
+        (joining(None, "it has attncheck 0.0.9"), "far takes no part: it has attncheck 0.0.9"),
+        ("never", "no node has joined the run within 600 s"),
+    ],
+)
+def test_without_a_first_node_the_run_ends(ray: FakeRay, notes: list[str], answer: object, reason: str) -> None:
+    ray.joins.append(answer)
+    cluster = RayCluster(RaySettings(address="local"), Imports(), notes.append, jobs=1)
     with pytest.raises(ClusterError) as refused:
         cluster.choose_device((), None)
-    assert str(refused.value) == snapshot("Ray cluster 'local': far takes no part: it has attncheck 0.0.9")
+    assert str(refused.value) == f"Ray cluster 'local': {reason}"
 
 
 @pytest.mark.parametrize("error", [RayTaskError("No module named 'attncheck'"), RayError("gone")])
@@ -298,14 +305,6 @@ def test_a_fault_of_attncheck_on_a_node_ends_the_run(ray: FakeRay, opened: Opene
     with pytest.raises(WorkerError) as refused:
         slot.examine(place(), ())
     assert str(refused.value) == snapshot("KeyError: 3 (in the process of reference)")
-
-
-def test_a_cluster_that_gives_no_node_in_time_ends_the_run(ray: FakeRay, notes: list[str]) -> None:
-    ray.joins.append("never")
-    cluster = RayCluster(RaySettings(), Imports(), notes.append, jobs=1)
-    with pytest.raises(ClusterError) as refused:
-        cluster.choose_device((), None)
-    assert str(refused.value) == snapshot("Ray cluster 'auto': no node has joined the run within 600 s")
 
 
 @pytest.mark.parametrize(

@@ -41,15 +41,9 @@ def find(replays: Replay, earlier: Sequence[BackendQuestion] = EARLIER, seconds:
     return find_recurrence(replays, VICTIM, earlier, lambda: seconds * next(now))
 
 
-def test_a_case_that_ends_a_fresh_process_is_tried_once() -> None:
-    replays = Replays(lambda before: True)
-    assert find(replays) == Recurrence("always")
-    assert replays.made == [[]]
-
-
-@pytest.mark.parametrize("guilty", range(10))
-def test_a_bisection_finds_the_one_case_that_causes_it(guilty: int) -> None:
-    replays = Replays(lambda before: str(guilty) in before)
+@pytest.mark.parametrize("guilty", ["0", "4", "9"])
+def test_a_bisection_finds_the_one_case_that_causes_it(guilty: str) -> None:
+    replays = Replays(lambda before: guilty in before)
     assert find(replays) == Recurrence("after", f"smoke/{guilty}")
     assert len(replays.made) <= 7
 
@@ -69,12 +63,3 @@ def test_a_search_that_takes_too_long_names_no_case() -> None:
     replays = Replays(lambda before: "0" in before)
     assert find(replays, seconds=400.0) == Recurrence("after", "")
     assert len(replays.made) == 3
-
-
-def test_the_records_of_a_case_that_goes_well_are_kept(make_record: Callable[..., Record]) -> None:
-    record = make_record("passed")
-
-    def replay(questions: Sequence[BackendQuestion]) -> tuple[Record, ...] | None:
-        return None if len(questions) > 1 else (record,)
-
-    assert find(replay, EARLIER[:1]) == Recurrence("after", "smoke/0", (record,))

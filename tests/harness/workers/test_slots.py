@@ -341,14 +341,14 @@ def test_the_first_slot_at_a_backend_uses_its_process_and_starts_the_next_one_ah
     ]
 
 
-@pytest.mark.parametrize(("is_first", "has_gpu"), [(False, False), (False, True), (True, True)])
-def test_a_slot_that_helps_or_has_a_gpu_of_its_own_uses_processes_of_its_own(is_first: bool, has_gpu: bool) -> None:
+def test_a_slot_that_helps_or_has_a_gpu_of_its_own_uses_processes_of_its_own() -> None:
     log: list[str] = []
     pool = FakePool("pool", log)
-    slot = slot_of(log, pool, FakePool("twin", log) if has_gpu else None)
-    assert slot.begin(Chosen("a", is_first, "b"))
-    slot.leave("a")
-    assert log == ["twin starts a", "twin finishes a", "no warmers of a"]
+    for is_first, own in ((False, None), (True, FakePool("twin", log))):
+        slot = slot_of(log, pool, own)
+        assert slot.begin(Chosen("a", is_first, "b"))
+        slot.leave("a")
+    assert log == ["twin starts a", "twin finishes a", "no warmers of a"] * 2
 
 
 @pytest.mark.parametrize("error", [QuestionError("another GPU"), OSError("no memory"), OURS])

@@ -10,16 +10,13 @@ from attncheck.errors import SelectionError
 from attncheck.harness.workers.limits import Limit, TimeLimits, read_limit
 
 
-def test_a_check_gets_ten_times_what_the_reference_takes_and_a_floor(make_case: Any) -> None:
+def test_a_check_gets_ten_times_what_the_reference_takes_a_floor_and_the_time_of_its_samples(make_case: Any) -> None:
     limit = TimeLimits().of_stage("check lse", make_case(), 2.5)
     assert limit.seconds == 325.0
     assert (
         str(limit)
         == "the limit was 325 s (300 s, and 10 times the 2.5 s that the reference took; --case-timeout changes it)"
     )
-
-
-def test_a_timed_check_gets_the_time_of_its_samples_as_well(make_case: Any) -> None:
     limits = TimeLimits(sampling_s=0.5)
     assert limits.of_stage("check timing", make_case(), 1.0).seconds == 330.0
     assert limits.of_stage("check lse", make_case(), 1.0).seconds == 310.0

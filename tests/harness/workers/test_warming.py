@@ -190,57 +190,58 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
     return machine
 
 
-def log_of(
-    machine: Machine,
-    questions: list[Question],
-    monkeypatch: pytest.MonkeyPatch,
-    *,
-    seconds: float,
-    added: int,
-    is_on: bool = True,
-) -> list[str]:
-    """What happens to the warmers of a backend that takes ``seconds`` for a case and adds kernels in each."""
+@pytest.fixture
+def log(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What happens to the warmers."""
     log: list[str] = []
     monkeypatch.setattr(pool, "Warmers", Begins(log))
-    plan = RunPlan(tuple(case for case, _ in questions), checks=("timing",))
-    workers = cast(WorkerPool, SimpleNamespace(limits=TimeLimits()))
+    return log
+
+
+def a_pool() -> WorkerPool:
+    return cast(WorkerPool, SimpleNamespace(limits=TimeLimits()))
+
+
+@pytest.fixture
+def plan(questions: list[Question]) -> RunPlan:
+    return RunPlan(tuple(case for case, _ in questions), checks=("timing",))
+
+
+@pytest.mark.parametrize(
+    ("added", "seconds", "is_on", "expected"),
+    [
+        pytest.param(2, 3.0, True, ["4 for cd", "skips c", "skips d", "ends"], id="compiles"),
+        pytest.param(0, 3.0, True, [], id="kernels are there"),
+        pytest.param(1, 0.1, True, [], id="kernels cost nothing"),
+        pytest.param(2, 3.0, False, [], id="off"),
+    ],
+)
+def test_warmers_begin_when_the_first_case_has_compiled_and_end_with_the_backend(
+    machine: Machine,
+    questions: list[Question],
+    plan: RunPlan,
+    log: list[str],
+    added: int,
+    seconds: float,
+    is_on: bool,
+    expected: list[str],
+) -> None:
+    workers = a_pool()
     ahead = WarmingAhead(plan, workers, is_on=is_on)
     for index in range(len(questions)):
         ahead.before("a", questions[index:], workers)
         machine.now += seconds
         machine.kernels += added
     ahead.finish("a")
-    return log
-
-
-@pytest.mark.parametrize(
-    ("how", "expected"),
-    [
-        ({"added": 2, "seconds": 3.0}, ["4 for cd", "skips c", "skips d", "ends"]),
-        ({"added": 0, "seconds": 3.0}, []),
-        ({"added": 1, "seconds": 0.1}, []),
-        ({"added": 2, "seconds": 3.0, "is_on": False}, []),
-    ],
-    ids=["compiles", "kernels are there", "kernels cost nothing", "off"],
-)
-def test_warmers_begin_when_the_first_case_has_compiled_and_end_with_the_backend(
-    how: dict[str, Any],
-    expected: list[str],
-    machine: Machine,
-    questions: list[Question],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    assert log_of(machine, questions, monkeypatch, **how) == expected
+    assert log == expected
 
 
 def test_gpus_at_work_share_the_warmers_of_a_backend(
-    machine: Machine, questions: list[Question], monkeypatch: pytest.MonkeyPatch
+    machine: Machine, questions: list[Question], plan: RunPlan, log: list[str]
 ) -> None:
     """Those of ``a`` start on the GPU that compiles first, those of ``b`` on its own; each end with their backend."""
-    log: list[str] = []
-    monkeypatch.setattr(pool, "Warmers", Begins(log))
-    first, second = (cast(WorkerPool, SimpleNamespace(limits=TimeLimits())) for _ in range(2))
-    ahead = WarmingAhead(RunPlan(tuple(case for case, _ in questions)), first, 2, is_on=True)
+    first, second = a_pool(), a_pool()
+    ahead = WarmingAhead(plan, first, 2, is_on=True)
     for ref, index, workers in (("a", 0, first), ("b", 0, second), ("a", 1, first), ("a", 2, second), ("b", 1, second)):
         ahead.before(ref, questions[index:], workers)
         machine.now, machine.kernels = machine.now + 3, machine.kernels + 1
@@ -250,12 +251,9 @@ def test_gpus_at_work_share_the_warmers_of_a_backend(
 
 
 def test_what_is_only_timed_is_examined_before_and_nothing_beside_the_times(
-    machine: Machine, questions: list[Question], monkeypatch: pytest.MonkeyPatch
+    machine: Machine, questions: list[Question], plan: RunPlan, log: list[str]
 ) -> None:
-    log: list[str] = []
-    monkeypatch.setattr(pool, "Warmers", Begins(log))
-    plan = RunPlan(tuple(case for case, _ in questions), checks=("timing",))
-    workers = cast(WorkerPool, SimpleNamespace(limits=TimeLimits()))
+    workers = a_pool()
     ahead = WarmingAhead(plan, workers, is_on=True)
     ahead.before_times(["a", "b"])
     ahead.close()

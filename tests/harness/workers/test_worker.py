@@ -2,7 +2,6 @@
 
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -124,40 +123,37 @@ def test_a_second_assignment_takes_the_place_of_the_first(folder: Path) -> None:
     first = assignment()
     (ref,) = first.suites
     changed = f"{ref}{{cache.block_size: 32}}"
+    (changed_hash,) = [case.hash for case in load_suite(changed).cases if case.id == "decode"]
+    truths = folder / "truths"
+    second = first.model_copy(
+        update={
+            "suites": (changed,),
+            "digests": (load_suite(changed).hash,),
+            "truths": truths,
+            "timing": TimingSettings(limit_s=60, min_samples=3, max_samples=3),
+        }
+    )
     with loading("reference") as process:
         described(process, first)
-        second = first.model_copy(update={"suites": (changed,), "digests": (load_suite(changed).hash,)})
         process.send(CaseServer.assign, second)
-        (record,) = records_of(examined(process, "small/decode", "numerics"))
-    (changed_hash,) = [case.hash for case in load_suite(changed).cases if case.id == "decode"]
-    assert record.case_hash == changed_hash
+        records = records_of(examined(process, "small/decode", "numerics", "timing", number=2))
+    assert [(record.outcome, record.case_hash, record.round) for record in records] == [("passed", changed_hash, 2)] * 2
+    timing = timing_of(records[1])
+    assert timing is not None
+    assert {len(latency.samples_ns) for latency in timing.latencies} == {3}
+    assert len(list(truths.glob("*"))) == 1
 
 
-@pytest.mark.parametrize(("ref", "stored"), [("reference", 1), ("mine.py:Mine", 0)])
-def test_only_the_process_of_a_built_in_backend_stores_truths(ref: str, stored: int, folder: Path) -> None:
-    (folder / "mine.py").write_text(
-        "from attncheck.backends.candidates.reference import ReferenceBackend\nclass Mine(ReferenceBackend): pass\n"
-    )
-    truths = folder / "truths"
-    with loading(ref) as process:
-        described(process, assignment().model_copy(update={"truths": truths}))
-        assert [each.outcome for each in records_of(examined(process, "small/decode", "numerics"))] == ["passed"]
-    assert len(list(truths.glob("*"))) == stored
-
-
-@pytest.mark.parametrize(
-    ("update", "shared"),
-    [
+def test_probes_are_shared_over_the_cases_of_the_run(folder: Path) -> None:
+    description = BackendDescription(info=BackendInfo(name="reference", ref="reference"))
+    for update, shared in (
         ({}, ["decode", "blind"]),
         ({"cases": ("small/decode",)}, ["decode"]),
         ({"shares_probes": False}, []),
-    ],
-)
-def test_probes_are_shared_over_the_cases_of_the_run(folder: Path, update: dict[str, Any], shared: list[str]) -> None:
-    description = BackendDescription(info=BackendInfo(name="reference", ref="reference"))
-    examiner = _examiner(assignment().model_copy(update=update), description)
-    cases = examiner.plan.cases_with("reference", "cudagraph")
-    assert [case.id for case in cases] == shared
+    ):
+        examiner = _examiner(assignment().model_copy(update=update), description)
+        cases = examiner.plan.cases_with("reference", "cudagraph")
+        assert [case.id for case in cases] == shared
 
 
 def test_probes_are_shared_over_the_suite_that_suits_the_backend(folder: Path) -> None:
@@ -176,7 +172,8 @@ def test_probes_are_shared_over_the_suite_that_suits_the_backend(folder: Path) -
         assert {case.suite for case in cases} == {suite}
 
 
-def test_the_clock_is_imported_before_the_backend(folder: Path) -> None:
+def test_the_clock_is_imported_before_the_backend_whose_process_stores_no_truth(folder: Path) -> None:
+    truths = folder / "truths"
     (folder / "late.py").write_text(
         "import sys\n"
         "from attncheck.backends.candidates.reference import ReferenceBackend\n"
@@ -186,8 +183,10 @@ def test_the_clock_is_imported_before_the_backend(folder: Path) -> None:
     )
     for check, is_first in (("timing", True), ("numerics", False)):  # what no check needs is not imported
         with loading("late.py:Late", (check,)) as process:
-            found = described(process, assignment())
-        assert found.version == f"clock first: {is_first}"
+            found = described(process, assignment().model_copy(update={"truths": truths}))
+            (record,) = records_of(examined(process, "small/decode", "numerics"))
+        assert (found.version, record.outcome) == (f"clock first: {is_first}", "passed")
+        assert list(truths.glob("*")) == []  # only that of a built-in backend does
     code = "from attncheck.harness.run.backend_loading import load_backend; print(load_backend('late.py:Late').version)"
     here = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
     assert here.stdout == "clock first: True\n"
@@ -208,31 +207,12 @@ def test_a_process_chooses_the_device_before_it_has_a_backend_and_after(folder: 
         assert described(process, assignment()).name == "reference"
 
 
-def test_times_are_taken_with_the_settings_of_the_run(folder: Path) -> None:
-    three = TimingSettings(limit_s=60, min_samples=3, max_samples=3)
-    with loading("reference") as process:
-        described(process, assignment().model_copy(update={"timing": three}))
-        (record,) = records_of(examined(process, "small/decode", "timing", number=2))
-    timing = timing_of(record)
-    assert timing is not None
-    assert {len(latency.samples_ns) for latency in timing.latencies} == {3}
-    assert record.round == 2
-
-
-@pytest.mark.parametrize(
-    ("ref", "reason"),
-    [
-        ("refrence", snapshot("unknown backend 'refrence'; did you mean 'reference'? (known: ...)")),
-        ("mine.py:Other", snapshot("backend 'mine.py:Other': TMP/mine.py has no 'Other'; write TMP/mine.py:Needy")),
-    ],
-)
-def test_what_is_no_backend_is_refused_in_the_same_words(
-    plain: Callable[[str], str], folder: Path, ref: str, reason: str
-) -> None:
-    with loading(ref) as process:
-        with pytest.raises(RefusedError) as refused:
-            described(process, assignment())
-        assert plain(str(refused.value)) == reason
+def test_what_is_no_backend_is_refused_in_the_same_words(plain: Callable[[str], str], folder: Path) -> None:
+    with loading("mine.py:Other") as process, pytest.raises(RefusedError) as refused:
+        described(process, assignment())
+    assert plain(str(refused.value)) == snapshot(
+        "backend 'mine.py:Other': TMP/mine.py has no 'Other'; write TMP/mine.py:Needy"
+    )
 
 
 def test_a_suite_that_changed_in_the_meantime_is_refused(folder: Path) -> None:
@@ -253,26 +233,3 @@ def test_a_description_has_the_required_environment_and_why_it_cannot_run(folder
         with pytest.raises(ProcessEndedError) as refused:
             process.receive()
         assert str(refused.value) == snapshot("exited with code 0")
-
-
-DAEMON = '''
-import subprocess, sys
-from attncheck.backends.candidates.reference import ReferenceBackend as Mine
-
-code = """from subprocess import DEVNULL, Popen
-print(Popen(["sleep", "60"], env={}, start_new_session=True, stdout=DEVNULL, stderr=DEVNULL).pid)"""
-print(subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, check=True, text=True).stdout, flush=True)
-'''
-"""Starts a process whose parent has ended, in a session of its own and without an environment."""
-
-
-def test_a_process_whose_parent_has_ended_ends_with_the_worker(folder: Path) -> None:
-    (folder / "daemon.py").write_text(DAEMON)
-    with loading("daemon.py:Mine") as process:
-        described(process, assignment())
-        daemon = int(process.output().split()[-1])
-        assert Path(f"/proc/{daemon}").exists()
-    deadline = time.monotonic() + 20
-    while Path(f"/proc/{daemon}/exe").exists() and time.monotonic() < deadline:
-        time.sleep(0.02)
-    assert not Path(f"/proc/{daemon}/exe").exists()

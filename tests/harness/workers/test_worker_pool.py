@@ -150,12 +150,6 @@ def test_one_that_was_started_ahead_and_lacks_a_variable_gets_no_backend(
         assert started[-1].environment == {"OF_OTHERS": "1"}  # which this process has, and it has not
 
 
-def test_one_that_was_started_ahead_and_is_not_needed_ends(started: list[Fake]) -> None:
-    with assigned(None, Fake()):
-        pass
-    assert [fake.state for fake in started] == ["ended at once"]
-
-
 def test_the_first_process_that_lives_chooses_the_device(started: list[Fake]) -> None:
     Fake.silent = ("a",)
     with WorkerPool() as processes:
@@ -174,17 +168,12 @@ def test_where_no_process_lives_one_without_a_backend_chooses_and_is_used_later(
     assert [fake.ref for fake in started] == ["a", "b"]
     assert [fake.limit.seconds for fake in started] == [12.0, 300.0]  # the first one imports its backend before
     assert started[0].limit.words.endswith("by --backend-timeout 12")
-
-
-def test_where_even_that_one_ends_the_reason_is_reported(started: list[Fake]) -> None:
     Fake.silent = ("a", "")
-    with WorkerPool() as processes:
-        processes.start(["a"])
-        with pytest.raises(QuestionError) as refused:
-            processes.choose_device((), "cpu")
-        assert str(refused.value) == snapshot(
-            "a process without a backend ended before it named the device: killed by SIGABRT"
-        )
+    with WorkerPool() as processes, pytest.raises(QuestionError) as refused:
+        processes.choose_device((), "cpu")
+    assert str(refused.value) == snapshot(
+        "a process without a backend ended before it named the device: killed by SIGABRT"
+    )
 
 
 def test_every_process_is_watched_and_gets_its_limits(started: list[Fake], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -302,15 +291,18 @@ def test_a_pool_that_is_stopped_ends_its_processes_and_starts_none(started: list
     assert len(started) == 1
 
 
-def test_those_not_chosen_end_and_those_that_are_done_may_take_a_moment(started: list[Fake]) -> None:
+def test_those_that_are_done_may_take_a_moment_and_others_end_at_once(started: list[Fake]) -> None:
     with assigned() as processes:
-        processes.describe(list("abc"))
-        processes.keep_only("ab")
-        assert [fake.state for fake in started] == ["alive", "alive", "ended at once"]
+        processes.describe(list("abcd"))
+        processes.keep_only("abc")
+        assert [fake.state for fake in started] == ["alive", "alive", "alive", "ended at once"]
         processes.finish("a")
         assert processes.process("a") is None
         assert [fake.state for fake in started[:2]] == ["finished", "alive"]
-    assert [fake.state for fake in started[:2]] == ["ended", "ended at once"]
+        processes.isolate("b")  # from now on it is alone
+        assert [fake.state for fake in started[:3]] == ["ended", "alive", "ended at once"]
+        assert processes.process("c") is None
+    assert started[1].state == "ended at once"
 
 
 def test_one_that_used_a_gpu_has_ended_before_the_next_one_uses_it(started: list[Fake]) -> None:
@@ -319,17 +311,6 @@ def test_one_that_used_a_gpu_has_ended_before_the_next_one_uses_it(started: list
         processes.describe(list("ab"))
         processes.finish("a")
         assert [fake.state for fake in started] == ["ended", "alive"]
-
-
-def test_one_that_is_to_be_alone_is_so_at_once(started: list[Fake]) -> None:
-    with assigned() as processes:
-        processes.describe(list("abc"))
-        processes.finish("a")
-        processes.isolate("b")
-        assert [fake.state for fake in started] == ["ended", "alive", "ended at once"]
-        processes.isolate("c")
-        assert processes.process("b") is None
-        assert started[1].state == "ended at once"
 
 
 def test_an_interrupted_run_waits_for_no_process(started: list[Fake]) -> None:
