@@ -98,7 +98,7 @@ def test_a_signal_ends_with_what_was_found_and_leaves_a_run_that_can_be_read(sta
     stored = read_run("cut.jsonl")
     assert not stored.complete
     assert {record.backend for record in stored.records} == {"reference"}
-    assert json.loads(Path("found.json").read_text())["complete"] is False
+    assert json.loads(Path("found.json").read_text())["runs"][0]["complete"] is False
 
 
 def test_a_second_signal_ends_a_run_whose_report_is_not_read(start):

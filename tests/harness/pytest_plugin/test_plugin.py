@@ -91,12 +91,12 @@ def test_a_group_is_a_case_and_a_backend_however_xdist_writes_it():
 @pytest.mark.parametrize(
     ("words", "backend", "message"),
     [
-        ("", "refrence", "*did you mean 'reference'?*"),
+        ("@in-process", "refrence", "*did you mean 'reference'?*"),
         ("@memory-limit much", "reference", "*--attncheck-memory-limit 'much': give a size, such as 512MiB*"),
-        ("-p no:benchmark @timing", "reference", "*made through pytest-benchmark, which is switched off*"),
+        ("-p no:benchmark @timing @in-process", "reference", "*made through pytest-benchmark, which is switched off*"),
     ],
 )
-def test_a_wrong_question_is_a_usage_error(inside, preloaded, words, backend, message):
+def test_a_wrong_question_is_a_usage_error(inside, words, backend, message):
     result = inside(words, backend)
     assert result.ret == pytest.ExitCode.USAGE_ERROR
     result.stderr.fnmatch_lines([message])
