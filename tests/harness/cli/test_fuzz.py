@@ -50,7 +50,7 @@ def test_a_fault_that_needs_three_heads_is_found_and_made_small(folder, typed, q
 
 
 def test_a_right_backend_passes(folder, typed, quick):
-    done = typed("fuzz --backend torch_sdpa --budget 1s --device cpu")
+    done = typed("fuzz --backend torch_sdpa --budget 4s --device cpu")
     assert (done.code, "failures: 0" in done.out) == (0, True)
     assert not list((folder / "results").iterdir())
 
