@@ -22,7 +22,7 @@ from attncheck.reports.run_file.store import RunWriter, read_run
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-SLOW = ("adding-a-backend.md", "candidates.md", "fuzzing.md")
+SLOW = ("adding-a-backend.md", "candidates.md", "ci-gpus.md", "crashes.md", "fuzzing.md")
 ONLY_PARSED = ("--device cuda", "--executor ray", "--expect known.yaml", "scripts/gpu-evidence")
 FAILS = re.compile(r"FAILED|^(?:finding|failed|regression|incomplete)\b", re.MULTILINE)
 

@@ -27,7 +27,7 @@ from attncheck.reports.run_file.store import read_run
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="signals and limits of memory are those of Linux")
 
 BACKENDS = Path(__file__).with_name("faults.py")
-SUITE = Path(__file__).parents[1] / "faults" / "small.yaml"
+SUITE = Path(__file__).with_name("small.yaml")
 LOADING = "Faults of loading"
 IMPORTED = """\
 import os, sys, time

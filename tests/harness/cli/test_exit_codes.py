@@ -91,10 +91,10 @@ def test_what_foreign_code_prints_controls_no_terminal(capsys):
     assert capsys.readouterr() == ("f?[2Jg\n", "mine | a?]8;;http://x?b?31mc?d?e\nh?i\n")
 
 
-def test_foreign_code_cannot_choose_the_exit_code(run, folder):
-    assert run("--backend ./wrong.py:Leaving --check numerics").code == 1
+def test_foreign_code_cannot_choose_the_exit_code(here, folder):
+    assert here("--backend ./wrong.py:Leaving --check numerics").code == 1
     (folder / "leaves.py").write_text("import sys\nsys.exit(0)\n")
-    done = run("--backend ./leaves.py:X")
+    done = here("--backend ./leaves.py:X")
     assert (done.code, "SystemExit" in done.err) == (2, True)
 
 

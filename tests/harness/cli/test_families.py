@@ -1,9 +1,6 @@
 """Runs over every backend of a family, and with ``--within``: what is examined, and what is left for which reason."""
 
-import json
-import os
 import re
-import signal
 
 import pytest
 from inline_snapshot import snapshot
@@ -59,7 +56,6 @@ def test_a_family_of_which_nothing_can_run_is_a_wrong_question(surveyed, typed):
 
 
 BACKEND = """\
-import os
 import time
 
 from attncheck.backends.candidates.torch_sdpa import SDPABackend, SDPAImpl
@@ -68,7 +64,7 @@ from attncheck.backends.candidates.torch_sdpa import SDPABackend, SDPAImpl
 class Impl(SDPAImpl):
     def forward(self, layer, query, *args, **kwargs):
         if query.dtype.itemsize == 4:
-            {statement}
+            time.sleep(1e6)
         return super().forward(layer, query, *args, **kwargs)
 
 
@@ -77,46 +73,23 @@ class Mine(SDPABackend):
     def get_impl_cls():
         return Impl
 """
-"""A backend that executes a statement in float32 cases."""
+"""A backend that hangs in float32 cases."""
 
 
-@pytest.fixture
-def audit(surveyed, typed, folder):
-    """``audit(statement, form, seconds)``: exit code and audit of a run of two backends, and its run file."""
-
-    def run(statement, form, seconds):
-        (folder / "mine.py").write_text(BACKEND.format(statement=statement))
-        able = [SurveyedBackend(name=name, level="UNIFORM_BATCH") for name in ("./mine.py:Mine", "torch_sdpa")]
-        surveyed(*able, ONE)
-        code = typed(f"{WORDS} --case decode --within {seconds} --report {form}=page").code
-        page = (folder / "page").read_text()
-        assert typed(f"report run.jsonl --format {form}").out == page
-        return code, page, read_run("run.jsonl")
-
-    return run
-
-
-def test_a_backend_that_uses_up_its_time_has_its_measured_part_and_what_it_left(audit, monkeypatch):
+def test_a_backend_that_uses_up_its_time_has_its_measured_part_and_what_it_left(surveyed, typed, folder, monkeypatch):
     """A hang in float32 takes the time of the backend: its float16 case, which comes before, is right."""
     shared = TimeLimits.shared  # the time of loading does not count
     monkeypatch.setattr(TimeLimits, "shared", lambda limits, _, backends, jobs: shared(limits, 5.0, backends, jobs))
-    code, page, run = audit("time.sleep(1e6)", "audit", 1000)
-    assert code == 1
+    (folder / "mine.py").write_text(BACKEND)
+    able = [SurveyedBackend(name=name, level="UNIFORM_BATCH") for name in ("./mine.py:Mine", "torch_sdpa")]
+    surveyed(*able, ONE)
+    assert typed(f"{WORDS} --case decode --within 1000 --report audit=page").code == 1
+    page = (folder / "page").read_text()
+    assert typed("report run.jsonl --format audit").out == page
+    run = read_run("run.jsonl")
     assert run.complete
     assert {record.outcome for record in run.records if record.backend == "torch_sdpa"} == {"passed"}
     mine = {record.case_id: record.outcome for record in run.records if record.backend == "Mine"}
     left = list(mine.values()).count("timed_out")
     assert (mine["decode.float16"], mine["decode.float32"]) == ("passed", "timed_out")
     assert re.findall(r"^- `(.*)`: (.*)$", page, re.MULTILINE) == [("Mine", f"{left} of {len(mine)} cases")]
-
-
-def test_a_signal_ends_the_audit_with_a_page_of_what_was_measured(audit):
-    """The second backend is done, and waits for the first, which sends the signal."""
-    statement = f"time.sleep(3); os.kill({os.getpid()}, {signal.SIGTERM:d}); time.sleep(1e6)"
-    code, page, run = audit(statement, "audit-json", 0)
-    assert code == 128 + signal.SIGTERM
-    assert not run.complete
-    assert json.loads(page)["complete"] is False
-    done = {(record.backend, record.case_id) for record in run.records}
-    assert ("torch_sdpa", "decode.float32") in done
-    assert ("Mine", "decode.float32") not in done

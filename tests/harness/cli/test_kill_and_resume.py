@@ -13,6 +13,7 @@ from attncheck.reports.run_file.store import lacks_header, read_run
 
 WORDS = "run reference ./wrong.py:Wrong --suite smoke --case decode.*,soft-cap --check numerics,lse --device cpu"
 COMMAND = [sys.executable, "-m", "attncheck", *WORDS.split(), "-j", "2", "--no-cache", "--quiet"]
+KILLS = 12
 
 
 def started(*words):
@@ -24,14 +25,14 @@ def records(path):
     return [{k: v for k, v in line.items() if k != "duration_s"} for line in lines if line["kind"] == "record"]
 
 
-@pytest.mark.parametrize("kills", [2, pytest.param(12, marks=pytest.mark.slow)])
-def test_a_run_that_is_killed_and_resumed_is_that_of_a_run_left_alone(folder, preloaded, workers_of, is_alive, kills):
+@pytest.mark.slow
+def test_a_run_that_is_killed_and_resumed_is_that_of_a_run_left_alone(folder, preloaded, workers_of, is_alive):
     subprocess.run([sys.executable, "-c", ""], check=True)  # waits until the preloaded process is there
     began = time.monotonic()
     assert started("--output", "whole.jsonl").wait(60) == 1
     took = time.monotonic() - began
-    moments = random.Random(kills)
-    for number in range(kills):
+    moments = random.Random(KILLS)
+    for number in range(KILLS):
         cut = folder / f"cut{number}.jsonl"
         process = started("--output", cut.name)
         time.sleep(moments.uniform(0, took))

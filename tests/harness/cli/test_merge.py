@@ -8,6 +8,7 @@ from inline_snapshot import snapshot
 from attncheck.harness.cli import app as cli
 
 CASES = "--suite smoke --case decode.*,mixed.*,block-size.*"
+pytestmark = pytest.mark.xdist_group("merge")  # its four runs are made once
 RUN = f"run --backend reference {CASES} --check lse,cache_write,cudagraph --in-process --no-cache --quiet"
 
 

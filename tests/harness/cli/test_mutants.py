@@ -11,12 +11,10 @@ from pathlib import Path
 import pytest
 
 from attncheck.backends.mutants.catalogue import Mutant, catalogue
-from attncheck.harness.cli.mutants import ExaminedGroup, as_json, as_text, examine_groups, groups_of, kill_matrix
-from attncheck.harness.run.options import RunOptions
+from attncheck.harness.cli.mutants import as_json, as_text, groups_of, kill_matrix
 from attncheck.reports.run_file.store import read_run
 
 PLAIN = "attncheck.backends.mutants.plain:PlainBackend"
-FAULTS = Path(__file__).parents[2] / "miniatures" / "faults.py"
 
 
 def mutant(name, cause=None):
@@ -106,20 +104,6 @@ def test_the_command_examines_and_reads_its_run_file_again(suite, typed):
     caught = {each["name"]: each["caught_by"] for each in json.loads(done.out)["mutants"]}
     assert caught == {"sinks-ignored": [], "mutates-query": ["cache_write"]}
     assert typed("mutants mutates-* --from run.jsonl").code == 0
-
-
-@pytest.mark.slow
-def test_a_backend_that_ends_its_process_costs_no_other_its_records(suite, tmp_path):
-    groups = [ExaminedGroup((f"{FAULTS}:abort", "reference")), ExaminedGroup(("torch_sdpa",))]
-    folder = tmp_path / "runs"
-    folder.mkdir()
-    found = examine_groups(groups, RunOptions(suites=(suite,), device="cpu"), 2, folder)
-    outcomes = {}
-    for record in (record for group in found for record in group.run.records):
-        outcomes.setdefault(record.backend_ref, set()).add(record.outcome)
-    assert "crashed" in outcomes.pop(f"{FAULTS}:abort")
-    assert outcomes.keys() == {"reference", "torch_sdpa"}
-    assert all("passed" in each for each in outcomes.values())
 
 
 def test_a_signal_ends_the_processes_at_once(tmp_path, preloaded):

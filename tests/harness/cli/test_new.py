@@ -26,13 +26,14 @@ OF_VLLM, OF_ATTNCHECK = "from vllm.v1.attention.backend import", "from attncheck
 """The import of the template for vLLM's classes, and the one that puts it on attncheck's."""
 
 
-def test_the_templates_are_typed(tmp_path):
+@pytest.mark.slow
+def test_the_template_of_vllm_is_typed_on_our_classes(tmp_path):
+    """The others are checked as modules of attncheck."""
     pytest.importorskip("mypy")
-    paths = [tmp_path / f"{kind}_kernel.py" for kind in BackendKind]
-    for kind, path in zip(BackendKind, paths, strict=True):
-        path.write_text(template_files(kind, path.stem)[path.name].replace(OF_VLLM, OF_ATTNCHECK))
+    path = tmp_path / "kernel.py"
+    path.write_text(template_files(BackendKind.VLLM, path.stem)[path.name].replace(OF_VLLM, OF_ATTNCHECK))
     options = ["--strict", "--config-file=", "--follow-imports=silent", "--cache-dir", str(tmp_path / "cache")]
-    command = [sys.executable, "-m", "mypy", *options, *paths]
+    command = [sys.executable, "-m", "mypy", *options, path]
     checked = subprocess.run(command, check=False, capture_output=True, text=True)
     assert checked.returncode == 0, checked.stdout + checked.stderr
 
@@ -66,7 +67,7 @@ def test_what_is_written_is_right_under_its_own_name_and_so_is_its_test(kind, tm
 
 
 @pytest.mark.parametrize("kind", list(BackendKind))
-@pytest.mark.parametrize("name", ["a", "my_kernel", "Flash3", "attend"])
+@pytest.mark.parametrize("name", ["a", "attend"])
 def test_no_trace_of_the_template_is_left(kind, name):
     for file, text in template_files(kind, name).items():
         ast.parse(text)

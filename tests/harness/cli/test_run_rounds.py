@@ -1,19 +1,14 @@
 """``attncheck time``: rounds of fresh processes, their records in the run file, and wrong questions."""
 
 import json
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from inline_snapshot import snapshot
 
-from attncheck.errors import SelectionError
 from attncheck.harness.checks.findings import TimingSettings
-from attncheck.harness.cli.run import ProgressLines, execute_run
-from attncheck.harness.run.backend_loading import ThisProcess
-from attncheck.harness.run.options import OPTIONS, RunOptions
+from attncheck.harness.run.options import OPTIONS
 from attncheck.harness.run.selection import DEFAULT_ROUNDS
-from attncheck.harness.workers.pool import WorkerPool
 from attncheck.reports.run_file.records import timing_of
 from attncheck.reports.run_file.store import read_run
 
@@ -135,35 +130,6 @@ def test_the_first_round_that_falls_short_may_be_the_last(time):
     assert repeat.endswith("--suite small.yaml --case prefill --check timing --device cpu --in-process")
 
 
-def test_other_checks_are_made_before_in_a_process_of_their_own(time):
-    options = RunOptions(backends=("mine.py:Plain",), suites=("small.yaml",), cases=("prefill",), device="cpu")
-    options = replace(options, checks=("numerics", "timing"), rounds=1, time_limit=0.01, output=Path("out.jsonl"))
-    assert execute_run(options).ended_by is None
-    assert [(record.check, record.round, record.outcome) for record in records()] == [
-        ("numerics", 0, "passed"),
-        ("timing", 0, "passed"),
-    ]
-    assert len(set(pids())) == 2
-
-
-def test_an_interrupted_run_keeps_its_rounds_and_leaves_no_process(time, monkeypatch, is_alive):
-    see = ProgressLines.see
-
-    def interrupt(self, record):
-        see(self, record)
-        if record.round == 1:
-            raise KeyboardInterrupt
-
-    monkeypatch.setattr(ProgressLines, "see", interrupt)
-    done = time("mine.py:Plain --rounds 4 --case decode")
-    assert (done.code, "interrupted by SIGINT: " in done.out) == (130, True)
-    found = read_run("out.jsonl")
-    assert not found.complete
-    assert [record.round for record in found.records] == [0, 1]
-    assert len(pids()) == 2
-    assert not any(map(is_alive, pids()))
-
-
 def test_in_this_process_there_is_one_round_with_a_note_and_what_is_wrong_is_dumped(time):
     done = time("mine.py:Plain mine.py:Wrong --case prefill --in-process --dump dumped")
     assert done.code == 1
@@ -175,28 +141,6 @@ def test_in_this_process_there_is_one_round_with_a_note_and_what_is_wrong_is_dum
         ("timed in this one process: how far times of different processes lie apart is not known",)
     )
     assert header.notes[0] in done.out
-
-
-@pytest.mark.parametrize(
-    ("words", "settings", "rounds"),
-    [
-        ("", TimingSettings(), 10),
-        ("--time-limit 2 --rounds 3", TimingSettings(limit_s=2.0), 3),
-        ("--warm-cache --kernels --in-process", TimingSettings(warm=True, kernels=True), 1),
-    ],
-)
-def test_options_reach_the_plan(typed, folder, words, settings, rounds, monkeypatch):
-    opened = []
-
-    def begin(self, selection, plan, environment):
-        opened.append((plan.timing, plan.rounds))
-        raise SelectionError("enough")
-
-    for kind in (WorkerPool, ThisProcess):
-        monkeypatch.setattr(kind, "begin", begin)
-    monkeypatch.setattr(WorkerPool, "start", lambda self, refs: None)
-    assert typed(f"time --suite small.yaml --device cpu {words}").code == 2
-    assert opened == [(settings, rounds)]
 
 
 @pytest.mark.parametrize(("option", "default"), [("rounds", DEFAULT_ROUNDS), ("time_limit", TimingSettings().limit_s)])

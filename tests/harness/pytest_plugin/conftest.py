@@ -17,7 +17,7 @@ WRONG = """\
 import os, pathlib
 from attncheck.backends.candidates.reference import ReferenceBackend, ReferenceImpl
 
-pathlib.Path("seen").write_text(str("DEPLOY_TOKEN" in os.environ))
+pathlib.Path("seen").write_text(" ".join(name for name in os.environ if name.endswith("_TOKEN")))
 
 class Wrong(ReferenceBackend):
     class Impl(ReferenceImpl):

@@ -11,8 +11,8 @@ from attncheck.reference.spec import DEFAULT_CHECKS
 pytest_plugins = ["pytester"]
 
 
-def test_each_check_of_each_case_of_each_backend_is_an_item(apart):
-    result = apart("--collect-only -q", "torch_sdpa", "reference")
+def test_each_check_of_each_case_of_each_backend_is_an_item(inside, preloaded):
+    result = inside("--collect-only -q", "torch_sdpa", "reference")
     checks = {"decode": DEFAULT_CHECKS, "capped.x-1": DEFAULT_CHECKS[:2], "mixed": DEFAULT_CHECKS[:1]}
     assert [line for line in result.outlines if line.startswith("attncheck::")] == [
         f"attncheck::small::{case}::{backend}::{check}"
@@ -91,27 +91,25 @@ def test_a_group_is_a_case_and_a_backend_however_xdist_writes_it():
 @pytest.mark.parametrize(
     ("words", "backend", "message"),
     [
-        ("", "refrence", "*did you mean 'reference'?*"),
+        ("@in-process", "refrence", "*did you mean 'reference'?*"),
         ("@memory-limit much", "reference", "*--attncheck-memory-limit 'much': give a size, such as 512MiB*"),
-        ("-p no:benchmark @timing", "reference", "*made through pytest-benchmark, which is switched off*"),
+        ("-p no:benchmark @timing @in-process", "reference", "*made through pytest-benchmark, which is switched off*"),
     ],
 )
-def test_a_wrong_question_is_a_usage_error(apart, words, backend, message):
-    result = apart(words, backend)
+def test_a_wrong_question_is_a_usage_error(inside, words, backend, message):
+    result = inside(words, backend)
     assert result.ret == pytest.ExitCode.USAGE_ERROR
     result.stderr.fnmatch_lines([message])
     assert not any("INTERNALERROR" in line for line in (*result.outlines, *result.errlines))
 
 
-@pytest.mark.parametrize(("words", "is_seen"), [("", "False"), ("@pass-env DEPLOY_*", "True")])
-def test_a_backend_has_its_limit_of_memory_and_the_variables_that_it_is_passed(
-    apart, folder, monkeypatch, words, is_seen
-):
+def test_a_backend_has_its_limit_of_memory_and_the_variables_that_it_is_passed(inside, folder, monkeypatch, preloaded):
     monkeypatch.setenv("DEPLOY_TOKEN", "x")
-    result = apart(f"@case decode @check numerics @memory-limit 1GiB {words}", "wrong.py:Huge")
+    monkeypatch.setenv("OTHER_TOKEN", "x")
+    result = inside("@case decode @check numerics @memory-limit 1GiB @pass-env DEPLOY_*", "wrong.py:Huge")
     result.assert_outcomes(failed=1)
     result.stdout.fnmatch_lines(["*MemoryError in forward: (no message) (--memory-limit: 1 GiB)*"])
-    assert (folder.path / "seen").read_text() == is_seen
+    assert (folder.path / "seen").read_text() == "DEPLOY_TOKEN"
 
 
 def test_without_its_options_the_plugin_costs_nothing(pytester):

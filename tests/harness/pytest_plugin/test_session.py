@@ -130,7 +130,7 @@ def test_a_worker_of_xdist_keeps_one_process_while_backends_describe_themselves(
     assert discarded == ["b", "c"]
 
 
-@pytest.mark.parametrize("verbosity", ["-v", "-vv", "-q"])
+@pytest.mark.parametrize("verbosity", ["-vv", "-q"])
 def test_an_examination_is_shown_whole_where_an_assertion_fails(run, folder, verbosity):
     folder.makepyfile(
         test_own="""
