@@ -349,8 +349,8 @@ class Schedule:
         return None
 
     def _open(self, ref: str, slot: int) -> list[int]:
-        waiting = self._waiting.get(ref, ())
-        return [index for index in waiting if self._owners.get(self._questions[index].group, slot) == slot]
+        groups = {index: self._questions[index].group for index in self._waiting.get(ref, ())}
+        return [index for index, group in groups.items() if group is None or self._owners.get(group, slot) == slot]
 
 
 @dataclass
