@@ -5,7 +5,7 @@ import queue
 import threading
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Generator, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from itertools import cycle, islice
@@ -37,6 +37,7 @@ from attncheck.harness.workers.process import (
     WorkerProcess,
 )
 from attncheck.harness.workers.worker import CaseServer, Examined, Stage
+from attncheck.reference.spec import CacheSpec, LayerSpec
 from attncheck.reports.run_file.causes import cause_of_end
 from attncheck.reports.run_file.graph_levels import CUDAGRAPH
 from attncheck.reports.run_file.header import Environment
@@ -181,6 +182,10 @@ _SAMPLE = 5
 """Number of cases of a backend from whose times those of the others are estimated."""
 
 
+Group = tuple[str, LayerSpec, CacheSpec]
+"""A backend, a layer and a cache: a process of the backend measures one CUDA-graph level for them."""
+
+
 @dataclass(frozen=True)
 class BackendQuestion:
     """A question to a backend: ``checks`` of ``case``. ``is_drawn``: the case is in no suite."""
@@ -191,7 +196,7 @@ class BackendQuestion:
     is_drawn: bool = False
 
     @cached_property
-    def group(self) -> Hashable | None:
+    def group(self) -> Group | None:
         """Key that questions share if they share a CUDA-graph level; None if no level is measured."""
         if "cudagraph" not in self.checks:
             return None
@@ -225,7 +230,7 @@ class Schedule:
 
     One slot begins a backend. Once all are begun, other slots help where enough questions are left. A process measures
     a CUDA-graph level once, so the cases that share one stay in one slot. If the slots share memory, only one case
-    that needs much of it runs at a time.
+    that needs much of it runs at a time. Slot 0 may begin every backend, so that no question is left.
     """
 
     def __init__(
@@ -246,7 +251,7 @@ class Schedule:
         self._began: dict[str, float] = {}
         self._slots: Counter[str] = Counter()
         self._over: Counter[str] = Counter()
-        self._owners: dict[Hashable, int] = {}
+        self._owners: dict[Group, int] = {}
         self._refused: set[tuple[str, int]] = set()
         self._large: int | None = None
         self._is_closed = False
@@ -289,7 +294,7 @@ class Schedule:
             return [self._questions[index] for index in self._waiting.get(ref, ())]
 
     def finish(self, index: int, *, is_over: bool = True) -> None:
-        """Count a question that was taken as examined; if it is not over, another slot may take it and its group."""
+        """Count a question that was taken as examined; if it is not over, another slot may take it."""
         question = self._questions[index]
         with self._changed:
             self._large = None if self._large == index else self._large
@@ -297,13 +302,16 @@ class Schedule:
                 self._over[question.backend.ref] += 1
                 self._num_due -= 1
             else:
-                self._owners.pop(question.group, None)
                 self._waiting[question.backend.ref].insert(0, index)
             self._changed.notify_all()
 
     def leave(self, ref: str, slot: int, *, is_refused: bool = False) -> None:
-        """Count ``slot`` as no longer at work for the backend ``ref``. ``is_refused``: it never gets it again."""
+        """Count ``slot`` as no longer at work for the backend ``ref``; its process ends, and others measure its levels.
+
+        ``is_refused``: it never gets the backend again.
+        """
         with self._changed:
+            self._owners = {group: owner for group, owner in self._owners.items() if (group[0], owner) != (ref, slot)}
             self._slots[ref] -= 1
             if not self._slots[ref]:
                 del self._began[ref]  # another slot may begin it
@@ -318,8 +326,8 @@ class Schedule:
             self._changed.notify_all()
 
     def _to_begin(self, slot: int) -> str | None:
-        waiting = (ref for ref, left in self._waiting.items() if left and (ref, slot) not in self._refused)
-        return next((ref for ref in waiting if ref not in self._began), None)
+        due = (ref for ref, left in self._waiting.items() if left and ref not in self._began)
+        return next((ref for ref in due if slot == 0 or (ref, slot) not in self._refused), None)
 
     def _to_help(self, slot: int) -> str | None:
         """Return a backend with enough questions left to justify starting one more process, or None."""
@@ -341,8 +349,8 @@ class Schedule:
         return None
 
     def _open(self, ref: str, slot: int) -> list[int]:
-        waiting = self._waiting.get(ref, ())
-        return [index for index in waiting if self._owners.get(self._questions[index].group, slot) == slot]
+        groups = {index: self._questions[index].group for index in self._waiting.get(ref, ())}
+        return [index for index, group in groups.items() if group is None or self._owners.get(group, slot) == slot]
 
 
 @dataclass
@@ -430,9 +438,8 @@ class Slots:
                     yield record
             self._end(self._beginning)  # a process that is to help is no longer needed
         except KeyboardInterrupt:
-            waiting = [record for place in self._places for record in place.waiting()]
-            self._end(self._slots.values())  # the ends of their processes are no findings
-            yield from waiting
+            # before the slots are stopped, since the ends of their processes are no findings
+            yield from [record for place in self._places for record in place.waiting()]
             raise
         finally:
             self._end(self._slots.values())
@@ -496,6 +503,7 @@ class ProcessSlot:
 
     def __init__(self, examiner: "ProcessExaminer", workers: WorkerPool, own: WorkerPool | None = None) -> None:
         self._examiner, self._workers, self._own = examiner, workers, own
+        self._twin: WorkerPool | None = None
         self._at_work: WorkerPool | None = None
 
     def begin(self, chosen: Chosen) -> bool:
@@ -510,12 +518,15 @@ class ProcessSlot:
                     self._workers.prepare(chosen.following)
             self._at_work = self._workers
             return True
-        self._at_work = self._own = self._own or self._workers.twin()
+        if self._own is None:
+            self._twin = self._twin or self._workers.twin()
+        self._at_work = workers = self._own or self._twin
+        assert workers is not None
         try:
-            if self._own.process(ref) is None:
-                self._own.restart(ref)
+            if workers.process(ref) is None:
+                workers.restart(ref)
         except (QuestionError, WorkerError, OSError):
-            self._own.discard(ref)
+            workers.discard(ref)
             return False
         return True
 
@@ -580,7 +591,7 @@ class ProcessExaminer:
             place.end(Stopped("", ProcessEnd(cause, limit_s=self._limits.backend_s)), place.due)
             return
         place.began = time.monotonic()
-        if backend.ref not in self._unstartable:
+        if backend.ref not in self._unstartable or workers.process(backend.ref) is not None:
             try:
                 error = self._examine(place, workers)
             except (QuestionError, OSError) as refused:

@@ -360,7 +360,11 @@ class WorkerPool:
             self._await_finishing()
 
     def isolate(self, ref: str) -> None:
-        """End all processes except that of ``ref``; on return no other process of the run is at work, or ending."""
+        """End all processes except that of ``ref``; on return no other process of the run is at work, or ending.
+
+        Later, processes may be started again after :meth:`stop`.
+        """
+        self._is_stopped = False
         self.keep_only([ref])
         self._await_finishing()
         while self._twins:

@@ -170,19 +170,18 @@ class RaySlot:
     """Examines on one node of ``cluster`` at a time, through an actor. ``is_over``: it takes no part any more."""
 
     def __init__(self, cluster: "RayCluster") -> None:
-        self.actor: Any = None
         self.name = "a node"
         self._cluster = cluster
         self._has_joined = self._is_over = False
+        self._start()
 
     def join(self) -> DeviceChosen | None:
-        """Start an actor, and wait until it joins the run; return None if it takes no part.
+        """Wait until the actor joins the run; return None if it takes no part.
 
         Raises:
             ClusterError: no node joins the run in time, or the connection to the cluster is lost.
         """
-        self.actor = self._cluster.new_actor()
-        answer = self._get(self._cluster.call_to_join(self.actor))
+        answer = self._get(self._joining)
         chosen, words = None, ""
         if isinstance(answer, Lost):
             words = f"was lost: {answer.cause}"
@@ -231,9 +230,13 @@ class RaySlot:
         """Do nothing: the node ends the process of a backend when it gets a question to another one."""
 
     def stop(self) -> None:
-        """End the actor at once."""
-        if self.actor is not None:
-            self._cluster.ray.kill(self.actor)
+        """End the actor at once; its end is no loss of a node."""
+        self._is_over = True
+        self._cluster.ray.kill(self.actor)
+
+    def _start(self) -> None:
+        """Start an actor, which joins the run once the cluster has room for it."""
+        self.actor, self._joining = self._cluster.new_actor()
 
     def _get(self, reference: Any) -> Any:
         """Wait for the result of a call, and return it, or why there is none."""
@@ -251,9 +254,15 @@ class RaySlot:
             raise self._cluster.error(f"the connection was lost: {_cause(error)}") from error
 
     def _leave(self, words: str, *, is_over: bool = False) -> None:
-        self._has_joined, self._is_over = False, is_over
+        self._has_joined = False
+        if self._is_over:
+            return  # the run has stopped this slot
         self._cluster.dismiss(self, words)
-        self.stop()
+        if is_over:
+            self.stop()
+        else:
+            self._cluster.ray.kill(self.actor)
+            self._start()
 
 
 class RayCluster:
@@ -284,7 +293,7 @@ class RayCluster:
         self._name = settings.address or os.environ.get("RAY_ADDRESS") or "auto"
         self._settings, self._imports, self._note = settings, imports, note
         self._workers = workers or WorkerSettings()
-        self.joined: list[RaySlot] = []
+        self.joined: set[RaySlot] = set()  # changed by several threads
         self.ray = _connected(self._name, settings)
         offered: dict[str, float] = self.ray.cluster_resources()
         is_gpu = device != "cpu" and (device is not None or bool(offered.get("GPU")))
@@ -311,7 +320,7 @@ class RayCluster:
     def close(self, *, at_once: bool = False) -> None:
         """End all actors, with their backends' processes and the children of these. May be called repeatedly."""
         closing = [slot.actor.close.remote() for slot in self.joined]
-        self.joined = []
+        self.joined.clear()
         if closing:
             with suppress(self.ray.exceptions.RayError, OSError):
                 self.ray.wait(closing, num_returns=len(closing), timeout=_BREAKING_S if at_once else _CLOSING_S)
@@ -355,11 +364,11 @@ class RayCluster:
         return RayExecutor(run.plan, run.backends, self, run.environment)
 
     def slots(self, most: int) -> list[RaySlot]:
-        """Return up to ``most`` slots; the first has the node that has already joined."""
+        """Return up to ``most`` slots, whose actors start at once; the first has the node that has already joined."""
         return [self._first, *(RaySlot(self) for _ in range(min(self._most, most) - 1))]
 
-    def new_actor(self) -> Any:
-        """Start one more actor, which can be called once the cluster has room for it."""
+    def new_actor(self) -> tuple[Any, Any]:
+        """Start one more actor and make it join the run; return it, and the reference of its answer."""
         needs = dict(self._needs)
         options = {
             "num_cpus": needs.pop("CPU"),
@@ -368,12 +377,10 @@ class RayCluster:
             "resources": needs,
             "max_restarts": 0,
         }
-        return self.ray.remote(RayActor).options(**options).remote()
-
-    def call_to_join(self, actor: Any) -> Any:
-        """Return the reference of the answer of ``actor`` to the call that makes it join the run."""
+        actor = self.ray.remote(RayActor).options(**options).remote()
         folder = None if "working_dir" in self._settings.runtime_env else str(Path.cwd())
-        return actor.join.remote(attncheck.__version__, folder, self._imports.model_dump_json(), self._wish)
+        joining = actor.join.remote(attncheck.__version__, folder, self._imports.model_dump_json(), self._wish)
+        return actor, joining
 
     def accept(self, slot: RaySlot, chosen: DeviceChosen) -> str:
         """Let the node of ``slot`` accept questions; return why it does not, or ""."""
@@ -383,12 +390,12 @@ class RayCluster:
                 wanted = ", ".join(f"{name} {ours[name]!r}" for name in ours if ours[name] != theirs[name])
                 return f"it has {', '.join(different)}, and the run {wanted}"
             slot.actor.begin.remote(self._assignment, self._workers)
-        self.joined.append(slot)
+        self.joined.add(slot)
         return ""
 
     def dismiss(self, slot: RaySlot, words: str) -> None:
         """Show why the node of ``slot`` gets no more questions."""
-        self.joined = [each for each in self.joined if each is not slot]
+        self.joined.discard(slot)
         self.last_words = f"{slot.name} {words}"
         if self.last_words not in self._noted:  # several actors may be on one machine
             self._noted.add(self.last_words)

@@ -110,7 +110,7 @@ class FakeMethod:
     def remote(self, *given: Any) -> Reference:
         if self._called is not None:
             self._called.append(given)
-        return Reference([self._answers.pop(0)])
+        return Reference([self._answers.pop(0) if self._answers else "never"])
 
 
 def joining(environment: Environment | None = SAME, reason: str = "") -> dict[str, str]:
@@ -204,8 +204,9 @@ def test_nodes_work_in_the_folder_of_the_run_unless_ray_brings_one(ray: FakeRay,
 
 
 def test_a_node_with_another_environment_takes_no_part(ray: FakeRay, opened: Opener, notes: list[str]) -> None:
-    _, second, third = opened().slots(3)
-    ray.joins += [joining(OTHER), joining(), joining(OTHER)]
+    cluster = opened()
+    ray.joins += [joining(OTHER), joining()]
+    _, second, third = cluster.slots(3)
     reason = "it has torch '2.12.0', and the run torch '2.13.0'"
     with pytest.raises(ClusterError, match="no node is left; near takes no part"):
         second.begin(CHOSEN)
@@ -236,8 +237,9 @@ def test_without_a_first_node_the_run_ends(ray: FakeRay, notes: list[str], answe
 def test_an_actor_that_fails_before_it_has_joined_is_not_replaced(
     ray: FakeRay, opened: Opener, notes: list[str], error: RayError
 ) -> None:
-    slot = opened().slots(2)[1]
+    cluster = opened()
     ray.joins.append(error)
+    slot = cluster.slots(2)[1]
     for _ in range(2):
         with pytest.raises(ClusterError, match=f"no node is left; a node .*{error}"):
             slot.begin(CHOSEN)
@@ -269,6 +271,24 @@ def test_a_lost_node_is_replaced_up_to_three_times_at_one_question(
     other = place()
     assert slot.examine(other, ())
     assert (list(other.waiting()), other.blind) == ([crashed], "blind")
+
+
+def test_all_actors_start_at_once_and_the_end_of_the_run_is_no_loss_of_a_node(
+    ray: FakeRay, opened: Opener, notes: list[str]
+) -> None:
+    cluster = opened()
+    ray.joins += [RayError("killed")] * 2
+    first, second, third = cluster.slots(3)
+    assert len(ray.options) == len(ray.joined_with) == 3
+    for slot in (first, second):
+        slot.stop()
+    ray.answers.append(RayError("killed"))
+    assert not first.examine(place(), ())
+    with pytest.raises(ClusterError, match="no node is left"):
+        second.begin(CHOSEN)
+    assert (ray.killed, notes) == ([first.actor, second.actor], [])
+    with pytest.raises(ClusterError, match="a node was lost: killed"):
+        third.begin(CHOSEN)
 
 
 def test_a_node_that_refuses_a_backend_gets_no_more_questions(ray: FakeRay, opened: Opener) -> None:

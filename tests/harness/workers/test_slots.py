@@ -180,17 +180,28 @@ def test_a_backend_that_a_slot_cannot_begin_is_left_to_the_others(cases: list[Ca
     assert team.slots[0].left == []
 
 
+def test_the_first_slot_begins_even_a_backend_with_which_it_could_not_help(cases: list[Case]) -> None:
+    """Here the other slot then loses the backend, too: without the first one the run would never end."""
+    schedule = Schedule(questions_to("a", cases))
+    for slot in (1, 0):
+        assert schedule.choose(slot) == Chosen("a", True, None)
+        schedule.leave("a", slot, is_refused=True)
+    assert schedule._to_begin(1) is None
+    assert schedule._to_begin(0) == "a"
+
+
 def test_cases_that_share_a_graph_level_stay_in_one_slot_even_if_it_is_lost(make_case: MakeCase) -> None:
-    """The level belongs to layer and cache. The slot that is lost at the second case leaves the group to the other."""
+    """The level belongs to layer and cache. A slot that is lost leaves all its groups to the other one."""
     first = make_case(name="first")
     wide = replace(first, id="wide", layer=replace(first.layer, num_heads=first.layer.num_heads * 2))
     same = replace(first, id="same", cache=replace(first.cache, first_block=3))
     schedule = Schedule(questions_to("a", [first, wide, same, replace(first, id="last")], check="cudagraph"))
     assert schedule.choose(0) is not None
-    assert [schedule.take("a", slot) for slot in (0, 1, 1)] == [0, 1, None]
-    assert schedule.take("a", 0) == 2
-    schedule.finish(2, is_over=False)
-    assert [schedule.take("a", 1) for _ in range(3)] == [2, 3, None]
+    assert [schedule.take("a", slot) for slot in (0, 0, 1)] == [0, 1, None]
+    schedule.finish(1, is_over=False)
+    schedule.leave("a", 0)
+    assert schedule.choose(1) == Chosen("a", True, None)
+    assert [schedule.take("a", slot) for slot in (1, 1, 0, 1, 1)] == [1, 2, None, 3, None]
     free = Schedule(questions_to("a", [first, wide, same]))
     assert [free.take("a", slot) for slot in (0, 1, 0)] == [0, 1, 2]
 
@@ -349,6 +360,19 @@ def test_a_slot_that_helps_or_has_a_gpu_of_its_own_uses_processes_of_its_own() -
         assert slot.begin(Chosen("a", is_first, "b"))
         slot.leave("a")
     assert log == ["twin starts a", "twin finishes a", "no warmers of a"] * 2
+
+
+def test_a_slot_that_has_helped_begins_the_next_backend_in_the_process_that_described_it() -> None:
+    log: list[str] = []
+    slot = slot_of(log, FakePool("pool", log))
+    for ref, is_first in (("a", False), ("b", True), ("c", False)):
+        assert slot.begin(Chosen(ref, is_first, None))
+        slot.leave(ref)
+    assert [line for line in log if "warmers" not in line] == [
+        *("twin starts a", "twin finishes a"),
+        "pool finishes b",
+        *("twin starts c", "twin finishes c"),
+    ]
 
 
 @pytest.mark.parametrize("error", [QuestionError("another GPU"), OSError("no memory"), OURS])

@@ -26,9 +26,9 @@ from attncheck.harness.run.outcomes import (
 )
 from attncheck.harness.run.run import Run
 from attncheck.harness.run.selection import select_cases
-from attncheck.harness.workers.executor import BackendQuestion, Supervisor
+from attncheck.harness.workers.executor import BackendQuestion, Place, ProcessExaminer, Supervisor
 from attncheck.harness.workers.limits import Limit, TimeLimits
-from attncheck.harness.workers.pool import WorkerPool
+from attncheck.harness.workers.pool import WarmingAhead, WorkerPool
 from attncheck.harness.workers.process import ProcessEndedError, RefusedError, WorkerError
 from attncheck.harness.workers.protocol import HarnessFailure
 from attncheck.harness.workers.worker import Examined, Stage
@@ -283,6 +283,21 @@ def test_one_that_cannot_be_started_again_loses_the_rest_and_the_next_backend_no
     assert outcomes(records[2:6]) == [(check, "crashed", "the start", cause) for check in (*CHECKS, *CHECKS)]
     assert [record.case_id for record in records[:6]] == ["case", "case", "second", "second", "third", "third"]
     assert [record.outcome for record in records[6:]] == ["passed"] * 6
+
+
+def test_a_process_that_cannot_be_started_again_does_not_end_the_work_of_another_one(make_case: Any) -> None:
+    """Two processes of one backend: the host has no room to replace the first, and the second goes on."""
+    first, second = FakePool([OSError("no more processes")] * 2, a=[[DEATH]]), FakePool(a=[WELL])
+    backend = BackendDescription(info=BackendInfo(name="a", ref="a", features=("lse",)))
+    warming = WarmingAhead(RunPlan(cases=()), cast(WorkerPool, first), is_on=False)
+    examiner = ProcessExaminer(TimeLimits(), warming)
+    outcomes_by_case = []
+    for pool in (first, first, second):
+        question = BackendQuestion(backend, make_case(), CHECKS)
+        place = Place(question, Circumstances(0, ENVIRONMENT.digest, attncheck.__version__), list(CHECKS))
+        examiner.examine(place, cast(WorkerPool, pool), ())
+        outcomes_by_case.append([record.outcome for record in place.waiting()])
+    assert outcomes_by_case == [["crashed"] * 2, ["crashed"] * 2, ["passed"] * 2]
 
 
 def lost(check: str) -> list[Any]:

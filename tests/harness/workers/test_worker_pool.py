@@ -281,14 +281,18 @@ def test_one_that_does_not_come_up_again_as_it_was(started: list[Fake], second: 
     assert str(refused.value) == message
 
 
-def test_a_pool_that_is_stopped_ends_its_processes_and_starts_none(started: list[Fake]) -> None:
+def test_a_pool_that_is_stopped_starts_no_process_until_it_is_isolated(started: list[Fake]) -> None:
+    """At the end of the untimed checks, a slot may be stopped while it starts a process; timings follow."""
     with assigned() as processes:
         processes.describe(["a"])
         processes.stop()
         assert started[0].state == "ended at once"
         with pytest.raises(StoppedError):
             processes.restart("a")
-    assert len(started) == 1
+        assert len(started) == 1
+        processes.isolate("a")
+        processes.restart("a")
+        assert started[1].state == "alive"
 
 
 def test_those_that_are_done_may_take_a_moment_and_others_end_at_once(started: list[Fake]) -> None:
