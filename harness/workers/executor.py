@@ -740,7 +740,7 @@ def _with_output(record: Record, process: WorkerProcess, case: Case) -> Record:
 # process takes its times, the run has no other process.
 
 
-class Examination:
+class SlotExecutor:
     """Examines questions of a plan through slots. ``blind``: cases that could not be examined at all, each once."""
 
     def __init__(self, plan: RunPlan, descriptions: Sequence[BackendDescription], environment: Environment) -> None:
@@ -788,7 +788,7 @@ class Examination:
             self.blind.append(QuestionError(place.blind))
 
 
-class Supervisor(Examination):
+class Supervisor(SlotExecutor):
     """Examines a plan's cases through the processes of ``workers``, whose backends are ``descriptions``."""
 
     def __init__(

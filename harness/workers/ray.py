@@ -22,8 +22,8 @@ from attncheck.harness.workers.executor import (
     WAITING,
     BackendQuestion,
     Chosen,
-    Examination,
     Place,
+    SlotExecutor,
     Stopped,
     Supervisor,
     untimed,
@@ -436,7 +436,7 @@ def _cause(error: Exception) -> str:
     return lines[-1] if lines else type(error).__name__
 
 
-class RayExecutor(Examination):
+class RayExecutor(SlotExecutor):
     """Examines a plan through the nodes of ``cluster``, without the check ``timing``."""
 
     def __init__(

@@ -29,6 +29,7 @@
         |-- CodecError               a cache codec cannot be trusted
         |-- _UnknownLayoutError      the writes of a cache writer fit no layout that can be inferred
         |-- FindingError             ends a check with its finding
+        |-- StoppedError             the run was stopped, so that it starts no process
         |-- CaptureError             a forward cannot be captured as a CUDA graph
         |-- UnseenError              the graph recorder cannot see what a forward does
         |-- ReleasedMemoryError      a replayed graph wrote to memory that was released

@@ -165,13 +165,6 @@ def test_a_case_that_the_defaults_make_invalid_is_named_with_the_reason(suite: s
     )
 
 
-def test_chosen_cases_come_first_and_the_others_stay_in_order() -> None:
-    selection = select_cases(["decode"])
-    keys = [case.key for case in selection.cases]
-    first = selection.beginning_with([keys[3], keys[1], "decode/gone"])
-    assert [case.key for case in first.cases] == [keys[1], keys[3], keys[0], keys[2], *keys[4:]]
-
-
 @pytest.mark.parametrize(
     ("expression", "expected"),
     [

@@ -16,11 +16,11 @@ from attncheck.harness.run.selection import RunPlan
 from attncheck.harness.workers.executor import (
     BackendQuestion,
     Chosen,
-    Examination,
     Place,
     ProcessExaminer,
     ProcessSlot,
     Schedule,
+    SlotExecutor,
 )
 from attncheck.harness.workers.pool import WorkerPool
 from attncheck.harness.workers.process import StoppedError, WorkerError
@@ -58,7 +58,7 @@ class Team:
     def examine(
         self, questions: Sequence[BackendQuestion], costs: dict[tuple[str, str, str], float] | None = None
     ) -> Generator[Record, None, None]:
-        examination = Examination(RunPlan(cases=()), (), ENVIRONMENT)
+        examination = SlotExecutor(RunPlan(cases=()), (), ENVIRONMENT)
         return examination.examine_all(questions, self.slots, costs=costs)
 
 
@@ -232,6 +232,7 @@ def test_cases_that_need_much_memory_are_examined_one_at_a_time(
 @pytest.mark.parametrize("ending", ["interrupt", "close", "fault"])
 def test_an_end_of_the_run_stops_all_slots(cases: list[Case], ending: str) -> None:
     """``a`` hangs in its second case while ``b`` is examined. An interrupt still yields the records of ``b``."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell ignores it in what it starts with `&`
     is_reading, is_hanging = threading.Event(), threading.Event()
 
     def deed(slot: FakeSlot, place: Place) -> bool:
