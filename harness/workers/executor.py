@@ -170,7 +170,7 @@ def find_recurrence(
 
 
 _LOOK_EVERY_S = 0.2
-"""Seconds after which an idle slot looks again whether its help is needed."""
+"""Seconds after which a wait is begun again, to look whether help is needed, or whether a signal has arrived."""
 
 _ENDING_S = 30.0
 """The most seconds to wait for the threads of all slots to end."""
@@ -384,6 +384,13 @@ class Place:
             else:
                 self.records.put(ended(self.circumstances, case, backend, check, stopped.stage, stopped.end))
 
+    def next(self) -> Record | Exception | None:
+        """Wait for the next one of ``records``, and return it."""
+        while True:
+            # A signal that arrives just before the wait does not end it, so the wait is short.
+            with contextlib.suppress(queue.Empty):
+                return self.records.get(timeout=_LOOK_EVERY_S)
+
     def waiting(self) -> Iterator[Record]:
         """Yield the records that are there."""
         with contextlib.suppress(queue.Empty):
@@ -434,7 +441,7 @@ class Slots:
             for thread in self._slots:
                 thread.start()
             for place in self._places:
-                while (record := place.records.get()) is not None:
+                while (record := place.next()) is not None:
                     if isinstance(record, Exception):
                         raise record
                     yield record
