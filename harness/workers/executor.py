@@ -173,7 +173,7 @@ _LOOK_EVERY_S = 0.2
 """Seconds after which an idle slot looks again whether its help is needed."""
 
 _ENDING_S = 30.0
-"""Seconds that slots may take to end."""
+"""The most seconds to wait for the threads of all slots to end."""
 
 _START_S = 5.0
 """Estimated seconds that one more process of a backend needs until its first case."""
@@ -183,7 +183,7 @@ _SAMPLE = 5
 
 
 Group = tuple[str, LayerSpec, CacheSpec]
-"""A backend, a layer and a cache: a process of the backend measures one CUDA-graph level for them."""
+"""Key of questions that share one measured CUDA-graph level: reference of the backend, layer, cache."""
 
 
 @dataclass(frozen=True)
@@ -230,7 +230,8 @@ class Schedule:
 
     One slot begins a backend. Once all are begun, other slots help where enough questions are left. A process measures
     a CUDA-graph level once, so the cases that share one stay in one slot. If the slots share memory, only one case
-    that needs much of it runs at a time. Slot 0 may begin every backend, so that no question is left.
+    that needs much of it runs at a time. Slot 0 may begin a backend again that it failed to start, so that every question
+    gets a record.
     """
 
     def __init__(
@@ -306,9 +307,9 @@ class Schedule:
             self._changed.notify_all()
 
     def leave(self, ref: str, slot: int, *, is_refused: bool = False) -> None:
-        """Count ``slot`` as no longer at work for the backend ``ref``; its process ends, and others measure its levels.
+        """Count ``slot`` as no longer at work for the backend ``ref``. Its process ends, so any slot may get its groups.
 
-        ``is_refused``: it never gets the backend again.
+        ``is_refused``: its process could not be started; only slot 0 may get the backend again.
         """
         with self._changed:
             self._owners = {group: owner for group, owner in self._owners.items() if (group[0], owner) != (ref, slot)}
@@ -408,7 +409,7 @@ class Slot(Protocol):
         """End the work for a backend."""
 
     def stop(self) -> None:
-        """End what the other methods wait for."""
+        """End the process or actor, so that a waiting method returns or raises."""
 
 
 class Slots:
@@ -445,7 +446,10 @@ class Slots:
             self._end(self._slots.values())
 
     def _end(self, stopped: Collection[Slot]) -> None:
-        """Stop the slots in ``stopped``, and wait until all have ended; one whose process a driver holds is left."""
+        """Stop the slots in ``stopped``, and wait until all threads have ended.
+
+        After ``_ENDING_S``, a thread is abandoned: its process may be stuck in a driver call.
+        """
         self._schedule.close()
         deadline = time.monotonic() + _ENDING_S
         while (left := [each for each in self._slots if each.is_alive()]) and time.monotonic() < deadline:

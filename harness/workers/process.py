@@ -484,7 +484,7 @@ StartWorker = Callable[[Mapping[str, str]], StartedWorker]
 
 
 class Starter:
-    """Calls ``start`` in the main thread, or in one that stays as long as this object.
+    """Starts workers in a thread that outlives them: the main thread, or one of its own.
 
     The kernel kills a worker when the thread that started it ends.
     """
@@ -644,7 +644,7 @@ class WorkerProcess:
                 rest = rest[os.write(self._writing, rest) :]
 
     def call(self, limit: "Limit | None", method: Callable[..., Result], *arguments: Any) -> Result:
-        """Return what a method without events returns; raises like :meth:`receive`."""
+        """Return the result of a call that sends no events; raises like :meth:`receive`."""
         self.send(method, *arguments)
         result: Result = self.receive(limit)
         return result

@@ -167,7 +167,7 @@ _TRIES = 3
 
 
 class RaySlot:
-    """Examines on one node of ``cluster`` at a time, through an actor. ``is_over``: it takes no part any more."""
+    """Examines on one node of ``cluster`` at a time, through an actor."""
 
     def __init__(self, cluster: "RayCluster") -> None:
         self.name = "a node"
