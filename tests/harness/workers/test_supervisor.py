@@ -380,7 +380,7 @@ class Gpus(FakePool):
         return Gpus(self._together)
 
     def answers(self, ref: str, question: BackendQuestion, number: int) -> list[Any]:
-        self._together.wait(60)
+        self._together.wait(10)
         return super().answers(ref, question, number)
 
 
