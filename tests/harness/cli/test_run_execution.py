@@ -19,7 +19,7 @@ from attncheck.reports.run_file.store import read_run
 pytestmark = pytest.mark.usefixtures("preloaded")
 
 
-@pytest.mark.parametrize(("in_process", "cache", "truths"), [(True, True, 0), (False, True, 1)])
+@pytest.mark.parametrize(("in_process", "cache", "truths"), [(True, True, 0), (False, True, 1), (False, False, 0)])
 def test_a_run_is_a_call(in_process, cache, truths, tmp_path, capfd, monkeypatch):
     monkeypatch.delenv("ATTNCHECK_NO_CACHE")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))

@@ -7,7 +7,8 @@ import pytest
 from inline_snapshot import snapshot
 
 from attncheck.harness.checks.findings import TimingSettings
-from attncheck.harness.run.options import OPTIONS
+from attncheck.harness.cli.run import ProgressLines, execute_run
+from attncheck.harness.run.options import OPTIONS, RunOptions
 from attncheck.harness.run.selection import DEFAULT_ROUNDS
 from attncheck.reports.run_file.records import timing_of
 from attncheck.reports.run_file.store import read_run
@@ -128,6 +129,41 @@ def test_the_first_round_that_falls_short_may_be_the_last(time):
     assert records()[1].stage == "check timing"
     repeat = done.out.partition("repeat: ")[2].splitlines()[0]
     assert repeat.endswith("--suite small.yaml --case prefill --check timing --device cpu --in-process")
+
+
+def test_other_checks_are_made_before_in_a_process_of_their_own(time):
+    options = RunOptions(
+        backends=("mine.py:Plain",),
+        suites=("small.yaml",),
+        cases=("prefill",),
+        checks=("numerics", "timing"),
+        device="cpu",
+        rounds=1,
+        time_limit=0.01,
+        output=Path("out.jsonl"),
+    )
+    assert execute_run(options, lambda header: None).ended_by is None
+    assert [(record.check, record.outcome) for record in records()] == [("numerics", "passed"), ("timing", "passed")]
+    assert len(set(pids())) == 2
+
+
+def test_an_interrupted_run_keeps_its_rounds_and_leaves_no_process(time, is_alive, monkeypatch):
+    see = ProgressLines.see
+
+    def interrupt(self, record):
+        see(self, record)
+        if record.round == 1:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(ProgressLines, "see", interrupt)
+    done = time("mine.py:Plain --rounds 3 --case decode")
+    assert done.code == 130
+    assert "interrupted by SIGINT: " in done.out
+    found = read_run("out.jsonl")
+    assert not found.complete
+    assert [record.round for record in found.records] == [0, 1]
+    assert len(pids()) == 2
+    assert not any(map(is_alive, pids()))
 
 
 def test_in_this_process_there_is_one_round_with_a_note_and_what_is_wrong_is_dumped(time):

@@ -49,12 +49,8 @@ def test_it_looks_again_before_a_process_can_fill_what_is_left() -> None:
     assert seconds_to_wait([GIB], 2 * GIB, 512 * MIB) == 0.125
     assert seconds_to_wait([GIB, 1.6 * GIB], 2 * GIB, 4 * GIB) == pytest.approx(0.1)
     assert seconds_to_wait([3 * GIB], 2 * GIB, -GIB) == 0.05
-    assert [reserve_of(free * GIB) / GIB for free in (1, 2, 16, 80)] == [
-        0.25,
-        0.5,
-        1,
-        4,
-    ]  # most of a small host is used
+    # most of a small host is used
+    assert [reserve_of(free * GIB) / GIB for free in (1, 2, 16, 80)] == [0.25, 0.5, 1, 4]
 
 
 def test_one_that_takes_too_much_with_what_it_started_is_killed_and_the_others_are_not(

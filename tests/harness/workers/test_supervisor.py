@@ -1,8 +1,10 @@
 """Cases of several backends through their processes: what each loses when one of them dies, and what none notices."""
 
+import threading
 from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -24,6 +26,7 @@ from attncheck.harness.run.outcomes import (
     not_loaded,
     record_of,
 )
+from attncheck.harness.run.preparation import Gpu
 from attncheck.harness.run.run import Run
 from attncheck.harness.run.selection import select_cases
 from attncheck.harness.workers.executor import BackendQuestion, Place, ProcessExaminer, Supervisor
@@ -45,7 +48,7 @@ Script = list[list[Any]]
 class FakePool:
     """A fake of the processes: each case gets the next script of its backend; ``restarts``: which starts fail."""
 
-    gpus = ()
+    gpus: tuple[Gpu, ...] = ()
 
     def __init__(self, restarts: list[Exception | None] | None = None, **scripts: Script) -> None:
         self.scripts, self._restarts = scripts, restarts or []
@@ -355,6 +358,41 @@ def test_a_fault_of_ours_costs_a_case_and_is_recorded_as_ours(make_case: Any) ->
     assert (ours.stage, ours.message, ours.traceback) == (OURSELVES, "ValueError: ours", "Traceback")
 
 
+def test_a_fault_of_ours_in_a_process_that_does_not_come_up_again_ends_the_run(make_case: Any) -> None:
+    workers = FakePool([FAULT, FAULT], a=[[passed("numerics"), DEATH]])
+    found = supervisor(workers, make_case(), make_case(name="next")).run()
+    assert [next(found).outcome for _ in CHECKS] == ["passed", "crashed"]
+    with pytest.raises(WorkerError, match="ValueError: ours"):
+        next(found)
+
+
+class Gpus(FakePool):
+    """Processes on GPUs; each question is answered once ``together`` has been reached by all processes at work."""
+
+    def __init__(self, together: threading.Barrier) -> None:
+        super().__init__(a=[WELL], b=[WELL], c=[WELL])
+        self.gpus = (Gpu("GPU-0"), Gpu("GPU-1"))
+        self.twins: list[Gpu] = []
+        self._together = together
+
+    def twin(self, gpu: Gpu) -> "Gpus":
+        self.twins.append(gpu)
+        return Gpus(self._together)
+
+    def answers(self, ref: str, question: BackendQuestion, number: int) -> list[Any]:
+        self._together.wait(10)
+        return super().answers(ref, question, number)
+
+
+def test_more_processes_than_gpus_share_them(make_case: Any) -> None:
+    workers = Gpus(threading.Barrier(3))
+    known = tuple(BackendDescription(info=BackendInfo(name=name, ref=name, features=("lse",))) for name in "abc")
+    plan = RunPlan(cases=(make_case(),), checks=CHECKS)
+    records = list(Supervisor(plan, known, cast(WorkerPool, workers), ENVIRONMENT, jobs=3).run())
+    assert [(record.backend, record.outcome) for record in records] == [(ref, "passed") for ref in "aabbcc"]
+    assert [gpu.uuid for gpu in workers.twins] == ["GPU-1", "GPU-0"]
+
+
 Deed = Finding | str
 """What a process does with a case: a finding, or why the case cannot be put."""
 
@@ -452,6 +490,21 @@ def test_a_case_that_cannot_be_put_is_reported_once_and_left_out_of_later_rounds
     assert {record.case_id for record in both.run()} == {"y"}
     assert list(map(str, both.blind)) == ["case made/x: blind"]
     assert ("x", 1) not in pool.examined_in
+
+
+def test_what_is_only_timed_is_warmed_before_the_first_round(
+    two: tuple[Case, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log: list[object] = []
+    warming = SimpleNamespace(
+        before_times=lambda refs: log.append([*refs]),
+        close=lambda: log.append("close"),
+        before=lambda *_: log.append("question"),
+        finish=lambda ref: None,
+    )
+    monkeypatch.setattr("attncheck.harness.workers.executor.WarmingAhead", lambda *_, is_on: warming)
+    list(timed(Rounds(two, "a"), known("a"), not_loaded("gone", ("no library",))).run())
+    assert log == [["a"], "close", *["question"] * 6]
 
 
 TOGETHER = """

@@ -10,8 +10,9 @@ from inline_snapshot import snapshot
 
 from attncheck.errors import BackendLoadError, QuestionError
 from attncheck.harness.checks.findings import TimingSettings
+from attncheck.harness.driver.observation import Raised
 from attncheck.harness.run.evaluate import RunPlan, environment_of
-from attncheck.harness.run.outcomes import BackendDescription, ProcessEnd, not_loaded
+from attncheck.harness.run.outcomes import OURSELVES, BackendDescription, ProcessEnd, not_loaded
 from attncheck.harness.run.selection import select_cases
 from attncheck.harness.workers import limits as limits_module
 from attncheck.harness.workers import pool as workers
@@ -178,6 +179,8 @@ def test_where_no_process_lives_one_without_a_backend_chooses_and_is_used_later(
 
 def test_every_process_is_watched_and_gets_its_limits(started: list[Fake], monkeypatch: pytest.MonkeyPatch) -> None:
     watched: list[object] = []
+    watches: list[int | None] = []
+    monkeypatch.setattr(MemoryWatch, "__init__", lambda _watch, limit: watches.append(limit))
     monkeypatch.setattr(MemoryWatch, "add", lambda _watch, process: watched.append(process))
     limits = MemoryLimits(host=4 * 2**30, device=2**30)
     with assigned(None, Fake(), settings=WorkerSettings(memory=limits)) as processes:
@@ -186,7 +189,14 @@ def test_every_process_is_watched_and_gets_its_limits(started: list[Fake], monke
         processes.twin().restart("a")
         extra.close()
     assert watched == started
+    assert set(watches) == {limits.host}
     assert [[message.memory for message in fake.received] for fake in started] == [[limits]] * 3
+
+
+def test_a_device_that_is_not_there_is_refused(started: list[Fake]) -> None:
+    Fake.device = RefusedError("device 'cuda': torch finds no GPU")
+    with WorkerPool() as processes, pytest.raises(QuestionError, match="torch finds no GPU"):
+        processes.choose_device((), "cuda")
 
 
 def test_a_host_with_little_memory_holds_few_and_the_next_starts_while_one_works(
@@ -257,6 +267,18 @@ def test_a_death_while_a_backend_is_loaded_is_part_of_its_description(started: l
         (found,) = processes.describe(["dead"])
     assert isinstance(found, BackendDescription)
     assert (found.is_loaded, found.failure) == (False, end)
+
+
+def test_a_process_that_its_backend_has_spoilt_names_no_device_and_is_replaced(started: list[Fake]) -> None:
+    Fake.script, Fake.spoilt = {"a": [described("a"), FAULT]}, {"a": FAULT}
+    with assigned() as processes:
+        processes.start(["a", "b"])
+        assert processes.choose_device((), "cpu")[0] == "cpu"
+        found, other = processes.describe(["a", "b"])
+    assert isinstance(found, BackendDescription)
+    assert found.failure == Raised(OURSELVES, "WorkerError", FAULT.fault.error, FAULT.fault.traceback)
+    assert other == described("b")
+    assert [fake.ref for fake in started] == ["a", "b", "a"]
 
 
 @pytest.mark.parametrize(
