@@ -9,7 +9,7 @@ from inline_snapshot import snapshot
 from attncheck.cases.keys import split_variant, with_defaults
 from attncheck.cases.loader import load_suite
 from attncheck.cases.model import Case
-from attncheck.errors import CaseFileError
+from attncheck.errors import CaseFileError, UnknownNameError
 from attncheck.reference.spec import CacheSpec
 
 SUITE = """\
@@ -85,6 +85,11 @@ def test_a_suite_of_which_no_case_is_left_and_a_mistake_of_the_file_are_refused(
         assert refused.value.key == key
 
 
+def test_lists_are_values_too(file: str) -> None:
+    suite = load_suite(with_defaults(file, ["cache.kv_cache_dtype=fp8", "cache.k_scale=[0.5, 0.25]"]))
+    assert suite.cases[0].cache.k_scale == (0.5, 0.25)
+
+
 @pytest.mark.parametrize(
     ("braces", "column", "phrase"),
     [
@@ -93,6 +98,7 @@ def test_a_suite_of_which_no_case_is_left_and_a_mistake_of_the_file_are_refused(
         ("{cache.block_sise: 3}", 2, "in case page-edges.float16-NHD; did you mean 'block_size'?"),
         ("{cache.block_size: many}", 20, "block_size must be a whole number, in case page-edges.float16-NHD"),
         ("{cache.block_size: 1, cache.block_size: 2}", 23, "this key is on line 1 already; keep one of the two"),
+        ("{cache.block_size}", 2, "a default needs a value"),
         ("{cache.block_size: 1, cache.block_size.x: 2}", 23, "so there is no x in it; write block_size as a mapping"),
     ],
 )
@@ -101,6 +107,11 @@ def test_what_cannot_be_a_default_is_refused_by_the_suites_name(braces: str, col
         load_suite(f"decode{braces}")
     assert str(caught.value).startswith(f"decode{braces}:1:{column}: ")
     assert phrase in str(caught.value)
+
+
+def test_an_unknown_suite_is_named_without_its_braces() -> None:
+    with pytest.raises(UnknownNameError, match="'decod'"):
+        load_suite("decod{cache.block_size: 3}")
 
 
 BENCH = """
@@ -130,6 +141,11 @@ def test_a_value_of_a_benchmarks_sweep_is_kept(tmp_path: Path) -> None:
     first, second = bench(tmp_path, "{cache.block_size: 32, layer.head_size: 96}", sweep)
     assert (first.layer.head_size, first.cache.block_size) == (128, 64)
     assert (second.layer.head_size, second.cache.block_size, second.layer.num_heads) == (96, 32, 4)
+
+
+def test_a_wrong_default_of_a_benchmark_file_is_named_where_it_was_written(tmp_path: Path) -> None:
+    with pytest.raises(CaseFileError, match=r"\{cache\.layout: DNH\}.*layout must be"):
+        bench(tmp_path, "{cache.layout: DNH}")
 
 
 def test_the_pages_that_cases_leave_out_are_listed(tmp_path: Path) -> None:

@@ -122,6 +122,13 @@ def test_labels(tmp_path: Path) -> None:
     assert ids("{values: [{head_dim: 64}], label_format: '{head_dim}: {other}/{backend}'}") == ["q9.64"]
 
 
+def test_a_latent_model_needs_neither_width_nor_kv_heads(tmp_path: Path) -> None:
+    ranks = "kv_lora_rank: 32, qk_nope_head_dim: 8, qk_rope_head_dim: 16, v_head_dim: 8"
+    suite = load_text(tmp_path, f"model: {{num_q_heads: 4, {ranks}}}\nbatch_specs: [q9]\n")
+    layer = suite.cases[0].layer
+    assert (layer.head_size, layer.num_kv_heads) == (48, 1)
+
+
 def test_an_unknown_cache_dtype_is_named(tmp_path: Path) -> None:
     suite = load_text(tmp_path, f"{MODEL}batch_specs: [q9]\nkv_cache_dtype: nvfp4\n")
     assert suite.cases[0].cache.kv_cache_dtype == "auto"

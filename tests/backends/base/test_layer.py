@@ -100,6 +100,7 @@ def assert_refused(step, error, message, **changes):
         (lambda s: {"value": None}, "value is None, but 4 rows are needed"),
         (lambda s: {"kv_cache": torch.empty(0)}, "kv_cache is empty"),
         (lambda s: {"kv_cache": s.kv_cache.half()}, "kv_cache has dtype torch.float16 for kv_cache_dtype auto"),
+        (lambda s: {"output": None}, "output is None, but the caller must allocate it"),
     ],
 )
 def test_forward_refuses_tensors_that_do_not_fit(change, message, make_step):

@@ -494,6 +494,7 @@ def test_a_step_that_no_graph_was_announced_for_is_not_captured(calls, make_engi
     ("changes", "encoder_len", "words"),
     [
         ({"sliding_window": 4, "causal": False}, None, "sliding_window 4 without a causal mask"),
+        ({"scale": 0.0004}, None, "scale 0.0004: must be at least"),
         ({"dtype": "float32"}, None, "dtype float32"),
         ({"head_size_v": 128}, None, "'head_size_v' is not declared"),
         ({"attn_type": "encoder_decoder"}, 0, "encoder_len 0: rows of a request without keys"),

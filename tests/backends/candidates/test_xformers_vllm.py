@@ -1,4 +1,4 @@
-"""``xformers_vllm``: vLLM's facts, the doubtful ones included; and its expectation file.
+"""``xformers_vllm``: vLLM's facts, the doubtful ones included; a step in two views; and its expectation file.
 
 A run with that file examines its results: each of its faults is found, and none besides.
 """
@@ -100,6 +100,28 @@ def test_the_operator_that_ran_is_named(backend, name, make_step, monkeypatch):
     step.run()
     assert impl.chosen_kernels == {name}
     assert dispatched == ([] if name == "requested" else [((1, 2, 2, 2, 32), False)])
+
+
+def test_a_mixed_step_is_split_and_seen_in_two_views(make_step):
+    made = make_step(XFormersAttentionBackend, PLAIN, [(1, 5), (1, 17), (3, 3), (20, 36)])
+    step = made.builder().build(0, made.common)
+    assert (step.num_decodes, step.num_prefills, step.num_decode_tokens, step.num_prefill_tokens) == (2, 2, 2, 23)
+    for view, requests, rows, starts, lens, longest in (
+        (step.decode_metadata, slice(0, 2), slice(0, 2), [0, 1, 2], [5, 17], (1, 17)),
+        (step.prefill_metadata, slice(2, 4), slice(2, 25), [0, 3, 23], [3, 36], (20, 36)),
+    ):
+        assert (view.query_start_loc.tolist(), view.seq_lens.tolist()) == (starts, lens)
+        assert (view.num_actual_tokens, view.max_query_len, view.max_seq_len) == (starts[-1], *longest)
+        assert torch.equal(view.block_table, made.common.block_table_tensor[requests])
+        assert torch.equal(view.slot_mapping, made.common.slot_mapping[rows])
+        assert view.prefill_metadata is view.decode_metadata is None
+    assert step.decode_metadata.attn_bias is step.attn_bias
+    assert step.attn_bias.k_seqinfo.seqlen.tolist() == [5, 17]
+    assert step.prefill_metadata.attn_bias is None
+    assert step.prefill_metadata is step.prefill_metadata
+    prompts = make_step(XFormersAttentionBackend, PLAIN, [(3, 3)])
+    alone = prompts.builder().build(0, prompts.common)
+    assert alone.attn_bias is alone.decode_metadata is None
 
 
 @pytest.mark.parametrize(

@@ -77,6 +77,8 @@ def test_a_backends_defaults():
     assert Backend.full_cls_name() == (__name__, "Backend")
     with pytest.raises(NotImplementedError):
         Backend.get_kv_cache_stride_order()
+    assert Backend.make_metadata(1, 2, 3, None, None, True, b=7) == Batch(1, 2, 3, None, None, True, b=7)
+    assert AttentionImpl.fused_output_quant_supported(None, quant_key=(torch.float8_e4m3fn, True)) is False
 
 
 def test_asdict_copies_nothing_and_skips_what_is_named():

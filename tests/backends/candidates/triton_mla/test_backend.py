@@ -4,8 +4,10 @@ import pytest
 import torch
 
 from attncheck.backends.candidates.triton_mla.backend import TritonMLABackend
+from attncheck.backends.contract import KVCacheSpec
 from attncheck.harness.driver.construction import latent_keywords
 from attncheck.harness.problem.storage import make_up_projections
+from attncheck.reference import CommonAttentionMetadata
 from attncheck.reference.spec import BatchSpec, CacheSpec, LayerSpec, MLASpec, RequestSpec
 
 pytest.importorskip("triton")
@@ -24,6 +26,17 @@ def impl_of(rank: int, rotary: int):
     weights = make_up_projections(layer, torch.float32)
     keywords = latent_keywords(layer.mla, weights, torch.device(DEVICE))
     return TritonMLABackend.get_impl_cls()(2, layer.head_size, 0.5, 1, **keywords)
+
+
+def test_the_scratch_is_the_same_in_every_step() -> None:
+    spec = KVCacheSpec(block_size=4, num_kv_heads=1, head_size=20, dtype=torch.float32)
+    builder = TritonMLABackend.get_builder_cls()(spec, ["layer.0"], None, torch.device(DEVICE))
+    common = CommonAttentionMetadata(
+        *(torch.zeros(2, dtype=torch.int32) for _ in range(5)), 1, 0, 1, 1, torch.zeros(1, 1), torch.zeros(0)
+    )
+    first, second = (builder.build(0, common) for _ in range(2))
+    assert first.scratch is not None
+    assert first.scratch is second.scratch
 
 
 def test_rows_that_fit_no_tile_are_not_supported_and_refused() -> None:

@@ -1,4 +1,5 @@
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -8,11 +9,29 @@ pytest.importorskip("triton")
 
 from attncheck.backends.candidates.triton_unified.attention import ragged_attention, unified_attention
 from attncheck.backends.candidates.triton_unified.backend import UnifiedBackend
-from attncheck.reference import AttentionParams
+from attncheck.backends.contract import KVCacheSpec
+from attncheck.reference import AttentionParams, CommonAttentionMetadata
 from attncheck.reference.spec import BatchSpec, CacheSpec, LayerSpec, RequestSpec
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 DECODE = BatchSpec(requests=(RequestSpec(query_len=1),))
+
+
+def test_the_scratch_is_the_same_in_every_step() -> None:
+    config = SimpleNamespace(
+        model_config=SimpleNamespace(get_num_attention_heads=lambda _: 4),
+        parallel_config=None,
+        scheduler_config=SimpleNamespace(max_num_batched_tokens=64),
+        speculative_config=None,
+    )
+    spec = KVCacheSpec(block_size=16, num_kv_heads=2, head_size=8, dtype=torch.float16, head_size_v=24)
+    builder = UnifiedBackend.get_builder_cls()(spec, ["layer.0"], config, DEVICE)
+    common = CommonAttentionMetadata(
+        *(torch.zeros(2, dtype=torch.int32) for _ in range(5)), 1, 0, 1, 1, torch.zeros(1, 1), torch.zeros(0)
+    )
+    first, second = (builder.build(0, common) for _ in range(2))
+    assert first.scratch is second.scratch
+    assert len(first.scratch.out) == 24 * len(first.scratch.lse)  # the size of a value
 
 
 def test_heads_that_fit_no_tile_are_not_supported_and_refused() -> None:
@@ -66,7 +85,12 @@ def test_what_does_not_go_together_is_refused(refusals: Callable[..., list[str]]
     found = refusals(lambda changed: unified_attention(**arguments | changed[1]), wrong)
     for message, (reason, _) in zip(found, wrong, strict=True):
         assert message.startswith(f"unified attention: {reason}")
-    new, params = rows(3, 1, 16), AttentionParams(2, 1, 16, attn_chunk_size=8, attn_chunk_lookback=1)
-    given = {"query_start_loc": indices(0, 3), "max_query_len": 3, "params": params}
-    with pytest.raises(NotImplementedError, match="not supported"):
-        ragged_attention(rows(3, 2, 16), new, new, rows(3, 2, 16), **given)
+    query, new = rows(3, 2, 16), rows(3, 1, 16)
+    given = {"query_start_loc": indices(0, 3), "max_query_len": 3, "alibi_slopes": None}
+    for reason, options, changes in (
+        ("lookback", {"attn_chunk_size": 8, "attn_chunk_lookback": 1}, {}),
+        ("square-root form", {"alibi_slopes": (0.5, 0.25), "alibi_sqrt": True}, {"alibi_slopes": rows(2)}),
+    ):
+        params = AttentionParams(2, 1, 16, **options)
+        with pytest.raises(NotImplementedError, match=f"{reason}.* not supported"):
+            ragged_attention(query, new, new, rows(3, 2, 16), params=params, **given | changes)

@@ -3,6 +3,7 @@ import re
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 pytest.importorskip("triton")
 
@@ -47,3 +48,10 @@ def test_no_rows_are_no_rows_and_what_does_not_fit_is_refused() -> None:
         given[place] = wrong
         with pytest.raises(ValueError, match=f"^merge_attn_states: {re.escape(message)}"):
             merge_attn_states(*given)
+
+
+def test_fake_tensors_have_the_shapes() -> None:
+    with FakeTensorMode():
+        out, lse = torch.zeros(4, 2, 8, dtype=torch.float16), torch.zeros(4, 2)
+        merged, log = merge_attn_states(out, lse, out, lse)
+    assert (merged.shape, merged.dtype, log.shape, log.dtype) == ((4, 2, 8), torch.float16, (4, 2), torch.float32)

@@ -11,7 +11,7 @@ import torch
 
 from attncheck.backends.candidates.vllm import bridge, package, trial
 from attncheck.backends.candidates.vllm.cache import cache_shape, kernel_block_sizes, layouts, stride_order
-from attncheck.backends.candidates.vllm.selection import select
+from attncheck.backends.candidates.vllm.selection import registered, select
 from attncheck.backends.candidates.vllm.trial import absent_part, missing_parts, names_missing_parts, refusals
 from attncheck.backends.contract import MultipleOf
 from attncheck.errors import BackendUnavailableError
@@ -121,6 +121,49 @@ def test_a_backend_whose_library_is_missing_or_breaks_is_no_wrong_question(refus
     flash, broken = refusals(select, ["FLASH", "BROKEN"], ImportError)
     assert flash == "No module named 'flash'"
     assert broken.startswith("importing it raised AssertionError: Torch not compiled with CUDA enabled (ROOT/tests/")
+
+
+class Registry(SimpleNamespace):
+    """A registry of vLLM's with these classes by name; None: a name without one."""
+
+    def __init__(self, **classes):
+        super().__init__(__members__={})
+        for name, cls in classes.items():
+            self.register(name, cls)
+
+    def register(self, name, cls):
+        def path():
+            if cls is None:
+                raise ValueError(f"{name} must be registered before use")
+            return f"theirs.{cls.__name__}"
+
+        self.__members__[name] = SimpleNamespace(name=name, value=None, get_path=path, get_class=lambda: cls)
+
+
+class State(Base):
+    get_name = staticmethod(lambda: "STATE_ATTN")
+    is_ssm = staticmethod(lambda: True)
+
+
+def test_classes_of_plugins_and_of_layers_with_a_state_are_found_by_name(vllm, monkeypatch):
+    held = vars(sys.modules["vllm.v1.attention.backends.registry"])
+    held["AttentionBackendEnum"] = Registry(SOME=Base, TAG=None, CUSTOM=None)
+    held["MambaAttentionBackendEnum"] = Registry(STATE=State, CUSTOM=None)
+    plugins = ModuleType("vllm.plugins")
+    plugins.load_general_plugins = lambda: held["AttentionBackendEnum"].register("CUSTOM", Base)
+    monkeypatch.setitem(sys.modules, "vllm.plugins", plugins)
+    assert set(registered()) == {"SOME", "TAG", "CUSTOM", "STATE"}
+    assert select("CUSTOM") is Base
+    assert select("STATE") is State
+
+    def fail():
+        raise RuntimeError("no licence")
+
+    plugins.load_general_plugins = fail
+    with pytest.raises(
+        ImportError, match=r"a plugin of the group vllm.general_plugins raised RuntimeError: no licence"
+    ):
+        select("SOME")
 
 
 class Older:
