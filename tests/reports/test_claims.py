@@ -27,7 +27,7 @@ def verdict_of(header):
 
 
 @pytest.fixture
-def plain(make):
+def right_cases(make):
     """Thirty cases that need nothing, and pass."""
     return [make("passed", case_id=f"plain{number}", needs=("head_size=64",)) for number in range(30)]
 
@@ -36,11 +36,11 @@ def claims(found: BackendVerdict) -> list[tuple[str, int, int]]:
     return [(claim.capability, claim.wrong, claim.examined) for claim in found.false_claims]
 
 
-def test_false_claims_are_listed(make, plain, verdict_of):
+def test_false_claims_are_listed(make, right_cases, verdict_of):
     """It declares a window, a soft cap and sinks, and ignores them: the cause of one is known, of the others not."""
     window = {"meaning": "the window is ignored", "concerns": ["sliding_window"]}
     records = [
-        *plain,
+        *right_cases,
         *(make("failed", case_id=f"w{n}", needs=("sliding_window", "head_size=64"), **window) for n in range(8)),
         *(make("failed", case_id=f"c{n}", needs=("logits_soft_cap",), meaning="a cap is left out") for n in range(4)),
         *(make("failed", case_id=f"s{n}", needs=("sinks",), summary=ROWS) for n in range(2)),
@@ -91,16 +91,16 @@ BESIDE = {"check": "features", "summary": f"a layer without sliding_window, in t
         ),
     ],
 )
-def test_a_claim_is_false_where_a_failure_is_about_it(make, plain, verdict_of, groups, expected):
+def test_a_claim_is_false_where_a_failure_is_about_it(make, right_cases, verdict_of, groups, expected):
     records = [
         make(outcome, case_id=case, needs=needs, **fields) for outcome, cases, needs, fields in groups for case in cases
     ]
-    assert claims(verdict_of([*plain, *records])) == expected
+    assert claims(verdict_of([*right_cases, *records])) == expected
 
 
-def test_a_form_is_a_false_claim_where_it_alone_separates_the_cases(make, plain, verdict_of):
+def test_a_form_is_a_false_claim_where_it_alone_separates_the_cases(make, right_cases, verdict_of):
     records = [
-        *plain,
+        *right_cases,
         *(make("failed", case_id=f"h{n}", needs=("head_size=80", "layout=NHD"), summary=ROWS) for n in range(4)),
         *(make("passed", case_id=f"p{n}", needs=("head_size=64", "layout=NHD")) for n in range(2)),
     ]
@@ -140,13 +140,13 @@ def test_no_claim_is_false_where_chance_explains_what_failing_cases_need(make, v
         assert claims(verdict_of(records)) == expected
 
 
-def test_a_log_sum_exp_that_is_wrong_where_the_output_is_right_is_a_false_claim(make, plain, verdict_of):
+def test_a_log_sum_exp_that_is_wrong_where_the_output_is_right_is_a_false_claim(make, right_cases, verdict_of):
     own = [make("failed", check="lse", case_id=f"plain{n}", needs=("head_size=64",)) for n in range(30)]
-    assert claims(verdict_of([*plain, *own])) == [("lse", 30, 30)]
+    assert claims(verdict_of([*right_cases, *own])) == [("lse", 30, 30)]
     both = [
         make("failed", case_id=f"b{n}", check=check, summary=ROWS) for n in range(3) for check in ("numerics", "lse")
     ]
-    assert claims(verdict_of([*plain, *both])) == []
+    assert claims(verdict_of([*right_cases, *both])) == []
 
 
 def levels(declared: str, measured: str) -> dict[str, Any]:
@@ -172,9 +172,12 @@ def test_a_graph_level_that_is_not_reached_is_a_false_claim_and_one_above_could_
     assert verdict_of(roomy).could_declare == ("CUDA-graph level ALWAYS",)
     lower = graph("passed", levels(SINGLE, "UNIFORM_BATCH"), case_id="c")
     assert verdict_of([*roomy, lower]).could_declare == ("CUDA-graph level UNIFORM_BATCH",)
+    for measured in (levels(SINGLE, SINGLE), levels("ALWAYS", "ALWAYS")):
+        exact = graph("passed", measured, case_id="d")
+        assert verdict_of([*roomy, exact]).could_declare == ()
 
 
-def test_what_is_right_without_being_declared_could_be_declared(make, plain, verdict_of):
+def test_what_is_right_without_being_declared_could_be_declared(make, right_cases, verdict_of):
     def undeclared(case, feature, **refusals):
         own = {"case_id": case, "needs": (feature, "head_size=64"), "check": "refusals"}
         reasons = [f"feature '{feature}' is not declared"]
@@ -183,7 +186,7 @@ def test_what_is_right_without_being_declared_could_be_declared(make, plain, ver
     right = {"outcome": "passed", "notes": [f"{ANSWERED}: x"]}
     refused = {"outcome": "passed", "notes": [f"{REFUSED} construct: no"]}
     records = [
-        *plain,
+        *right_cases,
         *undeclared("a", "tree", **right),
         *undeclared("b", "tree", **right),
         *undeclared("c", "alibi", **right),

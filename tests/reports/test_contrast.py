@@ -64,6 +64,32 @@ def test_two_keys_separate_cases_that_neither_does_alone():
     assert str(contrast).endswith(" in all 2 that fail; in none that passes")
 
 
+def test_no_more_than_three_keys_or_four_values_are_a_pattern():
+    wrong: list[Keys] = [{"a": True, "b": True, "c": True}]
+    right: list[Keys] = [{"a": True, "b": True}, {"a": True, "c": True}, {"b": True, "c": True}]
+    assert [key for key, _, _ in conditions_of(contrast_of(wrong, right))] == ["a", "b", "c"]
+    four: list[Keys] = [{key: True for key in "abcd" if key != other} for other in "abcd"]
+    assert contrast_of([dict.fromkeys("abcd", True)], four) is None
+    scattered = cases("size", 1, 3, 5, 7, 9)
+    assert contrast_of(scattered[:4], cases("size", 2, 4, 6, 8)) is not None
+    assert contrast_of(scattered, cases("size", 2, 4, 6, 8, 10)) is None
+
+
+def test_all_that_separates_the_cases_equally_is_named_or_counted():
+    wrong: Keys = {"layer.sinks": True, "cache.block_size": 8, "inputs": "zeros", "other": 1}
+    right = cases("cache.block_size", 16)
+    contrast = contrast_of([wrong], right)
+    assert conditions_of(contrast) == [("layer.sinks", "", (True,))]
+    assert str(contrast).endswith(" (other differences: cache.block_size is 8; inputs is zeros; other is 1)")
+    contrast = contrast_of([wrong | {"path": "x", "more": 2}] * 4, right)
+    assert str(contrast).endswith(" (other differences: cache.block_size is 8; path is x; inputs is zeros; and 2 more)")
+
+
+def test_a_kind_of_request_that_is_absent_is_written_in_words():
+    contrast = contrast_of(cases("size", 1, 1), [{"batch has a decode": True, "size": 1}] * 2)
+    assert str(contrast) == "batch has no decode in all 2 that fail; in none that passes"
+
+
 def test_where_nothing_excludes_all_what_excludes_nine_of_ten_is_the_answer():
     wrong = cases("window", 9, 9)
     right = [*cases("window", 9), *cases("window", *[None] * 9)]
@@ -128,3 +154,15 @@ def test_failing_cases_of_two_causes_are_two_parts():
         ([("heads", "", (10,))], [1, 3]),
     ]
     assert [(contrast.wrong, contrast.right) for contrast, _ in parts] == [(3, 2), (2, 2)]
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        pytest.param(cases("a", 1, 1), id="one part is no split"),
+        pytest.param([{name: 1} for name in "abcde"], id="five are too many"),
+        pytest.param([{"a": 1}, {}], id="one does not differ from those that pass"),
+    ],
+)
+def test_what_is_not_separable_as_a_whole_is_not_split(wrong):
+    assert parts_of(wrong, [{}]) == []

@@ -158,6 +158,14 @@ ANSWER = (
             [(f"{UNEXPLAINED}: wrong are rows with context", "a", ["numerics"])],
             id="a pattern of wrong rows is in the title",
         ),
+        pytest.param(
+            [
+                ("failed", "ab", WRONG | {"meaning": f"{WINDOW}{FITS}"}),
+                ("failed", "a", {"check": "cache_write", "meaning": "keys are rounded"}),
+            ],
+            [("keys are rounded", "a", ["cache_write"]), (WINDOW, "a b", ["numerics"])],
+            id="what is written wrongly comes before what follows from it",
+        ),
     ],
 )
 def test_records_of_one_fault_are_one_finding(make, header, groups, expected):
@@ -283,6 +291,37 @@ def test_a_finding_states_what_its_cases_share(make, with_cases):
     assert finding.contrast is not None
     assert [(each.key, each.values) for each in finding.contrast.conditions] == [("cache.block_size", (1, 64))]
     assert (finding.contrast.wrong, finding.contrast.right) == (2, 3)
+
+
+def test_a_case_that_was_refused_or_whose_output_was_not_compared_does_not_count_as_right(make, with_cases):
+    stated = with_cases(**{name: {"size": place} for place, name in enumerate("abcd")})
+    records = [make("failed", case_id="a", check=check, summary=ROWS) for check in ("numerics", "lse")]
+    records += [make("passed", case_id="b"), make("passed", case_id="c", check="lse")]
+    (finding,) = findings(records, stated)
+    assert finding.contrast is not None
+    assert finding.contrast.right == 1
+    refused = {"check": "refusals", "notes": ["refused at build: x"]}
+    records = [
+        make("failed", case_id="a", check="refusals", summary="x"),
+        make("passed", case_id="b", check="refusals"),
+        *(make("passed", case_id=name, **refused) for name in "cd"),
+    ]
+    (finding,) = findings(records, stated)
+    assert finding.contrast is not None
+    assert finding.contrast.right == 1
+
+
+def test_what_a_backend_had_no_time_for_is_one_finding_without_a_common_property(make, with_cases):
+    late = "the limit was 2 s (what was left of the time of the backend by --within)"
+    never = "the case did not run, because earlier cases used up the time of the backend by --within"
+    records = [
+        *(make("passed", case_id=name) for name in "ab"),
+        make("timed_out", case_id="c", stage="check numerics", cause=late, output=STACK, limit_s=2.0),
+        make("timed_out", case_id="d", stage="", cause=never, limit_s=9.0),
+    ]
+    (found,) = findings(records, with_cases(a={"size": 1}, b={"size": 1}, c={"size": 9}, d={"size": 9}))
+    assert (found.title, found.cases) == ("the time of the backend was used up", ("smoke/c", "smoke/d"))
+    assert found.contrast is None
 
 
 def test_failures_without_an_explanation_are_split_where_keys_separate_them(make, with_cases):

@@ -28,6 +28,7 @@ GOOD = levels(SINGLE, SINGLE, "passed", "passed", "failed")
 ROOMY = levels(SINGLE, "UNIFORM_BATCH", "passed", "passed", "passed")
 BROKEN = levels("UNIFORM_BATCH", SINGLE, "passed", "passed", "failed")
 UNSEEN = levels(SINGLE, None, "passed", "not examined", "not run", reason="a Triton launch outside a custom op")
+HIDDEN = levels("NEVER", None, "passed", "passed", "not examined", reason="hidden work")
 
 
 def test_what_is_alike_is_one_row_and_most_cases_come_first(make, graph):
@@ -108,6 +109,7 @@ def run(graph, run_of):
     records = [
         graph("passed", ROOMY, case_id="room"),
         graph("unsupported", UNSEEN, case_id="unseen"),
+        graph("passed", HIDDEN, case_id="hidden"),
         graph("passed", GOOD | share | {"probes": [second, third]}, case_id="share"),
         graph("passed", GOOD | share, case_id="whole"),
         graph("errored", None, case_id="raises"),
@@ -140,6 +142,7 @@ emulated: no GPU, the operators of forward are recorded and replayed on the CPU;
 | reference | UNIFORM_SINGLE_TOKEN_DECODE | UNIFORM_SINGLE_TOKEN_DECODE | 2 | emulated | 2/3 | broke at 1+K tokens (UNIFORM_BATCH): host read: .item() at wrong.py:9 in forward | - |
 | reference | UNIFORM_SINGLE_TOKEN_DECODE | UNIFORM_BATCH | 1 | emulated | 3/3 | - | could declare UNIFORM_BATCH |
 | reference | UNIFORM_SINGLE_TOKEN_DECODE | cannot tell | 1 | emulated | 1/1 | stopped at decode, fewer requests (UNIFORM_SINGLE_TOKEN_DECODE): a Triton launch outside a custom op | - |
+| reference | NEVER | cannot tell | 1 | emulated | 2/2 | at least UNIFORM_SINGLE_TOKEN_DECODE; stopped at 1+K tokens (UNIFORM_BATCH): hidden work | could declare UNIFORM_SINGLE_TOKEN_DECODE |
 | reference | - | **errored** | 2 | - | - | - | - |
 | reference | - | **crashed** | 1 | - | - | - | - |
 | Wrong | NEVER | UNIFORM_SINGLE_TOKEN_DECODE | 7 | emulated | 1/2 | broke at verify (UNIFORM_BATCH): worst 0.5e+03 budgets (other figures or reasons in 6 of 7 cases) | could declare UNIFORM_SINGLE_TOKEN_DECODE |
@@ -179,6 +182,16 @@ Cases: smoke/room
 | 1+K tokens | UNIFORM_BATCH | not run | a Triton launch outside a custom op |
 
 Cases: smoke/unseen
+
+### reference: declared NEVER, measured cannot tell, 1 case
+
+| probe | level | outcome | reason |
+| --- | --- | --- | --- |
+| decode, one bucket | UNIFORM_SINGLE_TOKEN_DECODE | passed | - |
+| decode, fewer requests | UNIFORM_SINGLE_TOKEN_DECODE | passed | - |
+| 1+K tokens | UNIFORM_BATCH | not examined here | hidden work |
+
+Cases: smoke/hidden
 
 ### Wrong: declared NEVER or ALWAYS, measured UNIFORM_SINGLE_TOKEN_DECODE, 8 cases
 
@@ -224,6 +237,7 @@ def test_the_terminal_lists_the_backends_of_each_level(run):
   UNIFORM_SINGLE_TOKEN_DECODE: reference, third
   declared UNIFORM_SINGLE_TOKEN_DECODE, measured UNIFORM_BATCH: reference
   declared UNIFORM_SINGLE_TOKEN_DECODE, measured cannot tell: reference
+  declared NEVER, measured cannot tell: reference
   declared NEVER, measured UNIFORM_SINGLE_TOKEN_DECODE: Wrong, third
   declared ALWAYS, measured UNIFORM_SINGLE_TOKEN_DECODE: Wrong
   errored in 2 cases: reference
@@ -232,3 +246,9 @@ def test_the_terminal_lists_the_backends_of_each_level(run):
     coloured = terminal.render_run(run, color=True)
     assert "\033[32mUNIFORM_BATCH\033[0m" in coloured
     assert f"\033[31m{SINGLE}\033[0m" in coloured
+
+
+def test_real_graphs_need_no_word_about_the_emulation(graph, graph_header):
+    text = terminal.render(graph_header, [graph("passed", GOOD | {"recorder": "cuda"})])
+    assert "CUDA-graph levels (recorder: cuda)" in text
+    assert "emulated" not in text

@@ -6,7 +6,7 @@ import xml.etree.ElementTree as ET
 import pytest
 
 from attncheck.reports import junit
-from attncheck.reports.run_file.header import RunHeader
+from attncheck.reports.run_file.header import CaseInfo, RunHeader
 from attncheck.reports.run_file.records import Record, RunFooter
 from attncheck.reports.run_file.store import Run
 
@@ -78,6 +78,28 @@ def test_every_outcome_has_its_tag(make, header, outcome, tag, message):
     if tag in ("failure", "error"):
         assert case[0].attrib["type"].startswith(f"{outcome}: ")  # and the words of the finding, to group by
         assert "repeat: attncheck run --backend reference --suite smoke --case edge" in (case[0].text or "")
+
+
+def test_failures_of_one_finding_have_one_type_and_state_what_is_common(make, header):
+    sizes = {"a": 1, "b": 1, "c": 16}
+    infos = tuple(
+        CaseInfo(suite="smoke", id=name, shape=f"{name} heads", keys={"cache.block_size": size})
+        for name, size in sizes.items()
+    )
+    window = "the window is ignored"
+    records = (
+        make("failed", case_id="a", meaning=window),
+        make("failed", case_id="b", meaning=window, summary="3 of 40 rows"),
+        make("failed", case_id="c", check="lse", meaning="the LSE has base 2"),
+        make("passed", case_id="c"),
+    )
+    root = document(header.model_copy(update={"cases": infos}), *records)
+    a, b, other = root.iter("failure")
+    assert a.attrib["type"] == b.attrib["type"] == f"failed: {window}"
+    assert other.attrib["type"] == "failed: the LSE has base N"
+    for failure in (a, b):
+        assert f"finding: {window} (2 cases, check numerics; in common: cache.block_size is 1" in (failure.text or "")
+    assert "a heads" in (a.text or "")
 
 
 def test_suites_are_by_suite_and_backend_and_times_add_up(make, header):

@@ -119,6 +119,16 @@ def test_a_cut_off_run_that_has_found_nothing_wrong_has_no_verdict(write, make):
         assert "was cut off before its footer" in " ".join(text.split())
 
 
+def test_the_terminal_names_the_version_of_a_foreign_backend_where_all_is_shown(header, make):
+    foreign = header.backends[1].model_copy(update={"version": "0.32.0, interpreted"})
+    header = header.model_copy(update={"backends": (header.backends[0], foreign)})
+    records = [make("passed"), make("passed", backend="Wrong")]
+    assert "conventions of reference: " not in terminal.render(header, records)
+    text = terminal.render(header, records, verbose=True)
+    assert "conventions of reference: " in text
+    assert "conventions of Wrong (0.32.0, interpreted): " in text
+
+
 def test_markdown_names_a_dozen_cases_and_counts_the_others(write, make):
     records = [make("failed", case_id=f"c{n}", meaning="the window is ignored") for n in range(14)]
     (names,) = re.findall(r"^- cases: (.*)", markdown.render_run(read_run(write(*records))), re.MULTILINE)

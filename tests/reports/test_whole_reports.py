@@ -44,6 +44,73 @@ def test_markdown_leaves_out_sections_without_content(passing_run):
     )
 
 
+def test_terminal_of_a_run_that_fails(failing_run):
+    assert shown(failing_run, "terminal") == snapshot("""\
+attncheck 0.1.0, torch 2.13.0+cpu, 2 cores, suites smoke: 2 cases, mine: 1 case, seed 0
+note: a note | of the run
+
+reference: PASSED: 3 cases right
+Wrong: FAILED: 3 findings in 3 of 7 cases; 1 failed as expected, 3 not applicable
+  declared but wrong: lse (1 of 1 case wrong), CUDA-graph level UNIFORM_SINGLE_TOKEN_DECODE
+    (measured: NEVER)
+not examined: third (unavailable; see `attncheck doctor`)
+
+backend    numerics  lse  cache_write  cudagraph  timing  worst    not
+                                                          error /  examined
+                                                          allowed
+reference  3/3       -    -            -          1/1     0.50     -
+Wrong      0/2       0/1  0/1          0/1        1/1     18.4     3
+
+finding 1 of 3, Wrong: perhaps: the window is one key too long (the truth with sliding_window=129
+  fits all rows)
+  2 cases, check numerics; the run exits with code 1 because of it
+  example: smoke/window, check numerics: case window
+    4 heads, 2 KV heads, head size 64, bfloat16
+    7 of 40 rows are wrong, the first is row 3 (request 0, position 35), all heads; the largest
+      error is 18.4 times the allowed error, at head 2
+    row 3: found 0.5, expected 0.25
+    repeat: attncheck run --backend ./wrong.py:Wrong --suite smoke --case window --check numerics --device cpu --in-process
+
+finding 2 of 3, Wrong: RuntimeError at wrong.py:9 in forward: no such kernel
+  1 case, check cache_write; the run exits with code 1 because of it
+  case: smoke/edge, check cache_write: case edge
+    4 heads, 2 KV heads, head size 64, bfloat16
+    RuntimeError in forward: no such kernel
+    File "wrong.py", line 9, in forward
+    repeat: attncheck run --backend ./wrong.py:Wrong --suite smoke --case edge --check cache_write --device cpu --in-process
+
+finding 3 of 3, Wrong: declared UNIFORM_SINGLE_TOKEN_DECODE: host read: .item() at wrong.py:9 in
+  forward
+  1 case, check cudagraph; the run exits with code 1 because of it
+  case: smoke/edge, check cudagraph: case edge
+    4 heads, 2 KV heads, head size 64, bfloat16
+    repeat: attncheck run --backend ./wrong.py:Wrong --suite smoke --case edge --check cudagraph --device cpu --in-process
+
+expected: Wrong: 1 case, check lse: upstream issue 5
+
+CUDA-graph levels (recorder: emulated)
+  declared UNIFORM_SINGLE_TOKEN_DECODE, measured NEVER: Wrong
+
+Speeds in smoke
+
+Geometric means of 1 case timed for every backend:
+
+backend    cases  forward (us)  build (us)  slowest case
+reference  1      1,000         100         edge (1,000)
+Wrong      1      2,000         -           edge (2,000)
+
+one round: the next process may well differ by more than the figures show
+
+not examined: 3 checks of 3 cases (1 reason)
+in full: --verbose, or attncheck report run.jsonl --section unexamined
+as well: --section graph-levels, --section timings, --section expected
+
+error: entry 2 matches no case
+
+failed: 3 backends (1 failed, 1 passed, 1 not examined), 8 cases; 1 error
+""")
+
+
 def test_markdown_of_a_run_that_fails(failing_run):
     assert shown(failing_run, "markdown") == snapshot("""\
 # attncheck report

@@ -45,10 +45,10 @@ def ask(make_case: Any) -> Callable[..., Asked]:
 
 
 @pytest.fixture
-def judge() -> Callable[..., Finding]:
+def finding_of() -> Callable[..., Finding]:
     """Return a function from a case, and members of an impl that replace those of ``base``, to a check's finding."""
 
-    def judged(
+    def found(
         case: Case, check: str = "numerics", features: Any = None, base: type = ReferenceImpl, **members: Any
     ) -> Finding:
         impl: Any = type("Impl", (base,), members)
@@ -61,4 +61,4 @@ def judge() -> Callable[..., Finding]:
             return numerics.check_lse(problem, truth, seen, backend.conventions)
         return numerics.check_numerics(problem, truth, seen)
 
-    return judged
+    return found

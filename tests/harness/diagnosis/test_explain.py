@@ -44,11 +44,11 @@ def where(rows: Any, heads: Any = slice(None), **changes: Any) -> Any:
 
 
 @pytest.fixture
-def meaning(judge: Any) -> Callable[..., str]:
+def meaning(finding_of: Any) -> Callable[..., str]:
     """The first cause of a wrong backend, and the rows that fit."""
 
     def found(attend: Any, case: Any, check: str = "numerics") -> str:
-        finding = judge(case, check, attend=attend)
+        finding = finding_of(case, check, attend=attend)
         assert isinstance(finding, Broken)
         return str(finding.meaning).partition(ALTERNATIVE)[0]
 

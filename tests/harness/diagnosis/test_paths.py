@@ -30,9 +30,9 @@ Spoil = Callable[[torch.Tensor, torch.Tensor, Any], None]
 
 
 @pytest.fixture
-def meaning(judge: Any) -> Callable[..., str]:
+def meaning(finding_of: Any) -> Callable[..., str]:
     def found(case: Any, features: Any = None, **members: Any) -> str:
-        finding = judge(case, features=features, **members)
+        finding = finding_of(case, features=features, **members)
         assert isinstance(finding, Broken)
         return str(finding.meaning).partition(ALTERNATIVE)[0]
 

@@ -52,11 +52,11 @@ class Kernel(ReferenceImpl):
 
 
 @pytest.fixture
-def finding(make_case: Any, judge: Any) -> Callable[..., Finding]:
+def finding(make_case: Any, finding_of: Any) -> Callable[..., Finding]:
     def found(batch: Any = BATCH, causal: bool = True, **members: Any) -> Finding:
         own = {name: staticmethod(each) if callable(each) else each for name, each in members.items()}
         features = frozenset() if causal else frozenset({"non_causal"})
-        return judge(make_case(*batch, dtype="float32", causal=causal), features=features, base=Kernel, **own)
+        return finding_of(make_case(*batch, dtype="float32", causal=causal), features=features, base=Kernel, **own)
 
     return found
 

@@ -1,4 +1,4 @@
-"""Which questions of two runs are compared, and how the others are reported."""
+"""What of two runs is compared, what else differs between them, and which changes of outcomes are worse."""
 
 from dataclasses import replace
 from typing import Any

@@ -1,4 +1,4 @@
-"""Verdicts of single pairs: what keeps two times from being compared, and what counts as slower."""
+"""Comparison of times: verdicts on pairs, sentences on suites, thresholds, and the intervals behind them."""
 
 import math
 from collections import Counter
@@ -186,6 +186,19 @@ def test_every_suite_and_part_has_a_sentence_of_its_own(speed):
         ("decode", "build", 1),
         ("smoke", "forward", 1),
     ]
+
+
+def test_a_suite_with_few_or_unequal_rounds_has_no_sentence(speed):
+    few = SpeedPair("a", speed([1e6] * 4), speed([2e6] * 4))
+    assert compare_suites([few], EFFECT) == ()
+    unequal = [SpeedPair("a", *(speed([1e6] * rounds, case=f"smoke/{rounds}") for _ in "12")) for rounds in (6, 7)]
+    assert compare_suites(unequal, EFFECT) == ()
+
+
+def test_a_coarse_clock_widens_the_interval_of_a_suite(speed):
+    coarse = SpeedPair("a", *(speed([1e6] * 10, samples=(1_000_000, 1_100_000)) for _ in "12"))
+    (found,) = compare_suites([coarse], EFFECT)
+    assert (found.low, found.high) == (pytest.approx(1 / 1.1), pytest.approx(1.1))
 
 
 @pytest.mark.parametrize(

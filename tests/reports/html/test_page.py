@@ -150,15 +150,24 @@ def luminance(colour: str) -> float:
     return sum(weight * c for weight, c in zip((0.2126, 0.7152, 0.0722), linear, strict=True))
 
 
-def test_marks_can_be_seen_on_a_light_page_and_on_a_dark_one():
-    """3 to 1, as WCAG 2 requires (AA); axe judges the texts, in test_browser.py."""
+def contrast(one: str, other: str) -> float:
+    brighter, darker = sorted((luminance(one), luminance(other)), reverse=True)
+    return (brighter + 0.05) / (darker + 0.05)
+
+
+@pytest.mark.parametrize("theme", [1, 2], ids=["light", "dark"])
+def test_colours_can_be_read(theme):
+    """4.5 to 1 for text and 3 to 1 for marks, as WCAG 2 requires (AA)."""
     style = (resources.files("attncheck.reports.html") / "templates" / "page.css").read_text(encoding="utf-8")
     named = re.findall(r"--([\w-]+): light-dark\((#\w{6}), (#\w{6})\)", style)
-    for theme in (1, 2):
-        shown = {found[0]: luminance(found[theme]) + 0.05 for found in named}
-        for index in range(12):
-            mark, ground = shown[f"series-{index}"], shown["ground"]
-            assert max(mark, ground) / min(mark, ground) >= 3, index
+    shown = {found[0]: found[theme] for found in named}
+    for ink in ("ink", "muted", "link", "good", "bad", "warn", "calm"):
+        for ground in ("ground", "surface", "raised"):
+            assert contrast(shown[ink], shown[ground]) >= 4.5, (ink, ground)
+    for tone in ("good", "bad", "warn", "calm"):
+        assert contrast(shown[tone], shown[f"{tone}-ground"]) >= 4.5, tone
+    for index in range(12):
+        assert contrast(shown[f"series-{index}"], shown["ground"]) >= 3, index
 
 
 # ---- The data of the records ----
@@ -197,13 +206,48 @@ def test_every_record_is_there_with_its_command(parse, run_with, record_of):
     assert data["groups"][0][-1][0][3] == 0.25
 
 
-def test_the_content_of_a_record_has_its_fields(parse, run_with, record_of):
-    failed = record_of("failed", summary="7 rows", meaning="off by one", figures={"budget_share": 18.4})
-    died = record_of("crashed", case_id="b", stage="check lse", cause="killed by SIGABRT", output="x")
-    first, second = (content for *_, content, _ in rebuilt(parse(run_with([failed, died])).data))
-    assert (first[""], first["error / allowed"], first["cause"]) == ("7 rows", 18.4, "perhaps: off by one")
-    assert first["figures"] == {"budget_share": 18.4}
-    assert (second[""], second["it printed"]) == ("killed by SIGABRT during check lse", "x")
+@pytest.mark.parametrize(
+    ("outcome", "fields", "expected"),
+    [
+        (
+            "failed",
+            {"summary": "7 rows", "meaning": "off by one", "figures": {"budget_share": 18.4}},
+            {"": "7 rows", "error / allowed": 18.4, "cause": "perhaps: off by one", "figures": {"budget_share": 18.4}},
+        ),
+        (
+            "errored",
+            {"stage": "forward", "error_type": "ValueError", "message": "no\nsuch", "traceback": "File 1"},
+            {"": "ValueError in forward: no", "message": "no\nsuch", "traceback": "File 1"},
+        ),
+        (
+            "crashed",
+            {"stage": "check lse", "cause": "killed by SIGABRT", "output": "x"},
+            {"": "killed by SIGABRT during check lse", "it printed": "x"},
+        ),
+        ("unsupported", {"reasons": ("a", "b"), "by": "attncheck"}, {"": "a; b", "left out": "by attncheck"}),
+        (
+            "xfailed",
+            {"underlying": "failed", "summary": "7 rows", "reason": "known"},
+            {"": "failed: 7 rows (expected: known)"},
+        ),
+    ],
+)
+def test_the_content_of_a_record_has_its_fields(parse, run_with, record_of, outcome, fields, expected):
+    ((*_, content, _),) = rebuilt(parse(run_with([record_of(outcome, **fields)])).data)
+    assert content.items() >= expected.items()
+
+
+def test_times_of_a_record_are_in_units(parse, run_with, timed):
+    first, *_ = timed(["one"], (4096,))
+    ((*_, content, _),) = rebuilt(parse(run_with([first])).data)
+    heads, forward, build = content["times"]
+    latency = first.timing.latencies[0]
+    assert (heads[1], forward[0], build[0]) == ("median", "forward", "build")
+    assert forward[1] == f"{latency.median_ns / 1000:.1f} us"
+    assert (
+        forward[4] == f"{min(latency.samples_ns) / 1000:.1f} us to {max(latency.samples_ns) / 1000:.0f} us"
+    )  # three digits
+    assert content["device"] == "copy 4 TB/s, matmul of bfloat16 600 TFLOP/s"
 
 
 # ---- Charts ----

@@ -14,7 +14,6 @@ import pytest
 import torch
 from inline_snapshot import snapshot
 
-from attncheck.harness.checks.cudagraph import recorder
 from attncheck.harness.checks.cudagraph import recorder as recorder_module
 from attncheck.harness.checks.cudagraph.capture import capture_graph, dummy_call
 from attncheck.harness.checks.cudagraph.probes import Bucket
@@ -43,7 +42,7 @@ class Graph(SimpleNamespace):
 
 
 class Journal(list):
-    """The calls of the fake, in order; ``waits`` and ``end`` are what it raises."""
+    """The calls of the fake, in order; ``end`` is what the end of a capture raises."""
 
     end: Exception | None = None
     mode = 0
@@ -356,14 +355,14 @@ def test_another_profiler_is_left_alone(gpu):
     ],
 )
 def test_a_copy_to_the_device_is_no_host_read(gpu, monkeypatch, call):
-    monkeypatch.setattr(recorder, "SYNCHRONISED", "not compiled with CUDA enabled")
+    monkeypatch.setattr(recorder_module, "SYNCHRONISED", "not compiled with CUDA enabled")
     found = rehearsed(call, {"torch": torch, "__name__": "backend"})
     assert (found.kind, found.where) == ("host copy", f"{HERE}:2 in forward")
 
 
 @pytest.mark.parametrize("call", ["torch.ones(2).copy_(META)", "META.tolist()"])
 def test_a_copy_from_the_device_is_a_host_read_though_one_to_it_has_failed_before(gpu, monkeypatch, call):
-    monkeypatch.setattr(recorder, "SYNCHRONISED", "Cannot copy out of meta")
+    monkeypatch.setattr(recorder_module, "SYNCHRONISED", "Cannot copy out of meta")
     own = {"torch": torch, "META": torch.ones(2, device="meta"), "__name__": "backend"}
     failing = ["    try:", "        torch.tensor([1], device='hpu')", "    except Exception:"]
     found = rehearsed(f"    {call}", own, failing)
