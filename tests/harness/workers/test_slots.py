@@ -246,8 +246,8 @@ def test_an_end_of_the_run_stops_all_slots(cases: list[Case], ending: str) -> No
                 if ending == "fault":
                     raise KeyError(3)
                 if ending == "interrupt":
-                    time.sleep(0.05)  # until the main thread waits
-                    signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+                    time.sleep(0.05)  # until the main thread waits, which a signal to this thread does not end
+                    signal.pthread_kill(threading.get_ident(), signal.SIGINT)
                 slot.wait_for_stop()
         return True
 
@@ -255,12 +255,14 @@ def test_an_end_of_the_run_stops_all_slots(cases: list[Case], ending: str) -> No
     records = team.examine(questions_to("abc", cases))
     taken = [next(records)]
     is_reading.set()
+    began = time.monotonic()
     if ending == "close":
         assert is_hanging.wait(30)
         records.close()
     else:
         with pytest.raises(KeyboardInterrupt if ending == "interrupt" else KeyError):
             taken.extend(records)  # an exception leaves what came before in the list
+    assert time.monotonic() - began < 20  # a slot that is not stopped waits for 30 s
     assert in_order(taken) == [("a", "w"), *(everything("b", cases) if ending == "interrupt" else [])]
     assert any(slot.stopped.is_set() for slot in team.slots)
     assert not [each for each in threading.enumerate() if each.name.startswith("slot ")]
