@@ -229,8 +229,8 @@ class Schedule:
     """Hands out ``questions`` to slots, in threads, by index, the first ones first.
 
     One slot begins a backend. Once all are begun, other slots help where enough questions are left. A process measures
-    a CUDA-graph level once, so the cases that share one stay in one slot. If the slots share memory, only one case
-    that needs much of it runs at a time. Slot 0 may begin a backend again that it failed to start, so that every
+    a CUDA-graph level once, so the cases that share one stay in one slot. If the slots share one machine, only one case
+    that needs much memory runs at a time. Slot 0 may begin a backend again that it failed to start, so that every
     question gets a record.
     """
 
@@ -240,9 +240,9 @@ class Schedule:
         clock: Callable[[], float] = time.monotonic,
         costs: Costs | None = None,
         *,
-        shares_memory: bool = True,
+        shares_machine: bool = True,
     ) -> None:
-        self._questions, self._clock, self._shares_memory = questions, clock, shares_memory
+        self._questions, self._clock, self._shares_machine = questions, clock, shares_machine
         self._cost_s = [each.cost(costs) if costs else None for each in questions]
         self._waiting: dict[str, list[int]] = {}
         for index, each in enumerate(questions):
@@ -279,7 +279,7 @@ class Schedule:
         with self._changed:
             while (indices := self._open(ref, slot)) and not self._is_closed:
                 for index in indices:
-                    is_large = self._shares_memory and needed_bytes(self._questions[index].case) > SMALL_BYTES
+                    is_large = self._shares_machine and needed_bytes(self._questions[index].case) > SMALL_BYTES
                     if not is_large or self._large is None:
                         self._waiting[ref].remove(index)
                         self._large = index if is_large else self._large
@@ -332,13 +332,18 @@ class Schedule:
         return next((ref for ref in due if slot == 0 or (ref, slot) not in self._refused), None)
 
     def _to_help(self, slot: int) -> str | None:
-        """Return a backend with enough questions left to justify starting one more process, or None."""
+        """Return a backend with enough questions left to justify starting one more process, or None.
+
+        On a machine of its own, the process slows down no other one: one question is enough.
+        """
         for ref, began in self._began.items():
             if (ref, slot) in self._refused:
                 continue
             took = self._clock() - began
             over, slots = self._over[ref], self._slots[ref]
             left = self._open(ref, slot)
+            if left and not self._shares_machine:
+                return ref
             known = [cost for index in left if (cost := self._cost_s[index]) is not None]
             if len(known) >= _SAMPLE:
                 each_s = sum(known) / len(known)
@@ -768,7 +773,7 @@ class SlotExecutor:
         number: int = 0,
         costs: Costs | None = None,
         *,
-        shares_memory: bool = True,
+        shares_machine: bool = True,
     ) -> Generator[Record, None, None]:
         """Yield the records of ``questions`` in round ``number``, in their order.
 
@@ -777,7 +782,7 @@ class SlotExecutor:
             ClusterError: all slots are lost.
         """
         places = [self._place(each, number) for each in questions]
-        schedule = Schedule(questions, costs=costs, shares_memory=shares_memory)
+        schedule = Schedule(questions, costs=costs, shares_machine=shares_machine)
         try:
             yield from Slots(places, slots, schedule).run()
         finally:

@@ -454,7 +454,7 @@ class RayExecutor(SlotExecutor):
         """
         questions = untimed(self._plan, self._descriptions)
         if questions:
-            yield from self.examine_all(questions, self._cluster.slots(len(questions)), shares_memory=False)
+            yield from self.examine_all(questions, self._cluster.slots(len(questions)), shares_machine=False)
 
 
 def _record(line: bytes) -> Record:
