@@ -93,7 +93,7 @@ def signature(wrapper: str, method: str) -> inspect.Signature:
 
 @dataclass
 class Called:
-    """One call: of which wrapper, and every argument by name."""
+    """A call of a method of ``wrapper``, with its arguments by name."""
 
     wrapper: "Wrapper"
     method: str

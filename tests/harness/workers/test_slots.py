@@ -159,7 +159,7 @@ def test_slots_help_with_a_backend_that_took_long_in_earlier_runs(
 def test_a_slot_helps_where_much_is_left_after_five_cases(
     make_case: MakeCase, each_s: float, expected: str | None
 ) -> None:
-    """Of 20 cases 5 are over: 15 left take 1.5, 7.5 and 30 s, of which another process would take half, after 5 s."""
+    """5 of 20 cases are over. The others take 1.5, 7.5 or 30 s. A second process takes half, but needs 5 s to start."""
     now = [0.0]
     cases = [make_case(name=f"case{number}") for number in range(20)]
     schedule = Schedule(questions_to("a", cases), lambda: now[0])
@@ -170,6 +170,12 @@ def test_a_slot_helps_where_much_is_left_after_five_cases(
         now[0] += each_s
         schedule.finish(number)
     assert schedule._to_help(1) == expected
+
+
+def test_a_slot_on_a_machine_of_its_own_helps_at_once(cases: list[Case]) -> None:
+    schedule = Schedule(questions_to("a", cases), shares_machine=False)
+    assert schedule.choose(0) == Chosen("a", True, None)
+    assert schedule.choose(1) == Chosen("a", False, None)
 
 
 def test_a_backend_that_a_slot_cannot_begin_is_left_to_the_others(cases: list[Case]) -> None:

@@ -309,7 +309,8 @@ PRECISION_ROWS = [
 ]
 WINDOW_ROWS = [({"sliding_window": window}, "sliding_window") for window in (0, -1, 2.5, True)]
 
-CALLS = {  # name: function, arguments that it takes, and changes of which each is refused
+# By name: the function, valid arguments, and changes that are refused one by one.
+CALLS = {
     "paged": (paged_attention, PAGED, REQUEST_ROWS + PAGED_ROWS + RANGE_ROWS + MASK_ROWS),
     "rank": (dcp_rank_attention, {**PAGED, "dcp_size": 1, "dcp_rank": 0}, REQUEST_ROWS + PAGED_ROWS + RANK_ROWS),
     "packed": (varlen_attention, PACKED, PACKED_ROWS),

@@ -109,7 +109,7 @@ def test_what_cannot_be_driven_is_refused_by_name(refusals, vllm):
         "TAG": "TAG names no class of vLLM 9.9: a plugin may register one",
         "theirs:Gone": "theirs has no 'Gone'",
         "theirs:number": "theirs:number is 3: give a class derived from vLLM's AttentionBackend",
-        "nobody.has:This": "nobody.has:This: there is no module nobody",
+        "absent.module:This": "absent.module:This: there is no module absent",
         "SPARSE": "SPARSE is for layers whose keys an indexer chooses, and no case has an indexer",
         "theirs:Nameless": "theirs:Nameless calls itself 'NAMELESS': vLLM's layers take names of AttentionBackendEnum "
         "only, of which CUSTOM is free",
@@ -124,7 +124,7 @@ def test_a_backend_whose_library_is_missing_or_breaks_is_no_wrong_question(refus
 
 
 class Registry(SimpleNamespace):
-    """A registry of vLLM's with these classes by name; None: a name without one."""
+    """The registry of vLLM with these classes by name. None: the name has no class."""
 
     def __init__(self, **classes):
         super().__init__(__members__={})

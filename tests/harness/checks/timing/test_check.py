@@ -188,7 +188,7 @@ def measure(make_case):
 
 
 def refusing(condition):
-    """The reference, declaring that it does not serve batches of which ``condition`` holds."""
+    """Return the reference as a backend that declares batches unsupported for which ``condition`` is true."""
 
     def unsupported_reasons(cls, layer, cache, batch):
         return ["not this batch"] if condition(batch) else []
