@@ -29,8 +29,8 @@ from attncheck.harness.workers.limits import Limit, children, descendants, passe
 
 if TYPE_CHECKING:
     from attncheck.harness.run.outcomes import ProcessEnd
-    from attncheck.harness.workers.executor import BackendQuestion
     from attncheck.harness.workers.protocol import HarnessFailure
+    from attncheck.harness.workers.schedule import BackendQuestion
 
 _START = """\
 import sys

@@ -18,20 +18,12 @@ from attncheck.harness.run.outcomes import BackendDescription, ProcessEnd
 from attncheck.harness.run.run import file_digest
 from attncheck.harness.run.selection import RunPlan
 from attncheck.harness.truth.shared_folder import truths_folder
-from attncheck.harness.workers.executor import (
-    WAITING,
-    BackendQuestion,
-    Chosen,
-    Place,
-    SlotExecutor,
-    Stopped,
-    Supervisor,
-    untimed,
-)
+from attncheck.harness.workers.executor import WAITING, Place, SlotExecutor, Stopped, Supervisor
 from attncheck.harness.workers.limits import WorkerSettings
 from attncheck.harness.workers.pool import WorkerPool, assignment_of
 from attncheck.harness.workers.process import WorkerError
 from attncheck.harness.workers.protocol import HarnessFailure, Refused
+from attncheck.harness.workers.schedule import BackendQuestion, Chosen, untimed
 from attncheck.harness.workers.worker import Assignment, DeviceChosen, Imports
 from attncheck.reports.run_file.header import Environment, RunHeader
 from attncheck.reports.run_file.records import Record, RunFooter, format_line, parse_line

@@ -10,11 +10,11 @@ import attncheck
 from attncheck.harness.run.outcomes import BackendDescription, not_loaded
 from attncheck.harness.run.run import file_digest
 from attncheck.harness.run.selection import RunPlan, select_cases
-from attncheck.harness.workers.executor import BackendQuestion
 from attncheck.harness.workers.limits import TimeLimits, WorkerSettings
 from attncheck.harness.workers.pool import assignment_of
 from attncheck.harness.workers.protocol import Refused
 from attncheck.harness.workers.ray import ActorRecords, RayActor
+from attncheck.harness.workers.schedule import BackendQuestion
 from attncheck.harness.workers.worker import DeviceChosen, Imports
 from attncheck.reports.run_file.records import parse_line
 

@@ -15,10 +15,11 @@ from attncheck.errors import ClusterError, MissingExtraError
 from attncheck.harness.run.options import RaySettings
 from attncheck.harness.run.outcomes import BackendDescription, Circumstances
 from attncheck.harness.run.selection import RunPlan, select_cases
-from attncheck.harness.workers.executor import BackendQuestion, Chosen, Place
+from attncheck.harness.workers.executor import Place
 from attncheck.harness.workers.process import WorkerError
 from attncheck.harness.workers.protocol import HarnessFailure, Refused
 from attncheck.harness.workers.ray import ActorRecords, RayCluster
+from attncheck.harness.workers.schedule import BackendQuestion, Chosen
 from attncheck.harness.workers.worker import DeviceChosen, Imports
 from attncheck.reports.run_file.header import Environment
 from attncheck.reports.run_file.records import Crashed, format_line

@@ -6,7 +6,8 @@ from types import SimpleNamespace
 import pytest
 
 from attncheck.harness.run.outcomes import BackendDescription
-from attncheck.harness.workers.executor import BackendQuestion, Recurrence, Replay, find_recurrence
+from attncheck.harness.workers.executor import Recurrence, Replay, find_recurrence
+from attncheck.harness.workers.schedule import BackendQuestion
 from attncheck.reports.run_file.header import BackendInfo
 from attncheck.reports.run_file.records import Record
 

@@ -13,18 +13,11 @@ from attncheck.cases.model import Case
 from attncheck.errors import BackendUnavailableError, ClusterError, QuestionError
 from attncheck.harness.run.outcomes import BackendDescription, Circumstances, not_loaded, record_of
 from attncheck.harness.run.selection import RunPlan
-from attncheck.harness.workers.executor import (
-    BackendQuestion,
-    Chosen,
-    Place,
-    ProcessExaminer,
-    ProcessSlot,
-    Schedule,
-    SlotExecutor,
-)
+from attncheck.harness.workers.executor import Place, ProcessExaminer, ProcessSlot, SlotExecutor
 from attncheck.harness.workers.pool import WorkerPool
 from attncheck.harness.workers.process import StoppedError, WorkerError
 from attncheck.harness.workers.protocol import HarnessFailure
+from attncheck.harness.workers.schedule import BackendQuestion, Chosen, Schedule
 from attncheck.reports.run_file.header import BackendInfo, Environment
 from attncheck.reports.run_file.records import Record
 
@@ -217,7 +210,7 @@ def test_cases_that_need_much_memory_are_examined_one_at_a_time(
 ) -> None:
     large = {"x", "y"}
     monkeypatch.setattr(
-        "attncheck.harness.workers.executor.needed_bytes", lambda case: 2**31 if case.id in large else 2**20
+        "attncheck.harness.workers.schedule.needed_bytes", lambda case: 2**31 if case.id in large else 2**20
     )
     at_work: set[int] = set()
     together = threading.Barrier(2, timeout=30)

@@ -29,11 +29,12 @@ from attncheck.harness.run.outcomes import (
 from attncheck.harness.run.preparation import Gpu
 from attncheck.harness.run.run import Run
 from attncheck.harness.run.selection import select_cases
-from attncheck.harness.workers.executor import BackendQuestion, Place, ProcessExaminer, Supervisor
+from attncheck.harness.workers.executor import Place, ProcessExaminer, Supervisor
 from attncheck.harness.workers.limits import Limit, TimeLimits
 from attncheck.harness.workers.pool import WarmingAhead, WorkerPool
 from attncheck.harness.workers.process import ProcessEndedError, RefusedError, WorkerError
 from attncheck.harness.workers.protocol import HarnessFailure
+from attncheck.harness.workers.schedule import BackendQuestion
 from attncheck.harness.workers.worker import Examined, Stage
 from attncheck.reports.run_file.header import BackendInfo
 from attncheck.reports.run_file.records import Crashed, Errored, Passed, Record, RecordBase, TimedOut
@@ -540,7 +541,7 @@ class Together(SDPABackend):
 
 @pytest.mark.slow
 def test_two_processes_of_a_backend_find_what_one_finds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("attncheck.harness.workers.executor._START_S", 0)  # however little is left
+    monkeypatch.setattr("attncheck.harness.workers.schedule._START_S", 0)  # however little is left
     monkeypatch.chdir(tmp_path)
     Path("together.py").write_text(TOGETHER)
     ref = "./together.py:Together"
