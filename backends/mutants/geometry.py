@@ -19,6 +19,9 @@ class ValueHalfAPageBehind(Base):
             return keys, values.as_strided(values.shape, values.stride(), middle)
 
 
+ValueHalfAPageBehind.Impl.backend = ValueHalfAPageBehind  # an impl reads the packing of its backend
+
+
 class Updates(Base):
     """Correct backend whose metadata a second group can use with another block table and other slots."""
 
