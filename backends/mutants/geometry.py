@@ -34,7 +34,7 @@ class Updates(Base):
 
 
 class UpdatesInPlace(Updates):
-    """``update_block_table`` changes the metadata that it gets: layers of the first group then read the second's pages."""
+    """``update_block_table`` changes the metadata that it gets: the first group then reads the second's pages."""
 
     class Builder(Updates.Builder):
         def update_block_table(self, metadata, blk_table, slot_mapping):
