@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import torch
 
+from attncheck.backends.contract import AttentionCGSupport
 from attncheck.backends.mutants import graphs
 from attncheck.backends.mutants.plain import Base, PlainBuilder, PlainImpl
 from attncheck.backends.paged_metadata import PagedBuilder
@@ -48,7 +49,7 @@ class FirstRowByTheConfig(Base):
         rows = 0
 
         def seen(self, metadata, q_pos, k_pos):
-            self.rows = metadata.rows
+            self.rows = getattr(metadata, "rows", 0)  # a fast prefill copies the declared fields alone
             return super().seen(metadata, self.moved(q_pos), k_pos)
 
         def scores(self, query, keys, q_pos, k_pos):
@@ -79,13 +80,15 @@ class RowsByTheBucket(graphs.Base):
 class PaddingJoinsTheLast(graphs.Base):
     """In a step of up to eight rows a request, the last request ends where all tokens end, those of padding included."""
 
+    level = AttentionCGSupport.NEVER
+
     class Impl(graphs.RowsImpl):
         def locate(self, metadata, num_rows):
             common = metadata.common
             if not 1 < common.max_query_len <= _MOST_VERIFIED:
                 return super().locate(metadata, num_rows)
-            starts = common.query_start_loc.clone()
-            starts[-1] = num_rows
+            end = torch.full_like(common.query_start_loc[-1:], num_rows)
+            starts = torch.cat([common.query_start_loc[:-1], end])
             return graphs.locate(starts, common.seq_lens, num_rows)
 
 
