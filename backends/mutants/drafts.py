@@ -78,7 +78,7 @@ class RowsByTheBucket(graphs.Base):
 
 
 class PaddingJoinsTheLast(graphs.Base):
-    """In a step of up to eight rows a request, the last request ends where all tokens end, those of padding included."""
+    """In a step of up to eight rows a request, padding tokens count as rows of the last request."""
 
     level = AttentionCGSupport.NEVER
 

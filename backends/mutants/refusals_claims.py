@@ -26,7 +26,7 @@ class ClaimsAnyHeadSize(Base):
 
 
 class HeadsOfWholeTiles(Base):
-    """Declares head sizes 64, 80, 96 and 128, refuses all but multiples of 16 up to 256, and reads 128 channels of those."""
+    """Declares heads of up to 128 channels, and takes all multiples of 16 up to 256, of which it reads 128 channels."""
 
     @classmethod
     def get_supported_head_sizes(cls):
@@ -46,7 +46,7 @@ class HeadsOfWholeTiles(Base):
 
 
 class PagesOfWholeLines(Base):
-    """Declares pages of 16 and 32, refuses all but multiples of 16, and reads larger pages as if they were of 32."""
+    """Declares pages of 16 and 32, takes all multiples of 16, and reads larger pages in the wrong order."""
 
     @classmethod
     def get_supported_kernel_block_sizes(cls):
