@@ -40,8 +40,8 @@ class Fill:
 
     ``poison``: value in foreign slots, or only in ``regions`` if given; None leaves stale rows there. ``padding``:
     value of the padding rows of query, key and value. ``loose``: the maxima of the metadata that are loose upper
-    bounds. ``strides``: memory layout of the operands; None for the case's own. ``rows``: keys and values that replace
-    the problem's; the step takes its new rows from them.
+    bounds, and ``host_lens`` for lengths on the host. ``strides``: memory layout of the operands; None for the case's
+    own. ``rows``: keys and values that replace the problem's; the step takes its new rows from them.
     """
 
     poison: float | None = None

@@ -38,7 +38,8 @@ def backend(build: Any = None, forward: Any = None, **members: Any) -> type[Refe
             return super().forward(*arguments, **more)
 
     made = {"get_builder_cls": staticmethod(lambda: Builder), "get_impl_cls": staticmethod(lambda: Impl)}
-    return type("Mine", (ReferenceBackend,), made | members)
+    Builder.backend = type("Mine", (ReferenceBackend,), made | members)
+    return Builder.backend
 
 
 @pytest.fixture
@@ -112,10 +113,10 @@ def test_a_changed_field_is_named(examine: Any, make_case: Any, field: str) -> N
 
 def test_a_field_that_forward_changes_is_named_without_a_cache(examine: Any, make_case: Any) -> None:
     def forward(_impl: Any, metadata: Any) -> None:
-        metadata.common.seq_lens_cpu.add_(1)
+        metadata.common.slot_mapping.add_(1)
 
     case = make_case((7, 7), (20, 20), attn_type="encoder_only", path="encoder_only")
-    assert examine(backend(forward=forward), case).summary == "forward changed metadata.seq_lens_cpu"
+    assert examine(backend(forward=forward), case).summary == "forward changed metadata.slot_mapping"
 
 
 def test_what_raises_beside_another_builder_is_reported_with_its_stage(examine: Any) -> None:
