@@ -119,6 +119,35 @@ def test_a_field_that_forward_changes_is_named_without_a_cache(examine: Any, mak
     assert examine(backend(forward=forward), case).summary == "forward changed metadata.slot_mapping"
 
 
+@pytest.mark.parametrize("kept", [True, False])
+@pytest.mark.parametrize("name", ["seq_lens_cpu", "query_start_loc_cpu"])
+def test_a_host_tensor_is_not_read_after_build(examine: Any, make_case: Any, name: str, kept: bool) -> None:
+    lent: dict[int, Any] = {}
+
+    class Builder(ReferenceBuilder):
+        def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Any:
+            made = super().build(common_prefix_len, common_attn_metadata, fast_build)
+            tensor = getattr(common_attn_metadata, name)
+            lent[id(made)] = made, tensor if kept else tensor.clone()
+            return made
+
+    class Impl(ReferenceImpl):
+        def attend(self, *args: Any) -> None:
+            metadata = args[5]
+            tensor = lent[id(metadata)][1].to(metadata.common.seq_lens.device)
+            own = replace(metadata.common, **{name.removesuffix("_cpu"): tensor})
+            super().attend(*args[:5], replace(metadata, common=own), *args[6:])
+
+    parts = {"get_builder_cls": staticmethod(lambda: Builder), "get_impl_cls": staticmethod(lambda: Impl)}
+    found = examine(type("Mine", (ReferenceBackend,), parts), make_case((1, 37), (3, 30)))
+    assert isinstance(found, Broken) is kept
+    if isinstance(found, Broken):
+        assert f"after {name} is refilled between build and forward: " in found.summary
+        assert 'host_lens="exact"' in (found.meaning or "")
+    exact = {"conventions": replace(ReferenceBackend.conventions, host_lens="exact")}
+    assert isinstance(examine(type("Mine", (ReferenceBackend,), parts | exact), make_case((1, 37), (3, 30))), Holds)
+
+
 def test_what_raises_beside_another_builder_is_reported_with_its_stage(examine: Any) -> None:
     built: list[Any] = []
 
