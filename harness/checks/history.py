@@ -66,8 +66,9 @@ class EarlierBatch:
 
 
 def alike(case: Case) -> EarlierBatch:
-    """Return a batch of the same shape, with other pages and contexts one token shorter."""
-    lengths = [(r, r.query_len, r.context_len - 1) for r in case.batch]
+    """Return a batch of the same shape, with other pages; with contexts one token shorter if all requests are alike."""
+    fewer = 1 if rearranged(case) is None else 0
+    lengths = [(r, r.query_len, r.context_len - fewer) for r in case.batch]
     return _of_lengths(case, "a batch of the same shape", lengths, padding=case.batch.padding)
 
 

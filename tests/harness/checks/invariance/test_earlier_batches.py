@@ -16,7 +16,7 @@ def lengths(batch: Any) -> list[tuple[int, int]] | None:
 @pytest.mark.parametrize(
     ("make", "expected"),
     [
-        (batches.alike, [(1, 36), (5, 39), (33, 33)]),
+        (batches.alike, [(1, 37), (5, 40), (33, 33)]),
         (batches.rearranged, [(5, 40), (33, 33), (1, 37)]),
         (batches.half, [(17, 17), (3, 20), (1, 19)]),
         (batches.longer, [(1, 89), (5, 91), (33, 49)]),
@@ -38,6 +38,7 @@ def test_a_batch_that_would_be_the_case_s_own_kind_is_left_out(make_case: Any) -
     assert batches.prompts(make_case((33, 33), (1, 1))) is None
     assert batches.fewer(make_case((33, 33))) is None
     assert batches.rearranged(make_case((1, 37), (1, 37))) is None
+    assert lengths(batches.alike(make_case((1, 37), (1, 37)))) == [(1, 36), (1, 36)]
     encoder = make_case((9, 9), (3, 3), attn_type=AttentionType.ENCODER_ONLY)
     assert batches.many_keys(encoder) is None
     assert lengths(batches.longer(encoder)) == [(18, 18), (6, 6)]
