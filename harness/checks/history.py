@@ -576,7 +576,7 @@ def history_of(rows: RightRows, session: Session) -> History:
     # If it runs first, the case's layer runs before it and after it, since a batch comes before.
     mirror, before = mirror_layer(rows, comes_after=_chosen(case, among=4) < 2), before[:1]
     if kind == 2 and case.batch.path.name in _SINGLE_CALLS:
-        flight = (half, alike)[_chosen(case, among=2)](case)
+        flight = half(case) if _chosen(case, among=2) == 0 else rearranged(case) or alike(case)
         if not unsupported_reasons(backend, flight.case):
             return History(before, (mirror,), flight=flight)
     group = layer_of_another_group(problem, backend) if kind == 3 else None
