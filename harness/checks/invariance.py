@@ -17,7 +17,7 @@ from attncheck.harness.checks.numerics import differing_rows, lse_shares, rows_i
 from attncheck.harness.driver.foreign_code import StageError, unsupported_reasons
 from attncheck.harness.driver.observation import Observation
 from attncheck.harness.driver.session import Fill, Session
-from attncheck.harness.driver.step import HOST_LENS, strides_of
+from attncheck.harness.driver.step import HOST_LENS, forward_calls_of, strides_of
 from attncheck.harness.problem.problem import Arrangement, Problem, arranged
 from attncheck.harness.problem.storage import output_values
 from attncheck.harness.truth.unpaged import share_of_budget
@@ -82,7 +82,8 @@ def same_step(rows: RightRows, session: Session) -> Iterator[Variation]:
 def _may_have_host_bounds(session: Session) -> bool:
     if session.backend.conventions.host_lens == "exact":
         return False
-    _, calls = session.step_of(session.problem, Fill(loose=(HOST_LENS,)))
+    step = replace(session.prepared().step, loose=(HOST_LENS,))
+    calls = forward_calls_of(step, session.backend.features, session.threshold)
     return any(not torch.equal(call.common.seq_lens_cpu, call.common.seq_lens.cpu()) for call in calls)
 
 
