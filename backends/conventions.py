@@ -14,6 +14,7 @@ LSEBase = Literal["e", "2"]
 AlibiReference = Literal["query", "zero", "context"]
 PaddedRows = Literal["untouched", "finite"]
 OperandStrides = Literal["any", "rows"]
+HostLens = Literal["upper_bound", "exact"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,6 +63,14 @@ class Conventions:
     contiguous.
     """
 
+    host_lens: HostLens = "upper_bound"
+    """What ``seq_lens_cpu`` and ``num_computed_tokens_cpu`` hold.
+
+    ``upper_bound``: for decodes and drafts they may be above the lengths on the device, as vLLM's
+    ``seq_lens_cpu_upper_bound``, and host tensors are refilled after ``build``. ``exact``: an engine must pass exact
+    lengths, and must leave host tensors unchanged until ``forward`` returns.
+    """
+
     def excluded_strides(self, strides: StridesSpec | None) -> str:
         """Return, as text, those of ``strides`` that a backend with these conventions is not given, or ""."""
         if self.operand_strides == "any" or strides is None:
@@ -76,6 +85,7 @@ class Conventions:
             ("alibi_reference", get_args(AlibiReference)),
             ("padded_rows", get_args(PaddedRows)),
             ("operand_strides", get_args(OperandStrides)),
+            ("host_lens", get_args(HostLens)),
         ):
             if getattr(self, name) not in allowed:
                 raise ValueError(f"{name} = {getattr(self, name)!r}: must be one of {', '.join(allowed)}")

@@ -7,7 +7,7 @@ The metadata is the common metadata, and its lengths on the host. The builder re
 import ast
 import itertools
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
@@ -25,9 +25,9 @@ from attncheck.backends.declarations import block_size_reason
 class PagedMetadata:
     """The metadata of one step for one group of layers: the common metadata, and its lengths as numbers on the host.
 
-    ``tree`` is bool ``[Q, Q]`` and marks which new keys each row of a request with Q rows may see; None if there is no
-    tree. The class is not frozen, because vLLM's wrapper for fast prefill copies its fields into an object of a derived
-    class.
+    ``seq_lens`` are exact, unless the builder reads those of the host. ``tree`` is bool ``[Q, Q]`` and marks which new
+    keys each row of a request with Q rows may see; None if there is no tree. The class is not frozen, because
+    vLLM's wrapper for fast prefill copies its fields into an object of a derived class.
     """
 
     common: CommonAttentionMetadata
@@ -56,7 +56,7 @@ class PagedMetadata:
 
 
 class PagedBuilder(AttentionMetadataBuilder[PagedMetadata]):
-    """Builder that reads the lengths from their host twins, without synchronisation.
+    """Builder that reads lengths as numbers, and copies the host tensors, which a model runner may refill.
 
     A CUDA graph would freeze these numbers. The graph support is therefore ``NEVER``, unless a candidate reads the
     tensors of ``common`` instead and declares another level.
@@ -64,6 +64,11 @@ class PagedBuilder(AttentionMetadataBuilder[PagedMetadata]):
 
     backend: ClassVar[type[AttentionBackend]]
     metadata_cls: ClassVar[type[PagedMetadata]] = PagedMetadata
+    has_exact_lens: ClassVar[bool] = True
+    """Whether ``build`` reads ``seq_lens`` from the device, and waits for it.
+
+    If False, or if the backend declares ``sync_free_build`` or ``host_lens="exact"``, it reads those of the host.
+    """
 
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
@@ -75,19 +80,31 @@ class PagedBuilder(AttentionMetadataBuilder[PagedMetadata]):
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
     ) -> PagedMetadata:
         """Build the metadata. A shared prefix may be ignored, since every block table row includes its pages."""
+        common, declared = common_attn_metadata, self.backend.conventions
+        waits = self.has_exact_lens and not declared.sync_free_build and declared.host_lens != "exact"
         return self.metadata_cls(
-            common=common_attn_metadata,
-            query_start_loc=tuple(common_attn_metadata.query_start_loc_cpu.tolist()),
-            seq_lens=tuple(common_attn_metadata.seq_lens_cpu.tolist()),
+            common=_with_own_host_tensors(common),
+            query_start_loc=tuple(common.query_start_loc_cpu.tolist()),
+            seq_lens=tuple((common.seq_lens if waits else common.seq_lens_cpu).tolist()),
             attention_chunk_size=self.kv_cache_spec.attention_chunk_size,
             tree=self._tree,
             common_prefix_len=common_prefix_len,
-            **self.own_fields(common_attn_metadata),
+            **self.own_fields(common),
         )
 
     def own_fields(self, common: CommonAttentionMetadata) -> dict[str, Any]:
         """Return the fields of the step that ``metadata_cls`` adds to those of :class:`PagedMetadata`."""
         return {}
+
+
+def _with_own_host_tensors(common: CommonAttentionMetadata) -> CommonAttentionMetadata:
+    """Return the metadata with copies of the host tensors, which may change before ``forward``."""
+    return replace(
+        common,
+        query_start_loc_cpu=common.query_start_loc_cpu.clone(),
+        seq_lens_cpu=common.seq_lens_cpu.clone(),
+        num_computed_tokens_cpu=common.num_computed_tokens_cpu.clone(),
+    )
 
 
 def refuse_cache(backend: type[AttentionBackend], spec: KVCacheSpec) -> None:

@@ -85,6 +85,8 @@ class ChangesTheCommonLengths(Base):
     """Subtracts the new rows from ``seq_lens`` in place: the next builder that gets the step subtracts them again."""
 
     class Builder(ChangesCommon):
+        has_exact_lens = False
+
         def changed(self, common):
             common.seq_lens.sub_(common.query_start_loc.diff())
             return common

@@ -182,6 +182,13 @@ class KeepsKnownRequests(GraphPaged):
 class ClearsLengthsAtCapture(GraphPaged):
     """Sets the lengths on the host to 0 if no request has computed tokens, which holds at capture."""
 
+    class Builder(SDPABuilder):
+        def build(
+            self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
+        ) -> PagedMetadata:
+            metadata = super().build(common_prefix_len, common_attn_metadata, fast_build)
+            return replace(metadata, common=common_attn_metadata)
+
     class Impl(PagedGraphImpl):
         def attend(self, layer: AttentionLayer, *args: Any) -> None:
             super().attend(layer, *args)

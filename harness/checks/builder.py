@@ -17,6 +17,7 @@ from attncheck.backends.contract import (
     CommonAttentionMetadata,
 )
 from attncheck.cases.model import Case
+from attncheck.harness.checks.again import least_failing
 from attncheck.harness.checks.cudagraph.capture import allocate_inputs, dummy_call, parts_of, trace
 from attncheck.harness.checks.cudagraph.check import level_for
 from attncheck.harness.checks.cudagraph.emulation import Watch, run
@@ -28,8 +29,8 @@ from attncheck.harness.checks.interface import Check, CheckedCase
 from attncheck.harness.checks.numerics import check_numerics, output_shares
 from attncheck.harness.device import accelerator_of
 from attncheck.harness.driver.construction import construct_builder, max_model_len
-from attncheck.harness.driver.foreign_code import call_backend, stage_named
-from attncheck.harness.driver.observation import Observation
+from attncheck.harness.driver.foreign_code import StageError, call_backend, stage_named
+from attncheck.harness.driver.observation import Observation, Raised
 from attncheck.harness.driver.session import Session
 from attncheck.harness.driver.step import (
     ForwardCall,
@@ -37,6 +38,7 @@ from attncheck.harness.driver.step import (
     copied_calls,
     forward_calls_of,
     make_step,
+    refill_host,
     request_order,
 )
 from attncheck.harness.problem.problem import Problem, build_problem
@@ -108,6 +110,12 @@ class WaitFinder:
 #
 # Model runners do this for layer groups and micro-batches. Each has its own builder.
 
+_HOST_TENSORS = ("query_start_loc_cpu", "seq_lens_cpu", "num_computed_tokens_cpu")
+
+_REFILLED = (
+    "a host tensor of the metadata is read after build, when the model runner may have refilled it for its next step; "
+    'copy it in build, or declare host_lens="exact"'
+)
 _MEANING = "builders share memory, or one of them keeps for all what it found for its own step"
 
 
@@ -143,8 +151,10 @@ def wrong_beside_others(session: Session, truth: Truth) -> Broken | None:
     """Build with two builders, then run each; return what is wrong with outputs that are right for one builder alone.
 
     The case's hash selects whether both builders receive one CommonAttentionMetadata or the second receives the same
-    requests in reverse order, and which runs first. Return None for a step of several calls. Raise StageError.
+    requests in reverse order, and which runs first. Before ``forward``, the host tensors are refilled, unless the
+    backend declares ``host_lens="exact"``. Return None for a step of several calls. Raise StageError.
     """
+    refilled = () if session.backend.conventions.host_lens == "exact" else _HOST_TENSORS
     sequence = _SEQUENCES[int(session.problem.case.hash, 16) % len(_SEQUENCES)]
     sessions = [session.in_order(order) for order in (session.order, _opposite(session))]
     calls = [copied_calls(each.prepared().calls) for each in sessions]
@@ -152,11 +162,41 @@ def wrong_beside_others(session: Session, truth: Truth) -> Broken | None:
         return None
     with stage_named("beside another builder"):
         built = [_built(sessions[which], calls[which][0]) for which in sequence.steps]
+        for (call,) in calls:
+            refill_host(call.common, refilled)
         for index in sequence.forwards:
-            wrong = _fault(built[index], truth)
+            try:
+                wrong = _fault(built[index], truth)
+            except StageError as failure:
+                if failure.raised.may_end_the_device or (kept := _wrong_after_refill(session, truth, refilled)) is None:
+                    raise
+                return kept
             if wrong is not None:
-                return _finding(session, truth, sequence, index, built[index].session, wrong)
+                kept = _wrong_after_refill(session, truth, refilled)
+                return kept or _finding(session, truth, sequence, index, built[index].session, wrong)
     return None
+
+
+def _wrong_after_refill(session: Session, truth: Truth, names: Sequence[str]) -> Broken | None:
+    """Return what is wrong with a step whose host tensors ``names`` are refilled after ``build``, and right if not.
+
+    The finding names the fewest tensors that suffice.
+    """
+
+    def run(some: Sequence[str]) -> Broken | None:
+        (call,) = copied_calls(session.prepared().calls)
+        built = _built(session, call)
+        refill_host(call.common, some)
+        return _fault(built, truth)
+
+    found = least_failing(names, run)
+    if found is None or not found[1]:
+        return None
+    wrong, needed = found
+    how = f"after {' and '.join(needed)} {'is' if len(needed) == 1 else 'are'} refilled between build and forward"
+    if isinstance(wrong, Raised):
+        return Broken(f"forward raises {how}: {wrong.in_words}", meaning=_REFILLED)
+    return Broken(f"wrong {how}: {wrong.summary}", wrong.figures, _REFILLED, wrong.details)
 
 
 def wrong_draft(session: Session, truth: Truth) -> Broken | None:

@@ -5,11 +5,13 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from attncheck.backends.contract import AttentionBackend
+from attncheck.backends.dtypes import FP8_DTYPES
 from attncheck.cases.consistency import implied_path
 from attncheck.cases.keys import differences
 from attncheck.cases.model import Case
@@ -22,7 +24,16 @@ from attncheck.harness.driver.session import OtherLayer, Session, run_step
 from attncheck.harness.problem.pages import PageLayout, Request
 from attncheck.harness.problem.problem import Problem, build_problem, shares_cache
 from attncheck.harness.truth.truth import truth_of
-from attncheck.reference.spec import AttentionType, BatchSpec, LayerSpec, PaddingSpec, RequestSpec
+from attncheck.harness.truth.unpaged import Budget
+from attncheck.reference.spec import (
+    MODIFIERS,
+    AttentionType,
+    BatchSpec,
+    LayerSpec,
+    PaddingSpec,
+    RequestSpec,
+    modifiers_of_kind,
+)
 
 # Batches that a model runner may have passed to an impl and a builder before a case's own.
 #
@@ -55,9 +66,24 @@ class EarlierBatch:
 
 
 def alike(case: Case) -> EarlierBatch:
-    """Return a batch of the same shape, with other pages and contexts one token shorter."""
-    lengths = [(r, r.query_len, r.context_len - 1) for r in case.batch]
+    """Return a batch of the same shape, with other pages; with contexts one token shorter if all requests are alike."""
+    fewer = 1 if rearranged(case) is None else 0
+    lengths = [(r, r.query_len, r.context_len - fewer) for r in case.batch]
     return _of_lengths(case, "a batch of the same shape", lengths, padding=case.batch.padding)
+
+
+def rearranged(case: Case) -> EarlierBatch | None:
+    """Return a batch of the same requests in another order, or None if all are alike.
+
+    Number of requests, totals and maxima are those of the case; a plan that is kept for them is wrong in the case.
+    """
+    lengths = [(r, r.query_len, r.context_len) for r in case.batch]
+    if len({(query_len, context_len) for _, query_len, context_len in lengths}) == 1:
+        return None
+    padding = case.batch.padding
+    return _of_lengths(
+        case, "a batch of the same requests in another order", lengths[1:] + lengths[:1], padding=padding
+    )
 
 
 def half(case: Case) -> EarlierBatch:
@@ -123,7 +149,7 @@ def many_keys(case: Case) -> EarlierBatch | None:
 
 
 LARGER: tuple[Callable[[Case], EarlierBatch | None], ...] = (longer, more, prompts, many_keys)
-SMALLER: tuple[Callable[[Case], EarlierBatch | None], ...] = (alike, half, fewer, decodes)
+SMALLER: tuple[Callable[[Case], EarlierBatch | None], ...] = (alike, rearranged, half, fewer, decodes)
 
 
 def earlier_batches(case: Case) -> tuple[EarlierBatch, EarlierBatch]:
@@ -212,9 +238,43 @@ def mirrored_rows(rows: RightRows) -> RightRows:
     return replace(rows, truth=replace(rows.truth, out=-rows.truth.out), conventions=conventions)
 
 
-def mirror_layer(rows: RightRows) -> LayerBeside:
-    """Return a second layer of the same kind with its own cache."""
-    return LayerBeside(OtherLayer(mirrored(rows.problem), _TWIN), mirrored_rows(rows), comes_after=True)
+def mirror_layer(rows: RightRows, *, comes_after: bool = True) -> LayerBeside:
+    """Return a second layer of equal sizes, with its own cache and other weights.
+
+    It is the mirror image of the case's layer with its heads in reverse order. So a head has the slope, sink,
+    up-projection and scale of another one. An FP8 cache has scales twice as large.
+    """
+    problem, mirror = mirrored(rows.problem), mirrored_rows(rows)
+    layer, cache, weights = problem.layer, problem.cache, problem.up_projections
+    per_head = {name: getattr(layer, MODIFIERS[name].resolved) for name in modifiers_of_kind("per head")}
+    given: dict[str, Any] = {name: values[::-1] for name, values in per_head.items() if values is not None}
+    factor = 2.0 if cache.kv_cache_dtype in FP8_DTYPES and layer.output_quant is None else 1.0
+    k_scale, v_scale = (_larger(scale, factor) for scale in (cache.k_scale, cache.v_scale))
+    problem = replace(
+        problem,
+        case=replace(
+            problem.case, layer=replace(layer, **given), cache=replace(cache, k_scale=k_scale, v_scale=v_scale)
+        ),
+        query=problem.query.flip(1) / factor,
+        keys=problem.keys.flip(1) * factor,
+        values=problem.values.flip(1) * factor,
+        up_projections=weights and replace(weights, w_uk=weights.w_uk.flip(1), w_uv=weights.w_uv.flip(1)),
+    )
+    truth = mirror.truth
+    budget = Budget(*(allowed.flip(1) for allowed in (truth.budget.norm, truth.budget.peak, truth.budget.lse)))
+    budget = replace(budget, norm=budget.norm * factor, peak=budget.peak * factor)
+    right = replace(
+        mirror,
+        problem=problem,
+        truth=replace(truth, out=truth.out.flip(1) * factor, lse=truth.lse.flip(1), budget=budget),
+        is_right=rows.is_right.flip(1),
+        lse_is_right=rows.lse_is_right.flip(1),
+    )
+    return LayerBeside(OtherLayer(problem, _TWIN), right, comes_after)
+
+
+def _larger(scale: float | tuple[float, ...], factor: float) -> float | tuple[float, ...]:
+    return tuple(one * factor for one in reversed(scale)) if isinstance(scale, tuple) else scale * factor
 
 
 def sharing_layer(rows: RightRows, backend: type[AttentionBackend]) -> LayerBeside | None:
@@ -513,9 +573,10 @@ def history_of(rows: RightRows, session: Session) -> History:
     kind = _chosen(case, among=6)
     if kind < 2 or (session.pool is not None and len(session.pool.bytes()) > _LARGE_POOL):
         return History(before)
-    mirror, before = mirror_layer(rows), before[:1]
+    # If it runs first, the case's layer runs before it and after it, since a batch comes before.
+    mirror, before = mirror_layer(rows, comes_after=_chosen(case, among=4) < 2), before[:1]
     if kind == 2 and case.batch.path.name in _SINGLE_CALLS:
-        flight = (half, alike)[_chosen(case, among=2)](case)
+        flight = half(case) if _chosen(case, among=2) == 0 else rearranged(case) or alike(case)
         if not unsupported_reasons(backend, flight.case):
             return History(before, (mirror,), flight=flight)
     group = layer_of_another_group(problem, backend) if kind == 3 else None
@@ -596,7 +657,7 @@ def _run_under(rows: RightRows, session: Session, history: History, changes: lis
     before = drawn[: len(history.before)]
     in_group = [beside for beside in history.layers if not beside.layer.has_own_group]
     layers = [beside.layer for beside in in_group]
-    own = Session(backend, problem, device, tuple(drawn), pool=session.pool, layers=layers)
+    own = Session(backend, problem, device, tuple(drawn), pool=session.pool, layers=layers).with_own_inputs()
     for batch, other in zip(before, history.before, strict=True):
         earlier_step = own.beside(batch)
         with stage_named(f"of {other.in_words}"):

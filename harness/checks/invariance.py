@@ -17,14 +17,14 @@ from attncheck.harness.checks.numerics import differing_rows, lse_shares, rows_i
 from attncheck.harness.driver.foreign_code import StageError, unsupported_reasons
 from attncheck.harness.driver.observation import Observation
 from attncheck.harness.driver.session import Fill, Session
-from attncheck.harness.driver.step import strides_of
+from attncheck.harness.driver.step import HOST_LENS, forward_calls_of, strides_of
 from attncheck.harness.problem.problem import Arrangement, Problem, arranged
 from attncheck.harness.problem.storage import output_values
 from attncheck.harness.truth.unpaged import share_of_budget
 from attncheck.reference.spec import PaddingSpec, StrideForm, StridesSpec
 from attncheck.reports.run_file.causes import UNKNOWN
 
-# Ways of passing one step that must not matter: strides of operands, and maxima that are only upper bounds.
+# Ways of passing one step that must not matter: strides of operands, and lengths that are only upper bounds.
 #
 # Only one maximum is raised at a time, because `max_query_len` above 1 takes a batch of decodes off a backend's decode
 # path. No engine transposes heads, so a backend may raise for that, and then gets strides that keep the heads of a row
@@ -33,6 +33,11 @@ from attncheck.reports.run_file.causes import UNKNOWN
 _BOUNDS = (
     "a maximum is taken for a length: the maxima of the metadata may be upper bounds; "
     "lengths are in query_start_loc and seq_lens"
+)
+
+_HOST_BOUNDS = (
+    "a length on the host is taken for exact: seq_lens_cpu and num_computed_tokens_cpu of a decode may be upper "
+    'bounds; read seq_lens, or declare host_lens="exact"'
 )
 
 _FORMS: tuple[tuple[StrideForm, ...], ...] = (
@@ -52,23 +57,38 @@ _ROW_FORMS: tuple[tuple[StrideForm, ...], ...] = (
 
 
 def same_step(rows: RightRows, session: Session) -> Iterator[Variation]:
-    """Yield two variations, with different strides: one raises ``max_seq_len``, the other ``max_query_len``."""
+    """Yield two variations, with different strides: one raises ``max_seq_len``, the other ``max_query_len``.
+
+    The first one also raises lengths on the host, if the backend takes upper bounds and the step has any.
+    """
     number = int(rows.problem.case.hash, 16)
 
     def judge(fill: Fill) -> Broken | None:
         return rows.wrong_in(session.run(fill))
 
     for index, maximum in enumerate(("max_seq_len", "max_query_len"), start=number):
-        loosened = Change(f"{maximum} above the batch's", _BOUNDS, partial(_loosened, maximum))
-        by_rows = changed_step(Fill(), (*_stride_changes(rows, _ROW_FORMS, index), loosened), judge)
+        loosened = [Change(f"{maximum} above the batch's", _BOUNDS, partial(_loosened, maximum))]
+        if maximum == "max_seq_len" and _may_have_host_bounds(session):
+            what = "seq_lens_cpu and num_computed_tokens_cpu of decodes above those of the device"
+            # It raises `max_seq_len`, too. So it is left out first, to be named only if the maximum alone does no harm.
+            loosened.insert(0, Change(what, _HOST_BOUNDS, partial(_loosened, HOST_LENS)))
+        by_rows = changed_step(Fill(), (*_stride_changes(rows, _ROW_FORMS, index), *loosened), judge)
         if rows.conventions.operand_strides == "rows":
             yield by_rows
         else:
-            yield changed_step(Fill(), (*_stride_changes(rows, _FORMS, index), loosened), judge, instead=by_rows)
+            yield changed_step(Fill(), (*_stride_changes(rows, _FORMS, index), *loosened), judge, instead=by_rows)
 
 
-def _loosened(maximum: str, fill: Fill) -> Fill:
-    return replace(fill, loose=(*fill.loose, maximum))
+def _may_have_host_bounds(session: Session) -> bool:
+    if session.backend.conventions.host_lens == "exact":
+        return False
+    step = replace(session.prepared().step, loose=(HOST_LENS,))
+    calls = forward_calls_of(step, session.backend.features, session.threshold)
+    return any(not torch.equal(call.common.seq_lens_cpu, call.common.seq_lens.cpu()) for call in calls)
+
+
+def _loosened(name: str, fill: Fill) -> Fill:
+    return replace(fill, loose=(*fill.loose, name))
 
 
 def _stride_changes(rows: RightRows, known: Sequence[tuple[StrideForm, ...]], number: int) -> Iterator[Change[Fill]]:
@@ -112,9 +132,9 @@ def same_requests(rows: RightRows, session: Session) -> Iterator[Variation]:
     """Yield variations of the batch's arrangement."""
     problem = rows.problem
     plain = Arrangement(tuple(range(len(problem.requests))))
-    for change in _alone(problem):  # within the builder's bounds, on an impl that has seen the batch
+    for group in _alone(problem):  # within the builder's bounds, on an impl that has seen the batch
         afresh = partial(_judge_afresh, rows, session)
-        yield changed_step(plain, (change,), partial(_judge, rows, session), afresh=afresh)
+        yield changed_step(plain, group, partial(_judge, rows, session), afresh=afresh)
     changes = tuple(_recomposed(problem, _padding_for(session)))
     if changes:
         largest = plain
@@ -135,14 +155,20 @@ def _judge_afresh(rows: RightRows, session: Session, how: Arrangement) -> Broken
     return _judge(rows, made, how)
 
 
-def _alone(problem: Problem) -> Iterator[Change[Arrangement]]:
-    """Yield changes to apply one at a time: other pages for all requests, and one request without the others."""
-    if problem.has_pool:
-        yield Change("the requests in other pages of a pool", _PAGES, partial(replace, elsewhere=True))
+def _alone(problem: Problem) -> Iterator[tuple[Change[Arrangement], ...]]:
+    """Yield groups of changes to apply one after another: other pages for all requests; one request without the others.
+
+    Half of the cases have another order in other pages. Their totals and maxima are equal, so a plan that is kept for
+    these is wrong.
+    """
     count = len(problem.requests)
+    elsewhere = Change[Arrangement]("the requests in other pages of a pool", _PAGES, partial(replace, elsewhere=True))
+    turned = [_ordered((*range(1, count), 0))] if int(problem.case.hash, 16) // 2 % 2 and count > 1 else []
+    if problem.has_pool:
+        yield (*(turned if problem.case.batch.path.name != "micro_batch" else ()), elsewhere)
     one = int(problem.case.hash, 16) % len(problem.requests)
     if problem.case.batch.path.name in _UNCUT and count > 1 and problem.requests[one].num_keys:
-        yield Change(f"request {one} alone", _ROWS, partial(_of, (one,)))
+        yield (Change(f"request {one} alone", _ROWS, partial(_of, (one,))),)
 
 
 def _recomposed(problem: Problem, padding: PaddingSpec | None) -> Iterator[Change[Arrangement]]:

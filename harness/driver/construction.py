@@ -298,6 +298,8 @@ def construct_builder(
         builder = create_fast_prefill_custom_backend("FastPrefill", backend).get_builder_cls()
     layers = {} if attn_layer is None else {LAYER: attn_layer}
     layers |= {f"layer.{number}": layer for number, layer in enumerate(beside, start=2)}
+    if int(problems[0].case.hash, 16) % 2:  # what is true of the first layer of a group is not true of all
+        layers = dict(reversed(layers.items()))
     spec, config = builder_arguments(backend, problems, fills=fills, capture_sizes=capture_sizes, layers=layers)
     with set_current_vllm_config(config):
         return builder(spec, list(layers) or [LAYER], config, device)

@@ -20,10 +20,12 @@ from attncheck.harness.driver.pool import KVPool, new_pool
 from attncheck.harness.driver.step import (
     ForwardCall,
     LentCalls,
+    PersistentInputs,
     Step,
     copied_calls,
     forward_calls_of,
     lend_copies,
+    lend_in_place,
     make_step,
     num_builders,
     request_order,
@@ -40,8 +42,8 @@ class Fill:
 
     ``poison``: value in foreign slots, or only in ``regions`` if given; None leaves stale rows there. ``padding``:
     value of the padding rows of query, key and value. ``loose``: the maxima of the metadata that are loose upper
-    bounds. ``strides``: memory layout of the operands; None for the case's own. ``rows``: keys and values that replace
-    the problem's; the step takes its new rows from them.
+    bounds, and ``host_lens`` for lengths on the host. ``strides``: memory layout of the operands; None for the case's
+    own. ``rows``: keys and values that replace the problem's; the step takes its new rows from them.
     """
 
     poison: float | None = None
@@ -265,6 +267,7 @@ class Session:
         self._least_builders, self._watching = least_builders, watching
         self._reads: str | None = None
         self.layers: tuple[Session, ...] = ()
+        self._lend: Callable[[tuple[ForwardCall, ...]], LentCalls] = lend_copies
         self._construct()
         self.layers = tuple(self._of_layer(other) for other in layers)
         self._prepare()
@@ -285,9 +288,23 @@ class Session:
         ``first``: the session of that micro-batch on another layer, whose builder serves this layer, too.
         """
         other = copy(self)
-        other.role = role
+        other.role, other._lend = role, lend_copies  # both are in use at once
         other.builders = [] if first is None else first.builders
         return other._taking_up(problem)
+
+    def with_own_inputs(self) -> "Session":
+        """Return this session with persistent inputs, as a model runner has them.
+
+        Every step of this session, and of those :meth:`beside` it, is in the same memory as far as it fits.
+        """
+        inputs = [PersistentInputs(call) for call in copied_calls(self.prepared().calls)]
+
+        def lend(calls: tuple[ForwardCall, ...]) -> LentCalls:
+            return lend_in_place(inputs, calls) if len(calls) == len(inputs) else lend_copies(calls)
+
+        other = copy(self)
+        other._lend = lend
+        return other
 
     def in_order(self, order: Sequence[int]) -> "Session":
         """Return a session over the same cache and builder whose steps have the requests in ``order``."""
@@ -381,7 +398,7 @@ class Session:
         ``lent``: the calls of the step if they are not to be in new memory.
         """
         prepared = self.prepared(fill)
-        lent = lent or lend_copies(prepared.calls)
+        lent = lent or self._lend(prepared.calls)
         kv_cache = self._filled_cache(prepared.step, fill)
         before = self._image() if images else None
         return BegunStep(prepared.step, lent, kv_cache, before, images)

@@ -19,7 +19,14 @@ from attncheck.reference import (
     make_local_attention_virtual_batches,
     split_attn_metadata,
 )
-from attncheck.reference.spec import FastPrefillOptions, MicroBatchOptions, StrideForm, StridesSpec
+from attncheck.reference.spec import (
+    FastPrefillOptions,
+    MicroBatchOptions,
+    SpecDecodeOptions,
+    StrideForm,
+    StridesSpec,
+    TreeOptions,
+)
 
 # Lay out query, key, value and output in memory: the same values with other strides and gaps.
 #
@@ -92,7 +99,10 @@ def _fused(group: Sequence[Tensor]) -> list[Tensor]:
 # slot -1 and rows of NaN.
 
 _LOOSE = 7
-"""By how much a loose maximum exceeds the batch's true one, if the step has room for it."""
+"""By how much a loose maximum or length exceeds the batch's true one, if the step has room for it."""
+
+HOST_LENS = "host_lens"
+"""Name of ``seq_lens_cpu`` and ``num_computed_tokens_cpu`` among what is loose."""
 
 
 @dataclass(frozen=True)
@@ -115,7 +125,7 @@ class Step:
     block_table: Tensor
     pad_seq_len: int
     loose: tuple[str, ...]
-    """The maxima of the metadata that are above the batch's true ones."""
+    """What is above the batch's own: names of maxima of the metadata, and ``host_lens``."""
     output_form: StrideForm
     """Memory layout of the output."""
 
@@ -169,22 +179,29 @@ class Step:
         if isinstance(self.problem.case.batch.path.options, FastPrefillOptions):
             metadata.logits_indices_padded = self._logits_indices()
             metadata.num_logits_indices = self.num_rows
-        return self.loosened(metadata)
+        return metadata
 
-    def loosened(self, common: CommonAttentionMetadata) -> CommonAttentionMetadata:
-        """Return metadata whose exact maxima are raised for the names in ``loose``.
+    def loosened(self, common: CommonAttentionMetadata, *, is_divided: bool = False) -> CommonAttentionMetadata:
+        """Return exact metadata of this step with upper bounds for the names in ``loose``.
 
-        They stay valid bounds: ``max_query_len`` is at most the step's tokens, ``max_seq_len`` at most what the table
-        holds.
+        They stay valid bounds: ``max_query_len`` is at most the step's tokens, and all lengths are at most what the
+        table holds. ``is_divided``: the requests are pieces of the step's requests, whose lengths on the host are
+        exact, because a model runner divides exact lengths.
         """
         tokens, room = common.num_actual_tokens, common.num_actual_tokens
         if self.problem.has_pool:
             room = common.block_table_tensor.shape[1] * self.problem.cache.block_size
         limits = {"max_query_len": tokens, "max_seq_len": room}
         looser: dict[str, Any] = {}
+        if HOST_LENS in self.loose and not is_divided:
+            more = bounded_requests(self.problem, common) * (room - common.seq_lens_cpu).clamp(0, _LOOSE)
+            looser["seq_lens_cpu"] = common.seq_lens_cpu + more
+            looser["num_computed_tokens_cpu"] = common.num_computed_tokens_cpu + more
+            looser["max_seq_len"] = max(common.max_seq_len, int(looser["seq_lens_cpu"].max()))
         for name in self.loose:
-            exact = int(getattr(common, name))
-            looser[name] = max(exact, min(exact + _LOOSE, limits[name]))
+            if name in limits:
+                exact = int(getattr(common, name))
+                looser[name] = max(looser.get(name, exact), min(exact + _LOOSE, limits[name]))
         return replace(common, **looser)
 
     def _of_part(self, part: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -208,6 +225,40 @@ class Step:
         tokens = [torch.arange(end - r.rows, end) for r, end in zip(requests, ends, strict=True)]
         padding = torch.zeros(len(self.query) - self.num_rows, dtype=torch.int64)
         return torch.cat([*tokens, padding]).to(self.query.device)
+
+
+def bounded_requests(problem: Problem, common: CommonAttentionMetadata) -> Tensor:
+    """Return bool ``[R]``, host: the requests whose lengths on the host may be upper bounds.
+
+    As in vLLM, these are decodes, also those that verify drafts: only the device has the number of drafts that the
+    step before accepted. Lengths of prompts, of their chunks, and of an encoder are exact.
+    """
+    if problem.is_cross:
+        return torch.zeros(common.num_reqs, dtype=torch.bool)
+    options = problem.case.batch.path.options
+    drafts = 0
+    if isinstance(options, SpecDecodeOptions):
+        drafts = options.num_speculative_tokens
+    elif isinstance(options, TreeOptions):
+        drafts = len(options.parents) - 1
+    query_lens = common.query_start_loc_cpu.diff()
+    return (query_lens > 0) & (query_lens <= 1 + drafts) & (common.num_computed_tokens_cpu > 0)
+
+
+def refill_host(common: CommonAttentionMetadata, names: Sequence[str]) -> None:
+    """Overwrite the host tensors ``names`` with those of another valid step, as a model runner does after ``build``.
+
+    That step has one request fewer, of one token and 2 keys each. So no number exceeds what the step has room for.
+    """
+    real = max(1, common.num_reqs - 1)
+    is_real = torch.arange(common.num_reqs) < real
+    contents = {
+        "query_start_loc_cpu": torch.arange(common.num_reqs + 1).clamp(max=real),
+        "seq_lens_cpu": torch.where(is_real, 2, 0),
+        "num_computed_tokens_cpu": torch.where(is_real, 1, 0),
+    }
+    for name in names:
+        getattr(common, name).copy_(contents[name])
 
 
 def request_order(problem: Problem, threshold: int | None) -> list[int]:
@@ -247,8 +298,9 @@ def make_step(
 
     Every call makes new tensors with equal contents. ``padding_fill``: value of the padding rows of query, key and
     value. ``pad_seq_len``: ``seq_lens`` of padding requests. ``loose``: the maxima of the metadata that are loose upper
-    bounds, as in a step padded for a captured graph. ``new_rows``: keys and values of the same shapes as the problem's,
-    from which the step takes its new rows instead. ``strides``: memory layout of the operands; None for the case's own.
+    bounds, as in a step padded for a captured graph, and ``host_lens`` for such lengths on the host. ``new_rows``: keys
+    and values of the same shapes as the problem's, from which the step takes its new rows instead. ``strides``: memory
+    layout of the operands; None for the case's own.
     """
     order = tuple(range(len(problem.requests)) if order is None else order)
     requests = [problem.requests[i] for i in order]
@@ -405,17 +457,18 @@ def forward_calls_of(step: Step, features: frozenset[str], threshold: int | None
         return micro_batches_of(step, case.batch.path.options.cuts, threshold)
     if is_merged(case.batch, features):
         parts = range(len(step.problem.parts))
-        return tuple(_whole(step, step.common_metadata(part), carries_sinks=part == 0) for part in parts)
+        made = (step.loosened(step.common_metadata(part), is_divided=True) for part in parts)
+        return tuple(_whole(step, common, carries_sinks=part == 0) for part, common in enumerate(made))
     if case.batch.path.name == "cascade":
         prefix = min(request.shared_prefix for request in case.batch.requests)
-        return (_whole(step, step.common_metadata(), common_prefix_len=prefix),)
+        return (_whole(step, step.loosened(step.common_metadata()), common_prefix_len=prefix),)
     if is_chunked(case.layer, case.cache, case.batch, features):
         chunk = case.layer.attn_chunk_size or 0
         virtual = make_local_attention_virtual_batches(chunk, step.common_metadata(), case.cache.block_size)
         nth, position = _places(virtual)
-        call = replace(_whole(step, step.loosened(virtual)), nth=nth, position=position)
+        call = replace(_whole(step, step.loosened(virtual, is_divided=True)), nth=nth, position=position)
         return (_ordered(call, threshold),)
-    return (_whole(step, step.common_metadata()),)
+    return (_whole(step, step.loosened(step.common_metadata())),)
 
 
 def _whole(
@@ -463,7 +516,7 @@ def micro_batches_of(step: Step, cuts: tuple[int, ...], threshold: int | None = 
         nth, position = _places(metadata)
         calls.append(
             ForwardCall(
-                common=step.loosened(metadata),
+                common=step.loosened(metadata, is_divided=True),
                 query=step.query[tokens],
                 key=None if step.key is None else step.key[tokens],
                 value=None if step.value is None else step.value[tokens],

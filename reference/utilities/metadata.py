@@ -57,9 +57,9 @@ class CommonAttentionMetadata:
     seq_lens: Tensor
     """``[R]``, device: ``s``, tokens in the cache after this step's are written."""
     seq_lens_cpu: Tensor
-    """``[R]``, host: the same values."""
+    """``[R]``, host: the same values, or upper bounds of them for decodes, as vLLM's ``seq_lens_cpu_upper_bound``."""
     num_computed_tokens_cpu: Tensor
-    """``[R]``, host: ``c``, tokens whose K/V is in the cache before this step."""
+    """``[R]``, host: ``c``, tokens whose K/V is in the cache before this step: ``seq_lens_cpu`` minus ``q``."""
     num_reqs: int
     """``R``."""
     num_actual_tokens: int

@@ -83,7 +83,12 @@ def test_what_the_function_is_given(make_step):
     assert seen["query"] is step.query
     assert seen["out"] is step.output
     assert isinstance(seen["metadata"], CommonAttentionMetadata)
-    assert seen["metadata"] is step.common
+    assert seen["metadata"].seq_lens is step.common.seq_lens
+    # A model runner refills the host tensors after `build`, and a function has no builder that could copy them.
+    for name in ("query_start_loc_cpu", "seq_lens_cpu", "num_computed_tokens_cpu"):
+        own, given = getattr(seen["metadata"], name), getattr(step.common, name)
+        assert torch.equal(own, given)
+        assert own.data_ptr() != given.data_ptr()
     assert seen["key_cache"].shape == (40, 8, 2, 16)
     assert seen["value_cache"].shape == (40, 8, 2, 8)
     assert seen["key_cache"].data_ptr() == step.kv_cache.data_ptr()

@@ -31,6 +31,8 @@ class RefillsBuffers(Miniature):
     The buffer of lengths has a host buffer, pinned if there is a GPU, which numpy fills.
     """
 
+    conventions = replace(Miniature.conventions, host_lens="exact")
+
     class Builder(BufferedBuilder):
         def __init__(self, *args):
             super().__init__(*args)

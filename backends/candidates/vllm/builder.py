@@ -22,7 +22,9 @@ def their_fields(metadata: CommonAttentionMetadata, theirs: type[Any]) -> dict[s
     there = {field.name for field in fields(theirs)}
     shared = {field.name: getattr(metadata, field.name) for field in fields(metadata) if field.name in there}
     derived = {
-        "seq_lens_cpu_upper_bound": metadata.seq_lens_cpu,
+        # Copies, because vLLM's runner leaves its host tensors unchanged until `forward` returns.
+        "query_start_loc_cpu": metadata.query_start_loc_cpu.clone(),
+        "seq_lens_cpu_upper_bound": metadata.seq_lens_cpu.clone(),
         "max_logits_per_req": _max_logits(metadata),
     }
     return shared | {name: value for name, value in derived.items() if name in there}
@@ -37,12 +39,10 @@ def step_fields(
     a decoding request may have besides its own.
     """
     there = {field.name for field in fields(theirs)}
-    known: dict[str, Any] = {
-        "positions": positions,
-        "is_prefilling": _is_prefilling(metadata, num_drafts),
-        "_seq_lens_cpu": metadata.seq_lens_cpu,
-        "_num_computed_tokens_cpu": metadata.num_computed_tokens_cpu,
-    }
+    known: dict[str, Any] = {"positions": positions, "is_prefilling": _is_prefilling(metadata, num_drafts)}
+    if "seq_lens_cpu_upper_bound" not in there:
+        # A version that has upper bounds has these, too, but its runner sets them to None if they may not be exact.
+        known |= {"_seq_lens_cpu": metadata.seq_lens_cpu, "_num_computed_tokens_cpu": metadata.num_computed_tokens_cpu}
     if "encoder_seq_lens_cpu" in there and metadata.encoder_seq_lens is not None:
         # In versions with both, the name without suffix is the device's; in versions with one, it is the host's.
         on_device = torch.from_numpy(metadata.encoder_seq_lens).to(metadata.seq_lens.device)
@@ -52,15 +52,12 @@ def step_fields(
 
 def fill_positions(metadata: CommonAttentionMetadata, buffer: Tensor) -> Tensor:
     """Write each token's position in its request to the front of ``buffer`` (int64), 0 for padding; return the view."""
-    starts = metadata.query_start_loc_cpu.long()
-    query_lens, computed = starts.diff(), metadata.num_computed_tokens_cpu.long()
-    within = torch.arange(int(starts[-1])) - starts[:-1].repeat_interleave(query_lens)
-    positions = torch.zeros(metadata.num_actual_tokens, dtype=torch.int64)
-    # If a decoder attends to an encoder's keys, the lengths are the encoder's, and may be shorter.
-    positions[: len(within)] = (within + computed.repeat_interleave(query_lens)).clamp(min=0)
-    view = buffer[: len(positions)]
-    view.copy_(positions, non_blocking=True)
-    return view
+    starts = metadata.query_start_loc.long()
+    row = torch.arange(metadata.num_actual_tokens, device=starts.device)
+    request = torch.searchsorted(starts[1:], row, right=True).clamp(max=metadata.num_reqs - 1)
+    # Lengths on the host may be upper bounds. Those of an encoder may be shorter than the query.
+    positions = (metadata.seq_lens[request] - starts[request + 1] + row).clamp(min=0)
+    return buffer[: len(row)].copy_(positions.masked_fill(row >= starts[-1], 0))
 
 
 def _is_prefilling(metadata: CommonAttentionMetadata, num_drafts: int) -> Tensor:

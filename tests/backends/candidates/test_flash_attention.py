@@ -350,6 +350,7 @@ def test_devices_are_not_mixed(backend, modifiers, requests, block_size, make_wr
     fields = {name: value if name in host else moved(value) for name, value in vars(step.common).items()}
     spec = step.builder().kv_cache_spec
     builder = backend.get_builder_cls()(spec, ["layer.0"], None, torch.device("meta"))
+    builder.has_exact_lens = False  # a tensor without contents has no lengths to read
     metadata = builder.build(0, CommonAttentionMetadata(**fields))
     names = ("query", "key", "value", "kv_cache", "output", "output_lse")
     out = step.run(attn_metadata=metadata, **{name: moved(getattr(step, name)) for name in names})

@@ -38,7 +38,8 @@ def backend(build: Any = None, forward: Any = None, **members: Any) -> type[Refe
             return super().forward(*arguments, **more)
 
     made = {"get_builder_cls": staticmethod(lambda: Builder), "get_impl_cls": staticmethod(lambda: Impl)}
-    return type("Mine", (ReferenceBackend,), made | members)
+    Builder.backend = type("Mine", (ReferenceBackend,), made | members)
+    return Builder.backend
 
 
 @pytest.fixture
@@ -112,10 +113,39 @@ def test_a_changed_field_is_named(examine: Any, make_case: Any, field: str) -> N
 
 def test_a_field_that_forward_changes_is_named_without_a_cache(examine: Any, make_case: Any) -> None:
     def forward(_impl: Any, metadata: Any) -> None:
-        metadata.common.seq_lens_cpu.add_(1)
+        metadata.common.slot_mapping.add_(1)
 
     case = make_case((7, 7), (20, 20), attn_type="encoder_only", path="encoder_only")
-    assert examine(backend(forward=forward), case).summary == "forward changed metadata.seq_lens_cpu"
+    assert examine(backend(forward=forward), case).summary == "forward changed metadata.slot_mapping"
+
+
+@pytest.mark.parametrize("kept", [True, False])
+@pytest.mark.parametrize("name", ["seq_lens_cpu", "query_start_loc_cpu"])
+def test_a_host_tensor_is_not_read_after_build(examine: Any, make_case: Any, name: str, kept: bool) -> None:
+    lent: dict[int, Any] = {}
+
+    class Builder(ReferenceBuilder):
+        def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Any:
+            made = super().build(common_prefix_len, common_attn_metadata, fast_build)
+            tensor = getattr(common_attn_metadata, name)
+            lent[id(made)] = made, tensor if kept else tensor.clone()
+            return made
+
+    class Impl(ReferenceImpl):
+        def attend(self, *args: Any) -> None:
+            metadata = args[5]
+            tensor = lent[id(metadata)][1].to(metadata.common.seq_lens.device)
+            own = replace(metadata.common, **{name.removesuffix("_cpu"): tensor})
+            super().attend(*args[:5], replace(metadata, common=own), *args[6:])
+
+    parts = {"get_builder_cls": staticmethod(lambda: Builder), "get_impl_cls": staticmethod(lambda: Impl)}
+    found = examine(type("Mine", (ReferenceBackend,), parts), make_case((1, 37), (3, 30)))
+    assert isinstance(found, Broken) is kept
+    if isinstance(found, Broken):
+        assert f"after {name} is refilled between build and forward: " in found.summary
+        assert 'host_lens="exact"' in (found.meaning or "")
+    exact = {"conventions": replace(ReferenceBackend.conventions, host_lens="exact")}
+    assert isinstance(examine(type("Mine", (ReferenceBackend,), parts | exact), make_case((1, 37), (3, 30))), Holds)
 
 
 def test_what_raises_beside_another_builder_is_reported_with_its_stage(examine: Any) -> None:

@@ -13,6 +13,7 @@ from attncheck.reference.spec import (
     FastPrefillOptions,
     MicroBatchOptions,
     RequestSpec,
+    SpecDecodeOptions,
     SplitKVOptions,
 )
 
@@ -128,6 +129,53 @@ def test_loose_bounds_are_those_of_the_call_and_do_not_reach_past_the_table(make
     ):
         _, made = calls(case, loose=("max_query_len", "max_seq_len"))
         assert [(call.common.max_query_len, call.common.max_seq_len) for call in made] == bounds
+
+
+@pytest.mark.parametrize(
+    ("requests", "how", "expected"),
+    [
+        pytest.param([(1, 20), (5, 40), (9, 9), (1, 1)], {}, [27, 40, 9, 1], id="a decode with a context"),
+        pytest.param([(1, 95)], {"cache": {"block_size": 16}}, [102], id="beyond the pages of the request"),
+        pytest.param(
+            [(4, 20), (4, 4)],
+            {"path": "spec_decode", "options": SpecDecodeOptions(num_speculative_tokens=3)},
+            [27, 4],
+            id="verified drafts",
+        ),
+        pytest.param(
+            [(1, 40), (2, 70)],
+            {"path": "micro_batch", "options": MicroBatchOptions(cuts=(2,))},
+            [40, 69],
+            id="a request that is cut",
+        ),
+        pytest.param(
+            [(1, 33)], {"path": "local", "attn_chunk_size": 32}, [1], id="virtual requests, which the runner makes"
+        ),
+        pytest.param(
+            [RequestSpec(query_len=1, seq_len=9, encoder_len=20)],
+            {"path": "cross", "attn_type": AttentionType.ENCODER_DECODER},
+            [20],
+            id="keys of an encoder",
+        ),
+    ],
+)
+def test_lengths_on_the_host_are_upper_bounds_for_decodes(
+    make_case: Any, requests: Any, how: dict[str, Any], expected: list[int]
+) -> None:
+    _, (exact, *_) = calls(make_case(*requests, padding=(1, 1) if how == {} else (0, 0), **how))
+    _, (loose, *_) = calls(make_case(*requests, padding=(1, 1) if how == {} else (0, 0), **how), loose=("host_lens",))
+    count = len(expected)
+    assert loose.common.seq_lens_cpu.tolist()[:count] == expected[: loose.common.num_reqs]
+    more = loose.common.seq_lens_cpu - exact.common.seq_lens_cpu
+    assert torch.equal(loose.common.num_computed_tokens_cpu - more, exact.common.num_computed_tokens_cpu)
+    assert loose.common.seq_lens.tolist() == exact.common.seq_lens.tolist() == exact.common.seq_lens_cpu.tolist()
+    assert loose.common.max_seq_len == max(exact.common.max_seq_len, *expected)
+    assert torch.equal(loose.position, exact.position)
+
+
+def test_upper_bounds_stay_within_the_table(make_case: Any) -> None:
+    _, (call,) = calls(make_case((1, 15), cache={"block_size": 2}), loose=("host_lens",))
+    assert (call.common.seq_lens_cpu.tolist(), call.common.block_table_tensor.shape[1] * 2) == ([20], 20)
 
 
 def test_parts_are_causal_carry_sinks_and_write_once(make_case: Any) -> None:

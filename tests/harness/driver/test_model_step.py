@@ -81,11 +81,18 @@ def test_micro_batches_are_built_before_the_first_one_runs(
     assert metadata[0] is not metadata[1]
 
 
-def test_a_builder_gets_all_layers_of_its_group(problem: Problem) -> None:
-    session = Session(ReferenceBackend, problem, CPU, layers=(twin(problem), twin(problem)))
+@pytest.mark.parametrize("number", range(2))
+def test_a_builder_gets_all_layers_of_its_group(problem: Problem, number: int) -> None:
+    """The case's own layer is the first of the group in half of the cases, and the last in the others."""
+    case = problem.case
+    named = (replace(case, layer=replace(case.layer, scale=1 + n / 8)) for n in range(16))
+    chosen = next(one for one in named if int(one.hash, 16) % 2 == number)
+    own = build_problem(chosen, 0)
+    session = Session(ReferenceBackend, own, CPU, layers=(twin(own), twin(own)))
     known = session.builder.vllm_config.compilation_config.static_forward_context
-    assert session.builder.layer_names == ["layer.1", "layer.2", "layer.3"]
-    assert [known[name].impl for name in known] == [session.impl, *(layer.impl for layer in session.layers)]
+    names = ["layer.1", "layer.2", "layer.3"]
+    assert session.builder.layer_names == (names[::-1] if number else names)
+    assert [known[name].impl for name in names] == [session.impl, *(layer.impl for layer in session.layers)]
 
 
 def test_the_layer_that_raises_is_named(problem: Problem) -> None:

@@ -1,5 +1,6 @@
 """Sessions: the call order of a model runner, and what is seen when a backend misbehaves."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -154,7 +155,12 @@ def test_rows_unwritten_writes_outside_the_output_and_changed_inputs_are_seen(ma
         common.slot_mapping = common.slot_mapping.to("meta")
         common.max_seq_len = 3
 
-    seen = run(impl(attend=attend), make_case())
+    class Builder(ReferenceBuilder):
+        def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Any:
+            made = super().build(common_prefix_len, common_attn_metadata, fast_build)
+            return replace(made, common=common_attn_metadata)
+
+    seen = run(variant(impl=impl(attend=attend).get_impl_cls(), builder=Builder), make_case())
     assert seen.unwritten.nonzero().flatten().tolist() == list(range(30, 40))
     assert seen.breaches == ("output",)
     assert seen.changed == ("query", "metadata.seq_lens", "metadata.max_seq_len", "metadata.slot_mapping")

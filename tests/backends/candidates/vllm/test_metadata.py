@@ -63,7 +63,8 @@ def test_fields_go_by_the_names_that_a_version_has_for_them():
     assert today.query_start_loc is ours.query_start_loc
     assert today.seq_lens is before.seq_lens is between.seq_lens is ours.seq_lens
     assert (today.num_reqs, today.num_actual_tokens, today.causal) == (2, 4, True)
-    assert today.seq_lens_cpu_upper_bound is before.seq_lens_cpu is between._seq_lens_cpu is ours.seq_lens_cpu
+    assert before.seq_lens_cpu is between._seq_lens_cpu is ours.seq_lens_cpu
+    assert today.seq_lens_cpu_upper_bound.tolist() == [5, 3]
     assert between._num_computed_tokens_cpu is ours.num_computed_tokens_cpu
     assert today.something_new is None
     # Encoder lengths are on the device, and on the host where a version has both.
@@ -93,6 +94,16 @@ def test_positions_follow_the_context_and_are_written_in_place():
     assert buffer[6:].tolist() == [-5] * 4
     # Over an encoder shorter than the query they are not negative.
     assert fill_positions(batch([3], [1]), torch.zeros(3, dtype=torch.int64)).tolist() == [0, 0, 0]
+
+
+def test_lengths_on_the_host_are_passed_as_upper_bounds_only():
+    both = make_dataclass("Both", ["_seq_lens_cpu", "seq_lens_cpu_upper_bound"])
+    ours = batch([1, 3], [5, 3])
+    ours.seq_lens_cpu = torch.tensor([8, 3], dtype=torch.int32)
+    ours.num_computed_tokens_cpu = torch.tensor([7, 0], dtype=torch.int32)
+    made = step_fields(ours, both, positions=torch.arange(4))
+    assert {name: lens.tolist() for name, lens in made.items()} == {"seq_lens_cpu_upper_bound": [8, 3]}
+    assert fill_positions(ours, torch.zeros(4, dtype=torch.int64)).tolist() == [4, 0, 1, 2]
 
 
 def test_the_most_logits_of_one_request():

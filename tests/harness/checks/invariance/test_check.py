@@ -8,7 +8,7 @@ import pytest
 import torch
 from inline_snapshot import snapshot
 
-from attncheck.backends.candidates.reference import ReferenceImpl
+from attncheck.backends.candidates.reference import ReferenceBuilder, ReferenceImpl
 from attncheck.backends.conventions import Conventions
 from attncheck.backends.registry import load
 from attncheck.harness.checks.again import Change, changed_step
@@ -82,6 +82,52 @@ def test_a_backend_of_rows_alone_is_handed_no_other_strides(examine: Any, make_c
     conventions = replace(HONEST, operand_strides=declared)
     assert isinstance(examine(note, make_case(dtype="float32"), conventions=conventions), Holds)
     assert (seen == {(1, 1, True)}) is (declared == "rows")
+
+
+class HostLens(ReferenceBuilder):
+    """Builder that takes the lengths on the host for those of the device."""
+
+    def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Any:
+        common = replace(common_attn_metadata, seq_lens=common_attn_metadata.seq_lens_cpu.clone())
+        return super().build(common_prefix_len, common, fast_build)
+
+
+@pytest.mark.parametrize("host_lens", ["upper_bound", "exact"])
+def test_lengths_on_the_host_are_exact_only_if_declared(
+    judge: Any, backend_of: Any, make_case: Any, host_lens: Any
+) -> None:
+    members = {"get_builder_cls": staticmethod(lambda: HostLens), "conventions": replace(HONEST, host_lens=host_lens)}
+    found = judge("invariance", backend_of(ReferenceImpl, **members), make_case((1, 37), (5, 40)))
+    assert isinstance(found, Broken) is (host_lens == "upper_bound")
+    if isinstance(found, Broken):
+        how = "wrong with seq_lens_cpu and num_computed_tokens_cpu of decodes above those of the device: "
+        assert found.summary.startswith(f"right at first, {how}1 of 6 rows is wrong, the first is row 0 ")
+        assert 'declare host_lens="exact"' in (found.meaning or "")
+
+
+def test_a_plan_for_equal_totals_and_maxima_is_not_that_of_the_batch(
+    judge: Any, backend_of: Any, make_case: Any
+) -> None:
+    class Builder(ReferenceBuilder):
+        def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Any:
+            common = common_attn_metadata
+            key = (
+                common.num_reqs,
+                common.num_actual_tokens,
+                common.max_query_len,
+                int(common.seq_lens.max()),
+                int(common.seq_lens.sum()),
+            )
+            lens = vars(self).setdefault("plans", {}).setdefault(key, common.seq_lens.clone())
+            return super().build(common_prefix_len, replace(common, seq_lens=lens), fast_build)
+
+    members = {"get_builder_cls": staticmethod(lambda: Builder)}
+    cases = [make_case((1, 37), (1, 20), (1, longest)) for longest in range(90, 94)]
+    findings = [judge("invariance", backend_of(ReferenceImpl, **members), case) for case in cases]
+    wrong = [found for found in findings if isinstance(found, Broken)]
+    assert wrong
+    assert all("something is kept from an earlier" in (found.meaning or "") for found in wrong)
+    assert all(isinstance(judge("invariance", backend_of(ReferenceImpl), case), Holds) for case in cases)
 
 
 def test_an_exception_is_reported_with_the_change(examine: Any, make_case: Any) -> None:

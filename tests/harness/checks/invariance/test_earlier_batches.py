@@ -16,7 +16,8 @@ def lengths(batch: Any) -> list[tuple[int, int]] | None:
 @pytest.mark.parametrize(
     ("make", "expected"),
     [
-        (batches.alike, [(1, 36), (5, 39), (33, 33)]),
+        (batches.alike, [(1, 37), (5, 40), (33, 33)]),
+        (batches.rearranged, [(5, 40), (33, 33), (1, 37)]),
         (batches.half, [(17, 17), (3, 20), (1, 19)]),
         (batches.longer, [(1, 89), (5, 91), (33, 49)]),
         (batches.more, [(1, 36), (5, 39), (33, 33), (33, 33), (5, 39), (1, 36), (1, 36)]),
@@ -29,13 +30,15 @@ def lengths(batch: Any) -> list[tuple[int, int]] | None:
 def test_the_lengths_of_each_kind(make_case: Any, make: Any, expected: list[tuple[int, int]]) -> None:
     batch = make(make_case((1, 37), (5, 40), (33, 33), padding=(1, 2)))
     assert lengths(batch) == expected
-    assert batch.case.batch.padding.tokens == (2 if make is batches.alike else 0)
+    assert batch.case.batch.padding.tokens == (2 if make in (batches.alike, batches.rearranged) else 0)
 
 
 def test_a_batch_that_would_be_the_case_s_own_kind_is_left_out(make_case: Any) -> None:
     assert batches.decodes(make_case((1, 37), (1, 5))) is None
     assert batches.prompts(make_case((33, 33), (1, 1))) is None
     assert batches.fewer(make_case((33, 33))) is None
+    assert batches.rearranged(make_case((1, 37), (1, 37))) is None
+    assert lengths(batches.alike(make_case((1, 37), (1, 37)))) == [(1, 36), (1, 36)]
     encoder = make_case((9, 9), (3, 3), attn_type=AttentionType.ENCODER_ONLY)
     assert batches.many_keys(encoder) is None
     assert lengths(batches.longer(encoder)) == [(18, 18), (6, 6)]

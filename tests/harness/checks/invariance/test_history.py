@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 import torch
 
-from attncheck.backends.candidates.reference import ReferenceBackend
+from attncheck.backends.candidates.reference import ReferenceBackend, ReferenceBuilder, ReferenceImpl
+from attncheck.backends.candidates.reference_mla import ReferenceMLABackend, ReferenceMLAImpl
 from attncheck.backends.candidates.torch_sdpa import SDPABackend
 from attncheck.backends.registry import load
 from attncheck.cases.loader import load_suite
@@ -25,7 +26,7 @@ from attncheck.harness.checks.history import (
 from attncheck.harness.driver.session import Session
 from attncheck.harness.problem.problem import build_problem
 from attncheck.harness.truth.truth import truth_of
-from attncheck.reference.spec import TreeOptions
+from attncheck.reference.spec import MLASpec, TreeOptions
 
 CPU = torch.device("cpu")
 
@@ -127,6 +128,75 @@ def test_the_finding_names_what_makes_the_difference(make_case: Any, mutant: str
     assert isinstance(found, Broken)
     assert found.summary.startswith("right in a first step, wrong ")
     assert how in found.summary
+
+
+def test_a_plan_that_is_kept_for_an_address_is_that_of_an_earlier_step(make_case: Any) -> None:
+    class Builder(ReferenceBuilder):
+        def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Any:
+            lens = common_attn_metadata.seq_lens
+            key = lens.data_ptr(), tuple(lens.shape)
+            # Both are held, so that the address cannot be that of a new tensor.
+            _, plan = vars(self).setdefault("plans", {}).setdefault(key, (lens, lens.clone()))
+            return super().build(common_prefix_len, replace(common_attn_metadata, seq_lens=plan), fast_build)
+
+    backend = type("Keyed", (ReferenceBackend,), {"get_builder_cls": staticmethod(lambda: Builder)})
+    case = make_case((1, 37), (1, 20), (1, 90))
+    rows, session = begun(backend, case)
+    earlier = histories.rearranged(case)
+    assert earlier is not None
+    found = check_step(rows, session, History(before=(earlier,)))
+    assert isinstance(found, Broken)
+    assert "wrong after a batch of the same requests in another order (q1s20_q1s90_q1s37): 3 of 3" in found.summary
+
+
+@pytest.mark.parametrize("comes_after", [True, False])
+@pytest.mark.parametrize(
+    ("layer", "kept"),
+    [
+        ({"sinks": True}, "_sink_logits"),
+        ({"alibi": True}, "alibi_slopes"),
+        ({"mla": MLASpec(kv_lora_rank=32, qk_nope_head_dim=16, qk_rope_head_dim=8, v_head_dim=16)}, "_projections"),
+    ],
+)
+def test_a_second_layer_has_weights_of_its_own(make_case: Any, layer: Any, kept: str, comes_after: bool) -> None:
+    """The wrong impls keep the weights of the layer that ran first, for all layers of equal sizes."""
+    is_latent = "mla" in layer
+    base, backend = (ReferenceMLAImpl, ReferenceMLABackend) if is_latent else (ReferenceImpl, ReferenceBackend)
+    weights: list[Any] = []
+
+    class Impl(base):  # type: ignore[misc, valid-type]
+        def attend(self, *args: Any) -> None:
+            weights.append(getattr(self, kept))
+            setattr(self, kept, weights[0])
+            super().attend(*args)
+
+    sizes = {"path": "mla", "num_kv_heads": 1, "head_size": 40, "num_heads": 4} if is_latent else {}
+    case = make_case((1, 37), (5, 40), **layer, **sizes)
+    wrong = type("Keeps", (backend,), {"get_impl_cls": staticmethod(lambda: Impl)})
+    for tried in (backend, wrong):
+        weights.clear()
+        rows, session = begun(tried, case)
+        weights.clear()
+        mirror = mirror_layer(rows, comes_after=comes_after)
+        found = check_step(rows, session, History(layers=(mirror,)))
+        assert isinstance(found, Broken) is (tried is wrong)
+
+
+def test_a_second_layer_has_scales_of_its_own(make_case: Any) -> None:
+    class Impl(ReferenceImpl):
+        def forward(self, layer: Any, *args: Any, **keywords: Any) -> Any:
+            scales.append(layer)
+            return super().forward(scales[0], *args, **keywords)
+
+    fp8 = {"kv_cache_dtype": "fp8_e4m3", "k_scale": (0.5, 0.25), "v_scale": 0.125}
+    case = make_case((1, 37), (5, 40), cache=fp8, head_size=32)
+    wrong = type("Keeps", (ReferenceBackend,), {"get_impl_cls": staticmethod(lambda: Impl)})
+    for tried in (ReferenceBackend, wrong):
+        scales: list[Any] = []
+        rows, session = begun(tried, case)
+        scales.clear()
+        found = check_step(rows, session, History(layers=(mirror_layer(rows),)))
+        assert isinstance(found, Broken) is (tried is wrong)
 
 
 def test_a_field_that_a_layer_changes_is_named(make_case: Any) -> None:
