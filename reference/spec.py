@@ -768,7 +768,7 @@ class AttentionCGSupport(Enum):
 
 KVCacheDType = Literal["auto", "float16", "bfloat16", "float32", "fp8", "fp8_e4m3", "fp8_e5m2"]
 Layout = Literal["NHD", "HND"]
-InputName = Literal["needles", "large_scores", "equal_scores", "coordinates", "views"]
+InputName = Literal["needles", "large_scores", "equal_scores", "negative_scores", "coordinates", "views"]
 StrideForm = Literal["contiguous", "fused", "padded", "offset", "odd", "transposed"]
 """Memory layout of an operand ``[T, H, D]``. ``contiguous``. ``fused``: a slice of a tensor shared with other operands.
 ``padded``: unused memory after every row. ``offset``: contiguous, but not at the start of its memory. ``odd``: as

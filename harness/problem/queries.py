@@ -129,6 +129,15 @@ def token_tree(parents: Sequence[int]) -> str:
 # every machine.
 
 _LARGE_SCORE = 4096.0
+_NEGATIVE_SCORES = (1024.0, 16384.0)
+"""How far below 0 all scores of a row lie: beyond what ``exp`` holds, and below -10000, with which some kernels mask."""
+
+_NEGATIVE_CAPS = 3.0
+"""Soft caps by which the scores lie below 0 instead, so that all are within 0.5 % of -cap."""
+
+LEVEL_CHANNEL = 2.0
+"""The last channel of every key if some rows need negative scores: a query moves all its scores by this channel."""
+
 _KEY_VARIANCE = 4 / 3
 """Variance of a number uniform over [-2, 2)."""
 
@@ -222,6 +231,12 @@ def _row_queries(
         second = keys[(rows.base[:, None] + other) % len(keys), kv_head].double()
         twins = (kind % 4 == 2) & (target != other)
         query = torch.where(twins[..., None], _twin_queries(layer, needle, second), query)
+    if "negative_scores" in inputs:
+        below = torch.where(kind % 8 == 0, *_NEGATIVE_SCORES)
+        if layer.soft_cap:
+            below = score + _NEGATIVE_CAPS * layer.soft_cap
+        level = _few_bits(below / (layer.softmax_scale or 1.0) / needle[..., -1])
+        query[..., -1] -= level.masked_fill(kind % 4 != 0, 0.0)
     limit = 3e4 if layer.dtype == "float16" else 1e30
     return query.clamp(-limit, limit)
 
