@@ -135,7 +135,8 @@ def _check_tree(batch: BatchSpec, parents: tuple[int, ...]) -> None:
             value=parents,
             allowed="list the rows by depth, as engines lay their trees out",
         )
-    _check_rows(batch, len(parents), len(parents), f"the tree has {len(parents)} nodes, one for each new row of a request")
+    nodes = len(parents)
+    _check_rows(batch, nodes, nodes, f"the tree has {nodes} nodes, one for each new row of a request")
 
 
 def _depths(parents: tuple[int, ...]) -> list[int]:

@@ -514,10 +514,10 @@ class FastPrefillOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class SpecDecodeOptions:
-    """``spec_decode``: verification of draft tokens, every request with 1 + num_speculative_tokens rows."""
+    """``spec_decode``: verification of draft tokens, every request with 1 to 1 + num_speculative_tokens rows."""
 
     __pydantic_config__: ClassVar = STRICT
-    num_speculative_tokens: int = option(3, "draft tokens per request", gt=0)
+    num_speculative_tokens: int = option(3, "most draft tokens per request", gt=0)
 
 
 @dataclass(frozen=True, kw_only=True)

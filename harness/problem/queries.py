@@ -129,14 +129,15 @@ def token_tree(parents: Sequence[int]) -> str:
 # every machine.
 
 _LARGE_SCORE = 4096.0
+
 _NEGATIVE_SCORES = (1024.0, 16384.0)
-"""How far below 0 all scores of a row lie: beyond what ``exp`` holds, and below -10000, with which some kernels mask."""
+"""By how much all scores of a row are lowered: so far that ``exp`` is 0, and to below -10000, a usual mask."""
 
 _NEGATIVE_CAPS = 3.0
-"""Soft caps by which the scores lie below 0 instead, so that all are within 0.5 % of -cap."""
+"""With a soft cap, the largest score lies this many caps below 0: all capped ones are within 0.5 % of -cap."""
 
 LEVEL_CHANNEL = 2.0
-"""The last channel of every key if some rows need negative scores: a query moves all its scores by this channel."""
+"""The last channel of every key if some rows need negative scores: through it, a query lowers all its scores alike."""
 
 _KEY_VARIANCE = 4 / 3
 """Variance of a number uniform over [-2, 2)."""
