@@ -9,7 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from attncheck.backends.mutants import graphs
 from attncheck.backends.mutants.plain import Base, PlainBuilder, PlainImpl, causal_conv1d
+from attncheck.backends.paged_metadata import PagedBuilder
 from attncheck.backends.registry import LoadedBackend
 from attncheck.cases.loader import load_suite
 from attncheck.cases.model import Case
@@ -143,3 +145,30 @@ def test_a_fault_fails_and_the_cause_is_named(case_id: str, backend: type[Base],
 @pytest.mark.parametrize(("case_id", "backend"), [FAULTS[0][:2], FAULTS[1][:2]])
 def test_the_usual_scores_do_not_show_it(case_id: str, backend: type[Base]) -> None:
     assert record_of(replace(SMOKE[case_id], inputs=None), backend, "numerics").outcome == "passed"
+
+
+class ByTheBucket(graphs.Base):
+    """With K drafts in the config, a step of K + 1 tokens a request, with padding, counts as uniform."""
+
+    class Builder(PagedBuilder):
+        def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Any:
+            metadata = super().build(common_prefix_len, common_attn_metadata, fast_build)
+            drafts = self.vllm_config.speculative_config and self.vllm_config.speculative_config.num_speculative_tokens
+            tokens = common_attn_metadata.num_reqs * (1 + (drafts or 0))
+            metadata.plan = 1 + drafts if drafts and common_attn_metadata.num_actual_tokens == tokens else None
+            return metadata
+
+    class Impl(graphs.PlannedImpl):
+        def locate(self, metadata: Any, num_rows: int) -> Any:
+            if metadata.plan is None:
+                return super().locate(metadata, num_rows)
+            return graphs.locate_uniform(metadata.common, num_rows, metadata.plan)
+
+
+def test_graphs_of_requests_with_fewer_drafts_are_replayed() -> None:
+    (case,) = (each for each in load_suite("interpreted") if each.id == "graph")
+    right, wrong = (record_of(case, each, "cudagraph").graph for each in (graphs.Base, ByTheBucket))
+    assert right is not None
+    assert wrong is not None
+    assert (right.measured, wrong.measured) == ("ALWAYS", "UNIFORM_BATCH")
+    assert [probe.name for probe in wrong.probes if probe.outcome == "failed"] == ["mixed drafts"]
