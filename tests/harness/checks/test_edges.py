@@ -121,9 +121,9 @@ FAULTS: tuple[tuple[str, type[Base], str, str], ...] = (
     ("negative-scores", with_impl(HidesByNumber, hidden=-6e3), "numerics", FINITE),
     ("near-minus-the-cap", with_impl(CapsLast), "numerics", "the soft cap is applied after the mask"),
     ("near-minus-the-cap", with_impl(CountsTheTile), "numerics", "up to a multiple of 32, count with a score of -cap"),
-    ("verify-fewer-drafts", with_builder(by_the_longest), "numerics", ""),
-    ("verify-fewer-drafts", with_builder(by_the_config), "numerics", ""),
-    ("padded-to-a-multiple", with_builder(by_the_remainder), "numerics", ""),
+    ("verify-fewer-drafts", with_builder(by_the_longest), "numerics", "every request is taken to have 4 rows"),
+    ("verify-fewer-drafts", with_builder(by_the_config), "numerics", "every request is taken to have 4 rows"),
+    ("padded-to-a-multiple", with_builder(by_the_remainder), "numerics", "every request is taken to have 2 rows"),
     ("convolution", WITH_TAIL, "cache_write", "rows of padding behind the last sequence enter its state"),
 )
 
