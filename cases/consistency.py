@@ -5,6 +5,7 @@ a dotted path from the case (``batch.requests.2.shared_prefix``).
 """
 
 import itertools
+from collections.abc import Collection
 
 from attncheck.errors import SpecError
 from attncheck.reference.spec import (
@@ -15,6 +16,7 @@ from attncheck.reference.spec import (
     CacheSpec,
     DCPOptions,
     FastPrefillOptions,
+    InputName,
     LayerSpec,
     MicroBatchOptions,
     PathSpec,
@@ -62,7 +64,7 @@ def check_path(layer: LayerSpec, cache: CacheSpec, batch: BatchSpec) -> None:
         _check_parts(layer, path.name)
     match path.options:
         case SpecDecodeOptions(num_speculative_tokens=drafts):
-            _check_uniform(batch, 1 + drafts, f"{drafts} draft tokens need {1 + drafts} new tokens a request")
+            _check_rows(batch, 1, 1 + drafts, f"{drafts} draft tokens allow {1 + drafts} new tokens a request")
         case TreeOptions(parents=parents):
             _check_tree(batch, parents)
         case FastPrefillOptions(rows=rows):
@@ -97,14 +99,14 @@ def _check_against_layer(layer: LayerSpec, path: str) -> None:
         )
 
 
-def _check_uniform(batch: BatchSpec, rows: int, reason: str) -> None:
+def _check_rows(batch: BatchSpec, least: int, most: int, reason: str) -> None:
     for index, request in enumerate(batch.requests):
-        if request.query_len != rows:
+        if not least <= request.query_len <= most:
             raise SpecError(
                 reason,
                 field=f"batch.requests.{index}.query_len",
                 value=request.query_len,
-                allowed=f"give query_len {rows}",
+                allowed=f"give query_len {most}" if least == most else f"give query_len {least} to {most}",
             )
 
 
@@ -133,7 +135,8 @@ def _check_tree(batch: BatchSpec, parents: tuple[int, ...]) -> None:
             value=parents,
             allowed="list the rows by depth, as engines lay their trees out",
         )
-    _check_uniform(batch, len(parents), f"the tree has {len(parents)} nodes, one for each new row of a request")
+    nodes = len(parents)
+    _check_rows(batch, nodes, nodes, f"the tree has {nodes} nodes, one for each new row of a request")
 
 
 def _depths(parents: tuple[int, ...]) -> list[int]:
@@ -256,6 +259,17 @@ def check_meaning(layer: LayerSpec, cache: CacheSpec, batch: BatchSpec) -> None:
     _check_sharing(batch)
     _check_surroundings(layer, cache, batch)
     _check_pool(layer, cache, batch)
+
+
+def check_inputs(layer: LayerSpec, inputs: Collection[InputName] | None) -> None:
+    """Raise :class:`SpecError` if the layer's keys cannot have the ``inputs``; None selects those of every layer."""
+    if "negative_scores" in (inputs or ()) and layer.mla is not None and not layer.mla.qk_rope_head_dim:
+        raise SpecError(
+            "all scores of a row are negative through the last rotated channel, which this layer lacks",
+            field="inputs",
+            value="negative_scores",
+            allowed="leave negative_scores out, or give qk_rope_head_dim",
+        )
 
 
 def pages_needed(layer: LayerSpec, cache: CacheSpec, batch: BatchSpec) -> int:

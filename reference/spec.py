@@ -514,10 +514,10 @@ class FastPrefillOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class SpecDecodeOptions:
-    """``spec_decode``: verification of draft tokens, every request with 1 + num_speculative_tokens rows."""
+    """``spec_decode``: verification of draft tokens, every request with 1 to 1 + num_speculative_tokens rows."""
 
     __pydantic_config__: ClassVar = STRICT
-    num_speculative_tokens: int = option(3, "draft tokens per request", gt=0)
+    num_speculative_tokens: int = option(3, "most draft tokens per request", gt=0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -768,7 +768,7 @@ class AttentionCGSupport(Enum):
 
 KVCacheDType = Literal["auto", "float16", "bfloat16", "float32", "fp8", "fp8_e4m3", "fp8_e5m2"]
 Layout = Literal["NHD", "HND"]
-InputName = Literal["needles", "large_scores", "equal_scores", "coordinates", "views"]
+InputName = Literal["needles", "large_scores", "equal_scores", "negative_scores", "coordinates", "views"]
 StrideForm = Literal["contiguous", "fused", "padded", "offset", "odd", "transposed"]
 """Memory layout of an operand ``[T, H, D]``. ``contiguous``. ``fused``: a slice of a tensor shared with other operands.
 ``padded``: unused memory after every row. ``offset``: contiguous, but not at the start of its memory. ``odd``: as

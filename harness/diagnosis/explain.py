@@ -22,6 +22,7 @@ from attncheck.harness.diagnosis.fitted import (
 )
 from attncheck.harness.diagnosis.operands import (
     common_explanations,
+    equal_row_counts,
     imprecisions,
     latent_explanations,
     packed_queries,
@@ -234,6 +235,7 @@ _SOURCES = (
     merging_explanations,
     score_explanations,
     query_explanations,
+    equal_row_counts,
 )
 """Functions that yield the faults a case allows, in the order in which these are tried."""
 

@@ -362,3 +362,22 @@ def packed_queries(truth: Truth) -> Iterator[Hypothesis]:
         if not torch.equal(other, place):
             packed = replace(rows, query=rows.query[other])
             yield altered(f"queries are read as if every request had {width} rows", packed, truth.params)
+
+
+def equal_row_counts(problem: Problem, truth: Truth) -> Iterator[Hypothesis]:
+    """Yield the faults of dividing the rows among the requests as if all had as many as the longest, or the average."""
+    rows, params, padding = truth.rows, truth.params, problem.case.batch.padding
+    total, requests = len(rows.query), len(rows.num_rows)
+    longest, average = int(rows.num_rows.max()), (total + padding.tokens) // (requests + padding.requests)
+    for count in dict.fromkeys((longest, average)):
+        missing = count * requests - total
+        if missing < 0 or rows.tree is not None or bool((rows.num_rows == count).all()):
+            continue
+        query = torch.cat([rows.query, rows.query.new_zeros(missing, *rows.query.shape[1:])])
+        equal = replace(rows, query=query, cu_seqlens_q=torch.arange(requests + 1, device=query.device) * count)
+        yield Hypothesis(f"every request is taken to have {count} rows", partial(_first_rows, equal, params, total))
+
+
+def _first_rows(rows: UnpagedAttention, params: AttentionParams, count: int) -> tuple[Tensor, Tensor]:
+    out, lse = rows.attend(params)
+    return out[:count], lse[:count]

@@ -299,6 +299,9 @@ _FEW_CAPS = 5.0
 _PADDED_TILES = (8, 16, 32, 64, 128)
 """Numbers of keys to whose multiples a kernel may pad those of a request."""
 
+_FINITE_MASKS = (0.0, -10_000.0)
+"""Scores that kernels have given to hidden keys."""
+
 Scores = Callable[[int], Tensor]
 """``request`` -> scores ``[H, rows, keys]``, -inf where a key is hidden."""
 
@@ -347,8 +350,16 @@ def score_explanations(_problem: Problem, truth: Truth) -> Iterator[Hypothesis]:
         yield altered(words, rows, root, "alibi")
     if any(bool(hidden(request).any()) for request in range(len(rows.num_rows))):
         unhidden = partial(unmasked_scores, params, rows)
-        zero = "hidden keys get a score of 0, not of -inf"
-        yield with_scores(zero, lambda request: unhidden(request).masked_fill(hidden(request), 0.0))
+
+        def filled(score: float, request: int) -> Tensor:
+            return unhidden(request).masked_fill(hidden(request), score)
+
+        for score in _FINITE_MASKS:
+            words = f"hidden keys get a finite score, such as {score:g}, not -inf"
+            yield with_scores(words, partial(filled, score))
+        if cap is not None:
+            words = "the soft cap is applied after the mask: hidden keys get a score of -cap"
+            yield with_scores(words, partial(filled, -cap), "logits_soft_cap")
         words = "the mask is applied after the softmax: hidden keys count in its sum"
         yield Hypothesis(words, partial(_masked_late, params, rows))
     yield Hypothesis("the output is not divided by the sum of the weights", partial(_unnormalised, params, rows))
@@ -356,8 +367,10 @@ def score_explanations(_problem: Problem, truth: Truth) -> Iterator[Hypothesis]:
     for tile in _PADDED_TILES:
         rest = -rows.places.num_keys.double()[:, None] % tile
         if bool((rest > 0).any()):
-            meaning = f"the places behind the last key, up to a multiple of {tile}, count with a score of 0"
-            yield Hypothesis(meaning, partial(_padded, params, rows, rest))
+            meaning = f"the places behind the last key, up to a multiple of {tile}, count with a score of"
+            yield Hypothesis(f"{meaning} 0", partial(_padded, params, rows, rest))
+            if cap is not None:
+                yield Hypothesis(f"{meaning} -cap", partial(_padded, params, rows, rest, -cap))
     if params.sinks is None:
         plus_one = replace(params, sinks=(0.0,) * params.num_heads)
         meaning = "1 is added to the sum of the weights: a sink of 0, or an empty part with an LSE of 0"
@@ -415,10 +428,12 @@ def _averaged(params: AttentionParams, rows: UnpagedAttention) -> tuple[Tensor, 
     return out / rows.places.num_keys.double()[:, None, None].clamp(min=1), lse
 
 
-def _padded(params: AttentionParams, rows: UnpagedAttention, count: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the result with ``count [T, 1]`` more keys in the sum, whose score is 0 and whose value is 0."""
+def _padded(
+    params: AttentionParams, rows: UnpagedAttention, count: Tensor, score: float = 0.0
+) -> tuple[Tensor, Tensor]:
+    """Return the result with ``count [T, 1]`` more keys in the sum, all of this score, whose value is 0."""
     out, lse = rows.attend(params)
-    total = torch.logaddexp(lse, count.log())
+    total = torch.logaddexp(lse, count.log() + score)
     return out * torch.nan_to_num(torch.exp(lse - total))[..., None], total
 
 

@@ -13,7 +13,7 @@ from types import MappingProxyType
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from attncheck.backends import registry
-from attncheck.cases.consistency import check_meaning, implied_path
+from attncheck.cases.consistency import check_inputs, check_meaning, implied_path
 from attncheck.cases.model import Case
 from attncheck.errors import SpecError
 from attncheck.harness.run.selection import checks_of, unanswered_reasons
@@ -144,7 +144,13 @@ VALUES: Axes = MappingProxyType(
             StridesSpec(query="transposed", key="transposed", value="contiguous", output="transposed"),
             StridesSpec(query="odd", key="offset", value="transposed", output="padded"),
         ),
-        "inputs": (None, ("needles", "coordinates"), ("needles", "large_scores"), ("needles", "equal_scores", "views")),
+        "inputs": (
+            None,
+            ("needles", "coordinates"),
+            ("needles", "large_scores"),
+            ("needles", "equal_scores", "views"),
+            ("needles", "negative_scores", "views"),
+        ),
     }
 )
 """The values of keys whose types do not enumerate them."""
@@ -450,6 +456,7 @@ def _assembled(values: dict[str, Any], lengths: Lengths, random: Random, name: s
     padding = PaddingSpec(**_fields(values, "padding"))
     batch = BatchSpec(requests=requests, padding=padding, path=path, block_table=values["batch.block_table"])
     check_meaning(layer, cache, batch)
+    check_inputs(layer, values["inputs"])
     return Case(
         suite=SUITE,
         id=name,
@@ -566,7 +573,7 @@ def _long_enough(request: RequestSpec, layer: LayerSpec) -> RequestSpec:
 def _query_len(kind: str, path: PathSpec, units: Sequence[int], uniform: int, longest: int, random: Random) -> int:
     match path.options:
         case SpecDecodeOptions(num_speculative_tokens=drafts):
-            return 1 + drafts
+            return random.choice((1 + drafts, random.randint(1, 1 + drafts)))
         case TreeOptions(parents=parents):
             return len(parents)
         case FastPrefillOptions(rows=rows):

@@ -6,7 +6,7 @@ from dataclasses import MISSING, dataclass, fields, is_dataclass, replace
 from itertools import count
 from typing import Any
 
-from attncheck.cases.consistency import check_meaning, implied_path
+from attncheck.cases.consistency import check_inputs, check_meaning, implied_path
 from attncheck.cases.keys import DIFFERENT_KEYS
 from attncheck.cases.model import Case
 from attncheck.errors import SelectionError, SpecError
@@ -174,6 +174,7 @@ def _meaningful(case: Case, **changes: Any) -> Iterator[Case]:
         changed = replace(changed, layers=tuple(_beside(changed.layer, other) for other in changed.layers))
         room = replace(changed.cache, num_blocks=None)
         check_meaning(changed.layer, changed.cache, changed.batch)
+        check_inputs(changed.layer, changed.inputs)
         for batch in changed.after:
             check_meaning(changed.layer, room, batch)
         for layer in changed.layers:

@@ -22,7 +22,7 @@ from attncheck.harness.problem.pages import (
     no_pool,
     visible_span,
 )
-from attncheck.harness.problem.queries import CHANNELS, ancestors, needle_queries, sign
+from attncheck.harness.problem.queries import CHANNELS, LEVEL_CHANNEL, ancestors, needle_queries, sign
 from attncheck.harness.problem.sizes import SMALL_POOL, naive_layer, stored_sizes
 from attncheck.harness.problem.storage import Storage, UpProjections, key_storage, make_up_projections, value_storage
 from attncheck.reference import layer_params
@@ -62,6 +62,10 @@ def draw_rows(case: Case, requests: Sequence[Request], places: KeyPlaces, stream
         _draw(stream, kind, places, (*shape, size), inputs, storage(layer, case.cache))
         for kind, size, storage in zip(("key", "value"), stored_sizes(layer), (key_storage, value_storage), strict=True)
     )
+    if "negative_scores" in inputs:
+        leveled, storage = (keys, key_storage) if layer.mla is None else (values, value_storage)
+        level = torch.full_like(leveled[..., -1:], LEVEL_CHANNEL, dtype=torch.float64)
+        leveled[..., -1:] = storage(layer, case.cache).storable(level)
     _share_prefixes(case, requests, keys, values)
     up_projections = make_up_projections(layer, DTYPES[layer.dtype])
     naive = naive_layer(layer)

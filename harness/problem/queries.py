@@ -129,6 +129,16 @@ def token_tree(parents: Sequence[int]) -> str:
 # every machine.
 
 _LARGE_SCORE = 4096.0
+
+_NEGATIVE_SCORES = (1024.0, 16384.0)
+"""By how much all scores of a row are lowered: so far that ``exp`` is 0, and to below -10000, a usual mask."""
+
+_NEGATIVE_CAPS = 3.0
+"""With a soft cap, the largest score lies this many caps below 0: all capped ones are within 0.5 % of -cap."""
+
+LEVEL_CHANNEL = 2.0
+"""The last channel of every key if some rows need negative scores: through it, a query lowers all its scores alike."""
+
 _KEY_VARIANCE = 4 / 3
 """Variance of a number uniform over [-2, 2)."""
 
@@ -222,6 +232,12 @@ def _row_queries(
         second = keys[(rows.base[:, None] + other) % len(keys), kv_head].double()
         twins = (kind % 4 == 2) & (target != other)
         query = torch.where(twins[..., None], _twin_queries(layer, needle, second), query)
+    if "negative_scores" in inputs:
+        below = torch.where(kind % 8 == 0, *_NEGATIVE_SCORES)
+        if layer.soft_cap:
+            below = score + _NEGATIVE_CAPS * layer.soft_cap
+        level = _few_bits(below / (layer.softmax_scale or 1.0) / needle[..., -1])
+        query[..., -1] -= level.masked_fill(kind % 4 != 0, 0.0)
     limit = 3e4 if layer.dtype == "float16" else 1e30
     return query.clamp(-limit, limit)
 

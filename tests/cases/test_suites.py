@@ -10,19 +10,19 @@ from attncheck.reference.spec import AttentionType, BatchSpec
 
 # A changed hash orphans every recorded result and every expected failure of a case.
 SUITES = {
-    "smoke": "c182a5408515",
+    "smoke": "458714239737",
     "alibi": "71505b6cf34b",
     "block_sizes": "35351d63cc51",
     "cascade": "3351102d6bb1",
-    "causal_conv1d": "ae068f40238c",
+    "causal_conv1d": "76c438f7f469",
     "chunked_prefill": "733c6e770aa1",
     "dcp": "dfc2b2c0d1f0",
-    "decode": "117990bc9b2e",
+    "decode": "8078ffde402f",
     "encoder": "8733a9c430aa",
-    "fp8_kv": "0a0a1ad846bd",
+    "fp8_kv": "d51e7ecafc16",
     "gqa": "0cccf16e805d",
-    "head_sizes": "6c955379e3d1",
-    "interpreted": "aec08066e777",
+    "head_sizes": "59837fa43f7c",
+    "interpreted": "639934efaf4a",
     "kv_sharing": "ff67d4d301ae",
     "limits": "577b9aaaa8dc",
     "local": "144bc9741069",
@@ -30,15 +30,15 @@ SUITES = {
     "merge": "1b2b8f122ce6",
     "micro_batch": "311177f6f436",
     "mixed": "214145cf27ef",
-    "mla": "48a2e67e5dfa",
+    "mla": "9e54ea138398",
     "named_batches": "678bf4a7c20a",
     "output_quant": "682c102e11b3",
-    "padding": "f3b4bda13e36",
-    "prefill": "c6b8c990bf9c",
-    "sinks": "e098e7bbe6f7",
-    "sliding_window": "0cc4aa524033",
-    "soft_cap": "fc84bc25fa10",
-    "spec_decode": "4bd38d93926d",
+    "padding": "cde5d24e5c93",
+    "prefill": "b087b047726a",
+    "sinks": "3d9739651f39",
+    "sliding_window": "f04fec351388",
+    "soft_cap": "c410293cda0f",
+    "spec_decode": "940261f330ca",
     "split_kv": "1c252c8b0ab1",
     "strides": "d29a9a830529",
     "tables": "683d57d58395",
@@ -69,7 +69,7 @@ def test_a_suite_stays_and_has_distinct_questions_under_distinct_names(name: str
     assert suite.description
     assert len({case.id for case in suite}) == len(suite)
     assert len({case.hash for case in suite}) == len(suite)
-    assert len(suite) <= 80
+    assert len(suite) <= (80 if name != "smoke" else 95)
     assert suite.notes == ()
 
 

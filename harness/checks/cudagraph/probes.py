@@ -233,6 +233,7 @@ def _uniform(edge: int, reach: int) -> Iterator[Probe]:
             ProbeStep(((4, edge + 2), (4, 4), (4, 2 * edge + 3), (4, 9))),
             ProbeStep(((4, reach + 6), (4, 4)), 1),
             ProbeStep(((1, 9), (1, edge + 1), (edge + 5, edge + 5), (30, 41)), None),
+            ProbeStep(((1, 9), (4, edge + 4), (2, 7), (1, 3)), None),
             ProbeStep(tuple((4, 4 + 5 * n) for n in range(6)), None),
             ProbeStep(((4, 5), (4, edge + 4)), 0),
             ProbeStep(((4, 2 * edge),), 1),
@@ -321,6 +322,19 @@ def _mixed(edge: int, reach: int) -> Iterator[Probe]:
             ProbeStep(((1, 1), (1, reach + 2), (15, edge + 15)), 0),
             ProbeStep(((8, reach + 8),), 1),
         ),
+    )
+    yield Probe(
+        "mixed drafts",
+        ALWAYS,
+        "one graph serves requests that verify different numbers of drafts",
+        (Bucket(4, 16, None),),
+        (
+            # With its padding, the step has as many rows as if every request verified three drafts.
+            ProbeStep(((4, edge + 2), (1, 9), (2, 2 * edge + 1), (3, 3))),
+            ProbeStep(((4, 4), (4, edge + 3), (4, 9), (4, reach + 6))),
+            ProbeStep(((1, edge), (3, reach + edge + 4))),
+        ),
+        drafts=3,
     )
     yield Probe(
         "mixed, longest dummies",

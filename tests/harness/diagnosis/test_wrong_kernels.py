@@ -268,6 +268,10 @@ NAMED: dict[str, tuple[Callable[[Row], Tensor], dict[str, Any]]] = {
         padded,
         {"logits_soft_cap": 3.0},
     ),
+    "the places behind the last key, up to a multiple of 64, count with a score of -cap": (
+        lambda row: right(row, extra=torch.full((8, -row.num_keys % 64), -3.0).double()),
+        {"logits_soft_cap": 3.0},
+    ),
     "query heads 0, 1, 2, 3 read values of KV head 1 instead of their own": (of_kv_heads([1] * 8), {}),
     "query head h reads values of KV head h % num_kv_heads instead of h // group size": (of_kv_heads([0, 1] * 4), {}),
     "the partial results of splits of 32 keys are averaged, whatever their LSE": (

@@ -60,6 +60,28 @@ def test_large_and_equal_scores_are_among_the_rows(make_case: Any) -> None:
     assert float((scores * plain.layer.softmax_scale).abs().max()) < 100
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("soft_cap", [None, 5.0, 50.0])
+def test_all_scores_of_some_rows_are_negative_and_near_minus_the_cap(
+    make_case: Any, dtype: str, soft_cap: float | None
+) -> None:
+    inputs = ("needles", "negative_scores", "coordinates")
+    problem = build_problem(make_case((20, 60), dtype=dtype, logits_soft_cap=soft_cap, inputs=inputs), 0)
+    scores = torch.einsum("qhd,khd->hqk", problem.query.double(), problem.keys.double().repeat_interleave(4, 1))
+    scores = scores * problem.layer.softmax_scale
+    seen = torch.ones(20, 60, dtype=torch.bool).tril(40)
+    largest = scores.masked_fill(~seen, -torch.inf).amax(dim=-1)
+    if soft_cap is not None:
+        near = soft_cap * torch.tanh(largest / soft_cap) < -0.99 * soft_cap
+        assert int(near.sum()) >= 20, "at least one head of every row"
+        return
+    limit = -10_000 if dtype == "bfloat16" else -5_000
+    assert int((largest < limit).sum()) >= 10
+    assert int(((largest < -900) & (largest > -1100)).sum()) >= 10
+    heavy = (scores - largest[..., None]).masked_fill(~seen, -torch.inf).softmax(dim=-1).amax(dim=-1)
+    assert int(((heavy > 0.3) & (largest < -900)).sum()) >= 10, "a needle still has a large share of the weight"
+
+
 def test_soft_capped_layers_meet_scores_around_and_far_above_the_cap(make_case: Any) -> None:
     problem = build_problem(make_case((40, 200), logits_soft_cap=50.0), 0)
     scores = torch.einsum("qhd,khd->hqk", problem.query.double(), problem.keys.double().repeat_interleave(4, 1))

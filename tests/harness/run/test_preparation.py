@@ -94,14 +94,15 @@ def test_a_run_that_names_nothing_is_short() -> None:
     case_keys = {each.ref: {case.key for case in run.plan.cases_of(each.ref)} for each in run.backends}
     assert case_keys["triton_unified"] == {f"interpreted/{case}" for case in DEFAULT_INTERPRETED}
     assert case_keys["triton_mla"] == {"interpreted/latent"}
-    assert case_keys["torch_mla"] == {"smoke/latent", "smoke/latent-float32"}
+    latent = ("latent", "latent-float32", "latent-unrotated", "latent-non-causal")
+    assert case_keys["torch_mla"] == {f"smoke/{name}" for name in latent}
     assert case_keys["torch_sdpa"] == {case.key for case in load_suite("smoke").cases}
     assert set(run.selection.cases) == set(run.plan.cases)
     assert {case.key for case in run.plan.cases} == set().union(*case_keys.values())
     (note,) = run.notes
-    assert re.search(r"triton_unified.*: 9 of 79 cases of suite interpreted; ", note)
+    assert re.search(r"triton_unified.*: 9 of 80 cases of suite interpreted; ", note)
     assert note == snapshot(
-        "reference, torch_sdpa, flex_attention, torch_varlen, flash_attn, flashinfer: suite smoke; triton_unified, xformers: 9 of 79 cases of suite interpreted; reference_mla, torch_mla: 2 of 78 cases of suite smoke; triton_mla: 1 of 79 cases of suite interpreted; --case '*' selects all"
+        "reference, torch_sdpa, flex_attention, torch_varlen, flash_attn, flashinfer: suite smoke; triton_unified, xformers: 9 of 80 cases of suite interpreted; reference_mla, torch_mla: 4 of 90 cases of suite smoke; triton_mla: 1 of 80 cases of suite interpreted; --case '*' selects all"
     )
 
 
