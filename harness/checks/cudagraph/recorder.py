@@ -48,6 +48,11 @@ class CallSite:
     line: SourceLine | None
     interpreted: bool
 
+    @property
+    def source(self) -> str:
+        """The text of the line, empty if it is unknown."""
+        return "" if self.line is None else linecache.getline(self.line.code.co_filename, self.line.number)
+
     def __str__(self) -> str:
         return "" if self.line is None else str(self.line)
 
@@ -106,12 +111,13 @@ class Violation:
     """Something that a captured graph cannot contain.
 
     ``call``: what was called, such as ``.item()``. ``where``: the backend's line, as ``file:line in function``. Empty
-    if unknown.
+    if unknown. ``mixes_devices``: a GPU refuses the call without a graph, too.
     """
 
     kind: ViolationKind
     call: str
     where: str = ""
+    mixes_devices: bool = False
 
     def __str__(self) -> str:
         place = f" at {self.where}" if self.where else ""
