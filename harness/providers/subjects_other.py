@@ -350,11 +350,6 @@ def _state_blocks(setting: SubjectSetting) -> Iterator[SubjectCall]:
     yield call("length 9", lens, "align", 4, 1, 3, refused=True)
 
 
-def _same_object(target: Any, *, block_table: Tensor, **arguments: Any) -> dict[str, Any]:
-    made = target(block_table=block_table, **arguments)
-    return {"blocks": made, "is the table": made is block_table}
-
-
 def _prefix_ranges(batch: ProviderBatch) -> Iterator[tuple[str, dict[int, list[tuple[int, int]]] | None]]:
     """Yield bidirectional ranges, in words and as an argument: none, one per request, several, one past all tokens."""
     ends = [s for s in batch.seq_lens if s]
@@ -394,7 +389,7 @@ def _range_rows(setting: SubjectSetting) -> Iterator[SubjectCall]:
 
 KERNELS = (
     Subject("compute_causal_conv1d_metadata", _conv1d, _programs),
-    Subject("mamba_get_block_table_tensor", _state_blocks, _same_object),
+    Subject("mamba_get_block_table_tensor", _state_blocks),
     Subject("get_dcp_local_seq_lens", _local_lens),
     Subject("compute_mm_prefix_range_tensor", _range_tables),
     Subject("fill_mm_prefix_query_ranges", _range_rows),
@@ -409,10 +404,26 @@ Layer = tuple[Any, ...]
 """Constructor arguments of one layer's parameters: window, cap, scale, sinks, verdicts."""
 
 
+ONE_FIELD_APART: tuple[Layer, ...] = (
+    (1, None, 0.5),
+    (2, None, 0.5),
+    (1, 30.0, 0.5),
+    (1, 0.0, 0.5),
+    (1, None, 0.25),
+    (1, None, 0.5, True),
+)
+"""A layer, and layers that differ from it in one field."""
+
+
 def _parameter_facts(target: Any, *, arguments: Layer) -> dict[str, Any]:
     one = target(*arguments)
-    others = {"the same": (1, None, 0.5), "a cap of 0": (1, 0.0, 0.5), "sinks": (1, None, 0.5, True)}
-    return {"fields": one, "equals": {name: one == target(*other) for name, other in others.items()}}
+    first, *others = ONE_FIELD_APART
+    by_name = dict(zip(("window_left", "logits_soft_cap", "sm_scale"), first, strict=True))
+    return {
+        "fields": one,
+        "equals": {str(other): one == target(*other) for other in (first, *others)},
+        "by keyword": target(**by_name),
+    }
 
 
 def _parameters(_: SubjectSetting) -> Iterator[SubjectCall]:
@@ -450,6 +461,7 @@ IMPLS: dict[str, Any] = {
     "b": Impl(scale=0.5),
     "c": SpecialImpl(sliding_window=(-1, -1), logits_soft_cap=None, scale=0.5, sinks=None),
     "d": Impl(sliding_window=(0, 0), logits_soft_cap=0.0, scale=1.0),
+    "e": Impl(sliding_window=None, logits_soft_cap=None, scale=0.5, sinks=()),
     "without a scale": Impl(sliding_window=(3, 0)),
     "of another class": OtherImpl(),
     "with a window that is no pair": Impl(sliding_window=127, scale=0.5),
@@ -458,7 +470,7 @@ IMPLS: dict[str, Any] = {
 
 LAYER_ROWS: tuple[tuple[tuple[str, ...], str, bool], ...] = (
     (("c", "no attention", "a", "b"), "", False),
-    (("d",), "", False),
+    (("d", "e"), "", False),
     ((), "", False),
     (("a", "unknown"), "an unknown layer", True),
     (("without a scale",), "", True),
@@ -488,7 +500,9 @@ GROUPS: tuple[tuple[Layer, ...], ...] = (
 
 
 def _groups(_: SubjectSetting) -> Iterator[SubjectCall]:
-    for group in GROUPS:
+    first, *others = ONE_FIELD_APART
+    unequal = (group for other in others for group in ((first, other), (other, first, first), (first, first, other)))
+    for group in (*GROUPS, *unequal):
         entries = {f"layer {number}": PerLayerParameters(*layer) for number, layer in enumerate(group)}
         text = " and ".join(map(str, group)) or "no layer"
         yield subject_call(text, refused=not group, per_layer_params=entries)

@@ -156,7 +156,7 @@ def swap_last(made, input_batch, *_, **__):
 @pytest.mark.parametrize(
     ("name", "change", "cause"),
     [
-        ("slice_query_start_locs", lambda made, *_: made + 1, "each wrong number is 1 too large"),
+        ("slice_query_start_locs", lambda made, **_: made + 1, "each wrong number is 1 too large"),
         (
             "make_local_attention_virtual_batches",
             lambda made, block_size, **_: replace(made, seq_lens=made.seq_lens - block_size),
