@@ -71,7 +71,7 @@ _CODES = ("fp8", "fp8_e5m2")
 
 @dataclass(frozen=True)
 class TriedForm:
-    """A case of anform: the change in words, and the declared reasons against it; none if it is declared."""
+    """A case of a form: the change in words, and the declared reasons against it; none if it is declared."""
 
     changes: str
     case: Case

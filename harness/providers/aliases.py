@@ -1,9 +1,9 @@
 """Memory and objects that the result of a function shares with its arguments or with an earlier result."""
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import fields, is_dataclass
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from torch import Tensor
@@ -11,95 +11,62 @@ from torch import Tensor
 FREE = frozenset({"seq_lens", "seq_lens_cpu", "num_computed_tokens_cpu"})
 """Fields that may share memory with an argument: where nothing is cut, or where the device is the host."""
 
-SHARED = frozenset({"slot_mapping", "block_table_tensor"})
-"""Fields that share memory with an argument if the reference's do, because a captured graph reads their buffers."""
-
+SHARED = frozenset({"slot_mapping", "block_table_tensor", "result"})
+"""Fields that share memory with an argument if the reference's do: graphs read them, or callers write through them."""
 
 EARLIER = "an earlier result"
 
 
-@dataclass(frozen=True, eq=False)
-class Part:
-    """A tensor, array, list, dict or dataclass within a value. ``place``: its path, such as ``returned.seq_lens``."""
-
-    place: str
-    value: Any
-
-    @property
-    def has_elements(self) -> bool:
-        """Whether it is a tensor or an array."""
-        return isinstance(self.value, Tensor | np.ndarray)
-
-    @property
-    def addresses(self) -> range:
-        """The addresses of its memory; empty if it is no tensor or array."""
-        match self.value:
-            case Tensor():
-                memory = self.value.untyped_storage()
-                return range(memory.data_ptr(), memory.data_ptr() + memory.nbytes())
-            case np.ndarray():
-                first = self.value.__array_interface__["data"][0]
-                return range(first, first + self.value.nbytes)
-        return range(0)
-
-
-@dataclass(frozen=True)
-class Alias:
-    """What a part of a result shares. ``owner``: an argument, or an earlier result.
-
-    ``is_same``: whether it is the same object, and more than a list or dict of its parts.
-    """
+class Alias(NamedTuple):
+    """What a part of a result shares: with whom, and whether it is that very object."""
 
     owner: str
     is_same: bool
 
 
-def parts_of(place: str, value: Any) -> Iterator[Part]:
-    """Yield the mutable parts of ``value``, itself included."""
-    match value:
-        case Tensor() | np.ndarray():
-            yield Part(place, value)
-            return
-        case Mapping():
-            members = {str(key): item for key, item in value.items()}
-        case list() | tuple():
-            members = {str(index): item for index, item in enumerate(value)}
-        case SimpleNamespace():
-            members = vars(value)
-        case _ if is_dataclass(value) and not isinstance(value, type):
-            members = {field.name: getattr(value, field.name, None) for field in fields(value)}
-        case _:
-            return
-    if not isinstance(value, tuple):
-        yield Part(place, value)
-    for name, item in members.items():
-        yield from parts_of(f"{place}.{name}", item)
-
-
 def aliases_of(result: Any, arguments: Mapping[str, Any], earlier: Any) -> dict[str, Alias]:
     """Return what the parts of ``result`` share, by place. Only memory is compared with an earlier result."""
-    given = [part for name, value in arguments.items() for part in parts_of(f"its argument {name}", value)]
-    before = [Part(EARLIER, part.value) for part in parts_of("", earlier) if part.has_elements]
+    owners = [part for name, value in arguments.items() for part in _parts(f"its argument {name}", value)]
+    owners += [(EARLIER, value) for _, value in _parts("", earlier) if isinstance(value, Tensor | np.ndarray)]
+    known = [(owner, value, _addresses(value)) for owner, value in owners]
     found = {}
-    for part in parts_of("returned", result):
-        addresses = part.addresses
-        for owner in (*given, *before):
-            is_same = owner.value is part.value
-            if is_same or _overlap(addresses, owner.addresses):
-                found[part.place] = Alias(owner.place, is_same and not isinstance(part.value, list | dict))
+    for place, part in _parts("returned", result):
+        own = _addresses(part)
+        for owner, value, theirs in known:
+            if value is part or max(own.start, theirs.start) < min(own.stop, theirs.stop):
+                found[place] = Alias(owner, value is part and not isinstance(part, list | dict))
                 break
     return found
 
 
-def _overlap(one: range, other: range) -> bool:
-    return max(one.start, other.start) < min(one.stop, other.stop)
+def _parts(place: str, value: Any) -> Iterator[tuple[str, Any]]:
+    """Yield the mutable parts of ``value``, itself included, each after its place."""
+    match value:
+        case Mapping():
+            members = {f".{key}": item for key, item in value.items()}
+        case list() | tuple():
+            members = {f"[{index}]": item for index, item in enumerate(value)}
+        case SimpleNamespace():
+            members = {f".{name}": item for name, item in vars(value).items()}
+        case _ if is_dataclass(value) and not isinstance(value, type):
+            members = {f".{each.name}": getattr(value, each.name, None) for each in fields(value)}
+        case Tensor() | np.ndarray():
+            members = {}
+        case _:
+            return
+    if not isinstance(value, tuple):
+        yield place, value
+    for name, item in members.items():
+        yield from _parts(f"{place}{name}", item)
 
 
-def must_be_new(place: str) -> bool:
-    """Return whether the part at ``place`` shares nothing where the reference's is new."""
-    return place.rpartition(".")[2] not in FREE
-
-
-def must_be_shared(place: str, alias: Alias) -> bool:
-    """Return whether the part at ``place`` has the memory of an argument, as the reference's, which is ``alias``."""
-    return alias.is_same or place.rpartition(".")[2] in SHARED
+def _addresses(value: Any) -> range:
+    """Return the addresses of the memory of a tensor or array; an empty range for anything else."""
+    match value:
+        case Tensor():
+            memory = value.untyped_storage()
+            return range(memory.data_ptr(), memory.data_ptr() + memory.nbytes())
+        case np.ndarray():
+            first = value.__array_interface__["data"][0]
+            return range(first, first + value.nbytes)
+    return range(0)

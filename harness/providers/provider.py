@@ -22,7 +22,7 @@ from attncheck.backends import registry
 from attncheck.backends.mutants.catalogue import PREFIX
 from attncheck.backends.mutants.loading import mutant_utilities
 from attncheck.errors import BackendLoadError, ProviderLoadError, shorten
-from attncheck.harness.providers.aliases import Alias, aliases_of, must_be_new, must_be_shared
+from attncheck.harness.providers.aliases import FREE, SHARED, Alias, aliases_of
 from attncheck.harness.providers.batches import ProviderBatch
 from attncheck.reports.run_file.header import BackendInfo
 
@@ -193,10 +193,10 @@ MEMORY = "memory"
 def _shared(expected: ProviderAnswer, seen: ProviderAnswer) -> Iterator[AnswerDifference]:
     """Yield what results of equal values share, or do not share, other than the reference's."""
     for place, alias in seen.aliases.items():
-        if place not in expected.aliases and must_be_new(place):
+        if place not in expected.aliases and place.rpartition(".")[2] not in FREE:
             yield AnswerDifference(f"{place}.{MEMORY}", "new", f"that of {alias.owner}")
     for place, alias in expected.aliases.items():
-        if place not in seen.aliases and must_be_shared(place, alias):
+        if place not in seen.aliases and (alias.is_same or place.rpartition(".")[2] in SHARED):
             yield AnswerDifference(f"{place}.{MEMORY}", f"that of {alias.owner}", "new")
 
 

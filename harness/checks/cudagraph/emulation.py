@@ -351,7 +351,6 @@ class Watch:
         self._depth = 0
         self._is_opaque = False
         self.hands_out_memory = False
-        self.reads_device = False
         self.reads_kind_of_device = False
         self._answers_as_gpu = False
         self._has_answered_as_gpu = False
@@ -443,10 +442,10 @@ class Watch:
 
     def _read_device(self, func: TorchFunction, tensor: Tensor) -> object:
         site = find_call_site()
-        self.reads_device = True
-        self.reads_kind_of_device |= func in KINDS_OF_DEVICE or "device.type" in site.source
+        is_kind = func in KINDS_OF_DEVICE
+        self.reads_kind_of_device |= is_kind or (site.line is not None and "device.type" in site.line.source)
         if self.host.holds(tensor):
-            return self._host_device if func not in KINDS_OF_DEVICE else func(tensor)
+            return func(tensor) if is_kind else self._host_device
         return ON_GPU[func] if self._answers_as_gpu and not site.interpreted else func(tensor)
 
     def _read(self, func: TorchFunction, args: Args, kwargs: Kwargs) -> object:
@@ -615,23 +614,22 @@ class EmulatedRecorder:
     def record(self, prepare: Callable[[], Forward]) -> Recording:
         """Run once to warm up, then run ``forward`` again and record it.
 
-        If ``forward`` reads the device of a tensor, and mixes tensors of host and device, which no GPU allows, then it
-        may branch on the device. Repeat both runs with the device of a GPU, and judge these.
+        If ``forward`` mixes tensors of host and device, which no GPU allows, it may have branched on the device. Then
+        repeat both runs with the answers of a GPU, and judge these.
 
         Raise :class:`CaptureError` with all violations of the run. Raise :class:`UnseenError` if ``forward`` runs alone
         but fails under torch's modes, if it raises only in the recorded run, or if a GPU may take another branch.
         """
-        self._watch.reads_device = False
         try:
             return self._recorded(prepare)
         except CaptureError as error:
-            if not self._watch.reads_device or not any(each.mixes_devices for each in error.violations):
+            if not any(each.mixes_devices for each in error.violations):
                 raise
             return self._recorded_as_on_gpu(prepare, error)
 
     def _recorded_as_on_gpu(self, prepare: Callable[[], Forward], found: CaptureError) -> Recording:
         untried = UnseenError(
-            f"forward branches on the device, and a GPU may take another branch than the CPU, which does: {found}"
+            f"forward branches on the device, and a GPU may take another branch than the CPU: {found}"
         )
         try:
             with self._watch.answering_as_gpu():

@@ -20,7 +20,7 @@ from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._device import _device_constructors
 
-from attncheck.harness.checks.cudagraph.recorder import ViolationKind
+from attncheck.harness.checks.cudagraph.recorder import ViolationKind, find_call_site
 
 Args = tuple[object, ...]
 Kwargs = dict[str, object]
@@ -526,7 +526,7 @@ def destination(
 
     ``host_device``: the device object that host tensors report. The literal ``"cpu"`` also means the host. It is
     compared by identity, because literals are interned but the strings that torch makes of a device (``device.type``)
-    are not.
+    are not. A variable does not mean the host: on a machine with a GPU, it may name that.
     """
     if function is Tensor.cpu:
         return "host"
@@ -538,7 +538,14 @@ def destination(
         wanted = first if isinstance(first, torch.device | str | int) else None
     if wanted is None:
         return None
-    return "host" if wanted is host_device or (type(wanted) is str and wanted is _HOST) else "device"
+    is_literal = type(wanted) is str and wanted is _HOST and _is_named_by_caller()
+    return "host" if wanted is host_device or is_literal else "device"
+
+
+def _is_named_by_caller() -> bool:
+    """Return whether the function of the backend names the host itself, without asking if there is a GPU."""
+    line = find_call_site().line
+    return line is None or (_HOST in line.code.co_consts and "is_available" not in line.code.co_names)
 
 
 def place_of_new(

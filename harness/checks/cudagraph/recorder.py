@@ -31,6 +31,11 @@ class SourceLine:
     code: CodeType
     number: int
 
+    @property
+    def source(self) -> str:
+        """The line itself, empty if it cannot be read."""
+        return linecache.getline(self.code.co_filename, self.number)
+
     def __str__(self) -> str:
         path = Path(self.code.co_filename)
         roots = (*map(Path, reversed(INSTALLED)), Path.cwd())
@@ -47,11 +52,6 @@ class CallSite:
 
     line: SourceLine | None
     interpreted: bool
-
-    @property
-    def source(self) -> str:
-        """The text of the line, empty if it is unknown."""
-        return "" if self.line is None else linecache.getline(self.line.code.co_filename, self.line.number)
 
     def __str__(self) -> str:
         return "" if self.line is None else str(self.line)

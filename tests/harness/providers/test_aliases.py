@@ -88,7 +88,7 @@ def pointers_of_numpy():
 
 WRONG = {
     "get_dcp_local_seq_lens": (own_lengths, "returned.memory", NEW),
-    "split_attn_metadata": (whole_batch, "returned.0.memory", NEW),
+    "split_attn_metadata": (whole_batch, "returned[0].memory", NEW),
     "make_local_attention_virtual_batches": (pages_of_one_chunk, "returned.metadata.block_table_tensor.memory", NEW),
     "mamba_get_block_table_tensor": (copied_table, "returned.memory", SAME),
     "slice_query_start_locs": (in_one_buffer(), "returned.memory", EARLIER),

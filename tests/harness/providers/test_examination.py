@@ -100,7 +100,7 @@ SPLIT, CHUNKS, RESHAPE = (
         (SPLIT, never_refuses, "refusal", 1),
         (SPLIT, then(SPLIT, writes_starts), "arguments.common_attn_metadata.query_start_loc_cpu[0]", None),
         ("slice_query_start_locs", then("slice_query_start_locs", view_of_the_first), "returned.memory", None),
-        (RESHAPE, then(RESHAPE, lambda made, **_: made.clone()), "returned.is a view", 3),
+        (RESHAPE, then(RESHAPE, lambda made, **_: made.clone()), "returned.result.memory", 3),
         (CHUNKS, then(CHUNKS, shares_lengths), "returned.seq_lens", 1),
     ],
 )

@@ -51,7 +51,31 @@ def made_on_first_use(impl, x):
     return impl.table
 
 
-RIGHT = (by_comparison, by_kind, by_type, by_number, kept_device, made_on_first_use)
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def made_where_a_gpu_is(impl, x):
+    if impl.table is None:
+        impl.table = torch.full((4,), 2.0, device=DEVICE)
+    return impl.table
+
+
+def made_where_a_gpu_is_at_once(impl, x):
+    if impl.table is None:
+        impl.table = torch.full((4,), 2.0).to("cuda" if torch.cuda.is_available() else "cpu")
+    return impl.table
+
+
+RIGHT = (
+    made_where_a_gpu_is,
+    made_where_a_gpu_is_at_once,
+    by_comparison,
+    by_kind,
+    by_type,
+    by_number,
+    kept_device,
+    made_on_first_use,
+)
 
 
 def moved_each_time(impl, x):
@@ -65,6 +89,12 @@ def moved_but_not_kept(impl, x):
 def left_on_the_host(impl, x):
     impl.device = x.device
     return impl.scale
+
+
+def made_on_the_host(impl, x):
+    if impl.table is None:
+        impl.table = torch.full((4,), 2.0, device="cpu")
+    return impl.table
 
 
 def moved_beside_a_branch(impl, x):
@@ -81,6 +111,7 @@ WRONG = {
     moved_each_time: "host copy: .to()",
     moved_but_not_kept: "host copy: .to()",
     left_on_the_host: "host copy: .mul_()",
+    made_on_the_host: "host copy: .mul_()",
     moved_beside_a_branch: "host copy: .to()",
     guarded_beside_a_read: "host read: .item()",
 }
