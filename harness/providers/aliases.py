@@ -1,4 +1,4 @@
-"""Memory and objects that the result of a function shares with its arguments or with an earlier result."""
+"""Memory and objects that the result of a function shares: with its arguments, an earlier result, or within itself."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import fields, is_dataclass
@@ -15,6 +15,10 @@ SHARED = frozenset({"slot_mapping", "block_table_tensor", "result"})
 """Fields that share memory with an argument if the reference's do: graphs read them, or callers write through them."""
 
 EARLIER = "an earlier result"
+_ITSELF = "another part of it"
+
+_TWINS = FREE | {"query_start_loc", "query_start_loc_cpu"}
+"""Fields for host and device, which may share memory with each other where the device is the host."""
 
 
 class Alias(NamedTuple):
@@ -25,17 +29,21 @@ class Alias(NamedTuple):
 
 
 def aliases_of(result: Any, arguments: Mapping[str, Any], earlier: Any) -> dict[str, Alias]:
-    """Return what the parts of ``result`` share, by place. Only memory is compared with an earlier result."""
+    """Return what the parts of ``result`` share, by place. Of an earlier result and the parts before, memory counts."""
     owners = [part for name, value in arguments.items() for part in _parts(f"its argument {name}", value)]
-    owners += [(EARLIER, value) for _, value in _parts("", earlier) if isinstance(value, Tensor | np.ndarray)]
+    owners += [(EARLIER, value) for _, value in _parts("", earlier) if _has_memory(value)]
     known = [(owner, value, _addresses(value)) for owner, value in owners]
     found = {}
     for place, part in _parts("returned", result):
         own = _addresses(part)
         for owner, value, theirs in known:
             if value is part or max(own.start, theirs.start) < min(own.stop, theirs.stop):
-                found[place] = Alias(owner, value is part and not isinstance(part, list | dict))
+                is_argument = owner not in (EARLIER, _ITSELF)
+                found[place] = Alias(owner, value is part and is_argument and not isinstance(part, list | dict))
                 break
+        else:
+            if _has_memory(part) and place.rpartition(".")[2] not in _TWINS:
+                known.append((_ITSELF, part, own))
     return found
 
 
@@ -58,6 +66,10 @@ def _parts(place: str, value: Any) -> Iterator[tuple[str, Any]]:
         yield place, value
     for name, item in members.items():
         yield from _parts(f"{place}{name}", item)
+
+
+def _has_memory(value: Any) -> bool:
+    return isinstance(value, Tensor | np.ndarray)
 
 
 def _addresses(value: Any) -> range:

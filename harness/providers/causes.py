@@ -85,6 +85,8 @@ def _aliases(wrong: WrongAnswer) -> str | None:
         return "it returns a copy, and not its argument or a view of it"
     if any(each.seen.endswith(EARLIER) for each in wrong.differences):
         return "it returns the memory of an earlier result, and not a new tensor"
+    if any("argument" not in each.seen for each in wrong.differences):
+        return "two tensors of the result share memory"
     return "it returns its argument or a view of it, and nothing new" if due == {True} else None
 
 

@@ -86,13 +86,22 @@ def pointers_of_numpy():
     return compute_causal_conv1d_metadata
 
 
+def offsets_in_the_pointers():
+    def compute_causal_conv1d_metadata(query_start_loc_p):
+        by_block, batch_ptr, offsets = reference.compute_causal_conv1d_metadata(query_start_loc_p)
+        by_block[8]["offsetlist"] = offsets[: by_block[8]["tot"]]
+        return by_block, batch_ptr, offsets
+
+    return compute_causal_conv1d_metadata
+
+
 WRONG = {
     "get_dcp_local_seq_lens": (own_lengths, "returned.memory", NEW),
     "split_attn_metadata": (whole_batch, "returned[0].memory", NEW),
     "make_local_attention_virtual_batches": (pages_of_one_chunk, "returned.metadata.block_table_tensor.memory", NEW),
     "mamba_get_block_table_tensor": (copied_table, "returned.memory", SAME),
     "slice_query_start_locs": (in_one_buffer(), "returned.memory", EARLIER),
-    "compute_causal_conv1d_metadata": (pointers_of_numpy(), "returned.batch_ptr.memory", EARLIER),
+    "compute_causal_conv1d_metadata": (pointers_of_numpy(), "returned.programs.8.batch_ptr.memory", EARLIER),
 }
 
 
@@ -111,6 +120,12 @@ def test_right_values_in_wrong_memory_are_wrong(name):
 def test_a_captured_graph_needs_the_buffers_of_the_batch(function, place):
     seen = examined("make_kv_sharing_fast_prefill_common_attn_metadata", function)
     assert (places(seen), seen.cause) == ({place}, SAME)
+
+
+def test_two_tensors_of_a_result_do_not_share_memory():
+    seen = examined("compute_causal_conv1d_metadata", offsets_in_the_pointers())
+    assert seen.cause == "two tensors of the result share memory"
+    assert all(place.endswith(".memory") for place in places(seen))
 
 
 def views_of_lengths(ubatch_slice, attn_metadata):
