@@ -14,7 +14,7 @@ from torch import Tensor
 
 from attncheck.harness.providers.batches import ProviderBatch
 from attncheck.harness.providers.provider import Subject, SubjectCall, SubjectSetting, subject_call
-from attncheck.reference import PerLayerParameters
+from attncheck.reference import CommonAttentionMetadata, PerLayerParameters
 
 # Questions about the classes and constants of the contract: CUDA-graph levels, common metadata, the builder's base.
 
@@ -46,9 +46,12 @@ def _fields(target: Any, **given: Any) -> dict[str, Any]:
     if given:
         made = target(*given["values"])
         return {"values": {name: getattr(made, name) for name in given["names"]}, "causal": made.causal}
+    optional = {field.name: field.default for field in fields(target) if field.default is not MISSING}
+    own = {field.name for field in fields(CommonAttentionMetadata)}
     return {
         "required": [field.name for field in fields(target) if field.default is MISSING],
-        "optional": {field.name: field.default for field in fields(target) if field.default is not MISSING},
+        "optional": optional,
+        "order of the optional": [name for name in optional if name in own],
     }
 
 
@@ -422,7 +425,7 @@ def _parameter_facts(target: Any, *, arguments: Layer) -> dict[str, Any]:
 
 
 def _parameters(_: SubjectSetting) -> Iterator[SubjectCall]:
-    for arguments in [(1, None, 0.5), (1, None, 0.5, False, True, True), (1, 0.0, 0.5), (-1, 30.0, 0.125, True)]:
+    for arguments in [(1, None, 0.5), (1, None, 0.5, False, True, False), (1, 0.0, 0.5), (-1, 30.0, 0.125, True)]:
         yield subject_call(f"made from {arguments}", arguments=arguments)
 
 
