@@ -141,7 +141,7 @@ def _layers(layer: LayerSpec) -> Iterator[tuple[Changes, Changes]]:
         yield {"dtype": dtype}, {}
     if layer.mla is not None:
         return
-    for head_size in (layer.head_size + 8, 2 * layer.head_size, 272):
+    for head_size in (layer.head_size + 8, *(number * layer.head_size for number in (2, 3, 4)), 272):
         yield {"head_size": head_size}, {}
     for attn_type in AttentionType:
         yield {"attn_type": attn_type, "causal": None}, {}
@@ -154,7 +154,8 @@ def _layers(layer: LayerSpec) -> Iterator[tuple[Changes, Changes]]:
 def _caches(layer: LayerSpec, cache: CacheSpec) -> Iterator[tuple[Changes, Changes]]:
     for layout in get_args(Layout):
         yield {}, {"layout": layout}
-    for block_size in (1, max(1, cache.block_size // 2), cache.block_size + 8, 2 * cache.block_size):
+    multiples = (number * cache.block_size for number in (2, 3, 4))
+    for block_size in (1, max(1, cache.block_size // 2), cache.block_size + 8, *multiples):
         yield {}, {"block_size": block_size}
     for codes in _CODES:
         yield {}, {"kv_cache_dtype": codes, **_SCALES}

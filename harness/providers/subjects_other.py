@@ -486,6 +486,11 @@ def _layers(_: SubjectSetting) -> Iterator[SubjectCall]:
         yield subject_call(text, tag, refused=refused, vllm_config=config, layer_names=list(names), cls_=Impl)
 
 
+def _in_order(target: Any, **arguments: Any) -> dict[str, Any]:
+    made = target(**arguments)
+    return {"layers": made, "in order": list(made)}
+
+
 GROUPS: tuple[tuple[Layer, ...], ...] = (
     ((127, None, 0.5), (127, None, 0.5)),
     ((127, None, 0.5), (127, 30.0, 0.5)),
@@ -585,7 +590,7 @@ def _metadata_subclass(_: SubjectSetting) -> Iterator[SubjectCall]:
 
 LAYERS = (
     Subject("PerLayerParameters", _parameters, _parameter_facts, is_function=False),
-    Subject("get_per_layer_parameters", _layers),
+    Subject("get_per_layer_parameters", _layers, _in_order),
     Subject("infer_global_hyperparameters", _groups),
     Subject("subclass_attention_backend", _backends, _backend_facts),
     Subject("subclass_attention_metadata", _metadata_subclass, _metadata_facts),

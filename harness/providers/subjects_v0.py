@@ -158,12 +158,7 @@ def _mla_configs(_: SubjectSetting) -> Iterator[SubjectCall]:
 
 
 def _dims(target: Any, *, sizes: tuple[int | None, ...]) -> dict[str, Any]:
-    names = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
-    return {
-        "fields": target(*sizes),
-        "equal to its twin": target(*sizes) == target(*sizes),
-        "by keyword": target(**dict(zip(names, sizes, strict=True))),
-    }
+    return {"fields": target(*sizes), "equal to its twin": target(*sizes) == target(*sizes)}
 
 
 def _mla_dims(_: SubjectSetting) -> Iterator[SubjectCall]:

@@ -171,6 +171,13 @@ def test_layers_that_differ_in_one_field_are_not_all_equal(name, kept):
     assert places(seen) == {"returned.has_same_all_params"}
 
 
+def test_layers_are_in_the_order_of_the_names():
+    def reordered(vllm_config, layer_names, cls_):
+        return dict(reversed(reference.get_per_layer_parameters(vllm_config, layer_names, cls_).items()))
+
+    assert places(examined("get_per_layer_parameters", reordered)) >= {"returned.in order[0]"}
+
+
 def test_a_class_takes_its_fields_by_keyword():
     class Swapped(reference.UBatchSlice):
         def __init__(self, *given, token_slice=None, request_slice=None):
