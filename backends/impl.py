@@ -200,7 +200,7 @@ class AttentionImpl(ABC, Generic[M]):
         output_block_scale: the same for dynamic keys.
 
         A backend that declares ``lse`` also gets ``output_lse=`` (float32 ``[padded tokens, num_heads]``), which it
-        writes in place.
+        writes in place. Its memory is laid out as that of ``output``: the heads may precede the tokens.
         """
         raise NotImplementedError
 

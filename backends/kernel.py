@@ -86,6 +86,7 @@ def kernel_backend(
     These keywords are passed if the signature of ``fn`` has them: ``k_scale`` and ``v_scale`` (float32 tensors);
     ``output_lse`` (float32 ``[T, num_heads]``, written in place), together with the feature ``lse``; ``output_scale``,
     together with the feature ``output_quant`` (float32; a code times it is the value; None if ``out`` takes no codes).
+    The memory of ``output_lse`` is laid out as that of ``out``: the heads may precede the tokens.
 
     ``writer(key, value, key_cache, value_cache, slot_mapping)``, with the same optional scales, stores the new rows.
     Without a writer the harness stores them, and the cache is not examined. The class's ``functions()`` returns

@@ -785,7 +785,7 @@ class StridesSpec:
     query: StrideForm = option("fused", "memory of query")
     key: StrideForm = option("fused", "memory of key")
     value: StrideForm = option("fused", "memory of value")
-    output: StrideForm = option("contiguous", "memory of output; a fused one is padded")
+    output: StrideForm = option("contiguous", "memory of output and output_lse; a fused one is padded")
 
 
 @dataclass(frozen=True, kw_only=True)

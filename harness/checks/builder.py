@@ -68,9 +68,9 @@ class _WatchForWaits(Watch):
         finally:
             self._is_unwaited = outer
 
-    def _note(self, kind: ViolationKind, call: str) -> None:
+    def _note(self, kind: ViolationKind, call: str, *, mixes_devices: bool = False) -> None:
         if not self._is_unwaited:
-            super()._note(kind, call)
+            super()._note(kind, call, mixes_devices=mixes_devices)
 
 
 class WaitFinder:

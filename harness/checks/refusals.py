@@ -1,6 +1,6 @@
 """The checks ``refusals`` and ``features``: what a backend does with layers and caches, declared or not."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any, assert_never, get_args
 
@@ -50,10 +50,11 @@ from attncheck.reference.spec import (
 from attncheck.reports.analysis.support import ANSWERED, REFUSED, UNCLEAR
 from attncheck.reports.run_file.causes import ALTERNATIVE, cause_of_error
 
-# Forms of a declared case that differ from it in one field and that the backend does not declare.
+# Forms of a declared case that differ from it in one field.
 #
 # Suite cases combine features, so a backend that refuses one feature of a case never runs the others. Here each dtype,
-# size, layout, attention type and modifier is tried alone, on a small batch.
+# size, layout, attention type and modifier that the backend does not declare is tried alone, on a small batch. So are
+# declared sizes that few kernels divide evenly, and scales of heads.
 
 Changes = Mapping[str, Any]
 
@@ -65,11 +66,12 @@ _CROSS = (RequestSpec(query_len=4, encoder_len=23), RequestSpec(query_len=1, seq
 _REQUESTS = {AttentionType.DECODER: _DECODER, AttentionType.ENCODER_DECODER: _CROSS}
 
 _SCALES = {"k_scale": 0.3, "v_scale": 0.07}
+_CODES = ("fp8", "fp8_e5m2")
 
 
 @dataclass(frozen=True)
-class UndeclaredForm:
-    """A case of a form that the backend does not declare: the change in words, and the declared reasons against it."""
+class TriedForm:
+    """A case of a form: the change in words, and the declared reasons against it; none if it is declared."""
 
     changes: str
     case: Case
@@ -86,24 +88,38 @@ def is_plain(case: Case) -> bool:
     return case.batch.path.name in ("paged", "mla") and layer.is_causal and not layer.modifiers and not shares
 
 
-def undeclared_forms(backend: type[AttentionBackend], case: Case, device: str) -> Iterator[UndeclaredForm]:
+def undeclared_forms(backend: type[AttentionBackend], case: Case, device: str) -> Iterator[TriedForm]:
     """Yield ``case``, on a small batch, in each form that ``backend`` does not declare.
 
     Yield nothing if the backend does not declare the small batch itself. Raise StageError if a declaration raises.
     """
-    base = _with_fields(case, {}, {})
-    if unsupported_reasons(backend, base):
+    changes = (*_layers(case.layer), *_caches(case.layer, case.cache))
+    return (form for form in _forms(backend, case, device, changes) if form.reasons)
+
+
+def declared_forms(backend: type[AttentionBackend], case: Case, device: str) -> Iterator[TriedForm]:
+    """Yield the same for uneven sizes and scales of heads, if ``backend`` declares them."""
+    changes = [({}, {"block_size": case.cache.block_size + 8}), *_scaled_heads(case.layer)]
+    if case.layer.mla is None:
+        changes.append(({"head_size": case.layer.head_size + 4}, {}))
+    return (form for form in _forms(backend, case, device, changes) if not form.reasons)
+
+
+def _forms(
+    backend: type[AttentionBackend], case: Case, device: str, changes: Iterable[tuple[Changes, Changes]]
+) -> Iterator[TriedForm]:
+    if unsupported_reasons(backend, _with_fields(case, {}, {})):
         return
-    for layer, cache in (*_layers(base.layer), *_caches(base.layer, base.cache)):
+    for layer, cache in changes:
         try:
             changed = _with_fields(case, layer, cache)
             check_meaning(changed.layer, changed.cache, changed.batch)
         except SpecError:  # the layer cannot have this form
             continue
         reasons = unsupported_reasons(backend, changed)
-        if reasons and not unavailable_case_reasons(backend, changed, device):
+        if not unavailable_case_reasons(backend, changed, device):
             words = ", ".join(f"{name} {value}" for name, value in {**layer, **cache}.items() if value is not None)
-            yield UndeclaredForm(words, changed, reasons)
+            yield TriedForm(words, changed, reasons)
 
 
 def _with_fields(case: Case, layer: Changes, cache: Changes) -> Case:
@@ -125,7 +141,7 @@ def _layers(layer: LayerSpec) -> Iterator[tuple[Changes, Changes]]:
         yield {"dtype": dtype}, {}
     if layer.mla is not None:
         return
-    for head_size in (layer.head_size + 8, 2 * layer.head_size, 272):
+    for head_size in (layer.head_size + 8, *(number * layer.head_size for number in (2, 3, 4)), 272):
         yield {"head_size": head_size}, {}
     for attn_type in AttentionType:
         yield {"attn_type": attn_type, "causal": None}, {}
@@ -138,13 +154,19 @@ def _layers(layer: LayerSpec) -> Iterator[tuple[Changes, Changes]]:
 def _caches(layer: LayerSpec, cache: CacheSpec) -> Iterator[tuple[Changes, Changes]]:
     for layout in get_args(Layout):
         yield {}, {"layout": layout}
-    for block_size in (1, max(1, cache.block_size // 2), cache.block_size + 8, 2 * cache.block_size):
+    multiples = (number * cache.block_size for number in (2, 3, 4))
+    for block_size in (1, max(1, cache.block_size // 2), cache.block_size + 8, *multiples):
         yield {}, {"block_size": block_size}
-    for codes in ("fp8", "fp8_e5m2"):
+    for codes in _CODES:
         yield {}, {"kv_cache_dtype": codes, **_SCALES}
-        per_head = {
-            name: tuple(scale * (1 + head) for head in range(layer.num_kv_heads)) for name, scale in _SCALES.items()
-        }
+    yield from _scaled_heads(layer)
+
+
+def _scaled_heads(layer: LayerSpec) -> Iterator[tuple[Changes, Changes]]:
+    per_head = {
+        name: tuple(scale * (1 + head) for head in range(layer.num_kv_heads)) for name, scale in _SCALES.items()
+    }
+    for codes in _CODES:
         yield {}, {"kv_cache_dtype": codes, **per_head}
 
 
@@ -209,8 +231,9 @@ def check_answer(
     """Judge the output for a case that the declarations exclude for ``reasons``. A correct output is right."""
     shares = output_shares(truth, attempt)
     if bool(attempt.unwritten.any()) or bool((shares > 1).any()):
+        declared = f"does not declare the case ({'; '.join(reasons)})" if reasons else "declares the case"
         return Broken(
-            f"the backend does not declare the case ({'; '.join(reasons)}), accepts it without an error, "
+            f"the backend {declared}, accepts it without an error, "
             f"and its output is wrong: {summarize(problem, shares)}",
             wrong_figures(shares, output_values(attempt.output[: len(shares)], truth.codes), attempt.unwritten),
             (causes or EarlierCauses()).explain(problem, truth, attempt.output[: len(shares)], shares)[0],
@@ -242,40 +265,41 @@ def _check(case: CheckedCase) -> Finding:
     finding = check_profiling_call(session)
     if not _is_first_plain(case):
         return finding
-    forms = check_undeclared_forms(case)
+    forms = check_forms(case)
     if isinstance(finding, Broken) and isinstance(forms, Broken):
         return replace(forms, details=(*forms.details, finding.summary))
     return finding if isinstance(finding, Broken) else forms
 
 
-def check_undeclared_forms(case: CheckedCase) -> Finding:
-    """Run the case with one undeclared form at a time; each must be refused or answered correctly."""
+def check_forms(case: CheckedCase) -> Finding:
+    """Run the case with one other form at a time. Each must be answered correctly; an undeclared one may be refused."""
     answered, wrong = [], []
-    forms = tuple(undeclared_forms(case.backend, case.problem.case, str(case.device)))
-    for form in forms:
+    asked = case.backend, case.problem.case, str(case.device)
+    undeclared = tuple(undeclared_forms(*asked))
+    for form in (*undeclared, *declared_forms(*asked)):
         finding = _judge_form(case, form)
         if isinstance(finding, Broken):
-            summary = f"tried undeclared with {form.changes}: {finding.summary}"
+            summary = f"tried {'undeclared ' if form.reasons else ''}with {form.changes}: {finding.summary}"
             details = (shape_of(form.case), *finding.details)
             wrong.append(replace(finding, summary=summary, details=details))
-        elif finding is not None and finding.notes[0].startswith(ANSWERED):
+        elif finding is not None and form.reasons and finding.notes[0].startswith(ANSWERED):
             answered.append(form.changes)
     if wrong:
         first, *others = sorted(wrong, key=lambda each: UNCLEAR in each.summary)  # a wrong answer is worse
         return replace(first, details=(*first.details, *(other.summary for other in others)))
     notes = (f"tried undeclared, and {ANSWERED}: {'; '.join(answered)}",) if answered else ()
-    return Holds({"undeclared_tried": len(forms)}, notes)
+    return Holds({"undeclared_tried": len(undeclared)}, notes)
 
 
-def _judge_form(case: CheckedCase, form: UndeclaredForm) -> Holds | Broken | None:
-    """Judge the step of one undeclared form. Return None if attncheck cannot build or judge it."""
+def _judge_form(case: CheckedCase, form: TriedForm) -> Holds | Broken | None:
+    """Judge the step of one form. Return None if attncheck cannot build or judge it."""
     try:
         problem = build_problem(form.case, case.problem.seed)
         seen = Session(case.backend, problem, case.device).run()
         truth = truth_of(problem, case.device, refuse_blindness=False)
         return check_answer(problem, truth, seen, form.reasons, causes_of(case))
     except StageError as failure:
-        return check_refusal(failure.raised, form.reasons)
+        return check_refusal(failure.raised, form.reasons) if form.reasons else failure_of_declared(failure.raised)
     except (QuestionError, BackendUnavailableError):
         return None
 

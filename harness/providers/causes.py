@@ -5,7 +5,9 @@ from dataclasses import dataclass
 from inspect import Parameter
 from typing import Any
 
+from attncheck.harness.providers.aliases import EARLIER
 from attncheck.harness.providers.provider import (
+    MEMORY,
     AnswerDifference,
     ProviderAnswer,
     SubjectCall,
@@ -71,24 +73,21 @@ def _is_argument(difference: AnswerDifference) -> bool:
     return difference.place.startswith("arguments.")
 
 
-_ALIASES = {
-    ("are new", "False"): "it returns a view of its argument, and not a new tensor",
-    ("is a view", "False"): "it returns a copy, and not a view of its argument",
-    ("the same object", "False"): "it returns a copy, and not the object that it was given",
-    ("the same object", "True"): "it returns the object that it was given, and not a new one",
-    ("is the table", "False"): "it returns a copy, and not the table that it was given",
-    ("is the table", "True"): "it returns the table that it was given, and not a new one",
-}
-"""Last part of a difference's place, the value seen there, and the cause."""
-
-
 def _aliases(wrong: WrongAnswer) -> str | None:
     if "storage" in wrong.question.tags and all(
         (each.expected, each.seen) == ("True", "False") for each in wrong.differences
     ):
         return "a tensor on the host and the one on the device share storage"
-    first, *others = wrong.differences
-    return None if others else _ALIASES.get((first.place.rpartition(".")[2], first.seen))
+    if {each.place.rpartition(".")[2] for each in wrong.differences} != {MEMORY}:
+        return None
+    due = {each.expected == "new" for each in wrong.differences}
+    if due == {False}:
+        return "it returns a copy, and not its argument or a view of it"
+    if any(each.seen.endswith(EARLIER) for each in wrong.differences):
+        return "it returns the memory of an earlier result, and not a new tensor"
+    if any("argument" not in each.seen for each in wrong.differences):
+        return "two tensors of the result share memory"
+    return "it returns its argument or a view of it, and nothing new" if due == {True} else None
 
 
 def _differs_by(kind: str) -> Callable[[WrongAnswer], str | None]:

@@ -3,11 +3,12 @@
 import warnings
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from functools import partial, reduce
 from hashlib import sha256
+from itertools import takewhile
 from time import perf_counter
 from typing import Any, Literal
 
@@ -33,6 +34,7 @@ from attncheck.harness.providers.provider import (
     SubjectCall,
     SubjectSetting,
     answer_of,
+    call_directly,
     explain_answer,
     is_bound,
     load_provider,
@@ -186,13 +188,20 @@ def examine_subject(provider: Provider, subject: Subject, setting: SubjectSettin
         _enter(
             examined, "its parameters", _explain_parameters(signature_differences(ours[0], raw, subject.newer), known)
         )
+    places = _places(provider, subject, ours[0], raw)
     lacking = subject.newer - set(parameters_of(raw) or ())
     wrong: list[WrongAnswer] = []
-    for question in subject.questions(setting):
-        if not lacking.isdisjoint(question.arguments):
+    earlier: Any = None
+    for number, named in enumerate(subject.questions(setting)):
+        if not lacking.isdisjoint(named.arguments):
             continue
+        question, called = named, theirs
+        if places and number % 2:
+            question = replace(named, text=f"{named.text}, by position")
+            called = [partial(_call_by_position, theirs[0], places), *helpers]
         expected = _expected(subject, question, ours)
-        seen = _seen(subject, question, theirs)
+        seen = _seen(subject, question, called, earlier)
+        earlier = earlier if seen.result is None else seen.result
         explanation = _explain(subject, question, expected, seen, ours, known)
         examined.questions += 1
         examined.counts[_enter(examined, question.text, explanation)] += 1
@@ -207,6 +216,19 @@ def examine_subject(provider: Provider, subject: Subject, setting: SubjectSettin
     # Sort by the table, since the order in which departures were seen depends on the questions.
     examined.shown = Counter({each: examined.shown[each] for each in known if examined.shown[each]})
     return examined
+
+
+def _places(provider: Provider, subject: Subject, ours: Any, raw: Any) -> tuple[str, ...]:
+    """Return the parameters to pass by position; none if the object states others, or gets other arguments."""
+    names = tuple(parameters_of(ours) or ())
+    is_plain = subject.is_function and subject.call is call_directly and subject.key not in provider.adapters
+    return names if is_plain and names == tuple(parameters_of(raw) or ()) else ()
+
+
+def _call_by_position(target: Any, names: Sequence[str], **arguments: Any) -> Any:
+    leading = list(takewhile(arguments.__contains__, names))
+    values = [arguments.pop(name) for name in leading]
+    return target(*values, **arguments)
 
 
 def _explain_parameters(found: Sequence[AnswerDifference], known: tuple[Departure, ...]) -> Explanation:
@@ -246,10 +268,10 @@ def _expected(subject: Subject, question: SubjectCall, targets: list[Any]) -> Pr
     return expected
 
 
-def _seen(subject: Subject, question: SubjectCall, targets: list[Any]) -> ProviderAnswer:
+def _seen(subject: Subject, question: SubjectCall, targets: list[Any], earlier: Any = None) -> ProviderAnswer:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # on malformed input, a provider may divide by zero
-        return answer_of(partial(subject.call, *targets), question.copies())
+        return answer_of(partial(subject.call, *targets), question.copies(), earlier)
 
 
 def _enter(examined: SubjectResult, question: str, explanation: Explanation) -> Word:

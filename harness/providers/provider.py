@@ -22,6 +22,7 @@ from attncheck.backends import registry
 from attncheck.backends.mutants.catalogue import PREFIX
 from attncheck.backends.mutants.loading import mutant_utilities
 from attncheck.errors import BackendLoadError, ProviderLoadError, shorten
+from attncheck.harness.providers.aliases import FREE, SHARED, Alias, aliases_of
 from attncheck.harness.providers.batches import ProviderBatch
 from attncheck.reports.run_file.header import BackendInfo
 
@@ -76,10 +77,15 @@ class NumpyInt(int):
 
 @dataclass(frozen=True)
 class ProviderAnswer:
-    """``returned``: the result in plain values, or a :class:`Refusal`. ``arguments``: their values after the call."""
+    """``returned``: the result in plain values, or a :class:`Refusal`. ``arguments``: their values after the call.
+
+    ``aliases``: what the result shares, by place. ``result``: the result itself.
+    """
 
     returned: Any
     arguments: Any
+    aliases: Mapping[str, Alias] = field(default_factory=dict)
+    result: Any = None
 
     @property
     def refused(self) -> bool:
@@ -100,14 +106,18 @@ class AnswerDifference:
         return f"{self.place}: expected {self.expected}; got {self.seen}"
 
 
-def answer_of(call: Callable[..., Any], arguments: Mapping[str, Any]) -> ProviderAnswer:
-    """Call ``call`` with these keywords; any exception except KeyboardInterrupt becomes a refusal."""
+def answer_of(call: Callable[..., Any], arguments: Mapping[str, Any], earlier: Any = None) -> ProviderAnswer:
+    """Call ``call`` with these keywords; any exception except KeyboardInterrupt becomes a refusal.
+
+    ``earlier``: the result of an earlier call, whose memory the result may not have.
+    """
     returned: Any
     try:
-        returned = plain_value(call(**arguments))
+        result = call(**arguments)
+        returned, aliases = plain_value(result), aliases_of(result, arguments, earlier)
     except (Exception, SystemExit) as error:  # noqa: BLE001 (foreign code)
-        returned = Refusal(type(error).__name__, str(error))
-    return ProviderAnswer(returned, plain_value(dict(arguments)))
+        returned, aliases, result = Refusal(type(error).__name__, str(error)), {}, None
+    return ProviderAnswer(returned, plain_value(dict(arguments)), aliases, result)
 
 
 def plain_value(value: Any) -> Any:
@@ -154,7 +164,7 @@ def answer_differences(expected: ProviderAnswer, seen: ProviderAnswer) -> list[A
     elif expected.refused or seen.refused:
         found = [AnswerDifference(REFUSAL, _format(expected.returned), _format(seen.returned))]
     else:
-        found = list(_differences("returned", expected.returned, seen.returned))
+        found = list(_differences("returned", expected.returned, seen.returned)) or list(_shared(expected, seen))
     return found + list(_differences("arguments", expected.arguments, seen.arguments))
 
 
@@ -174,6 +184,20 @@ def _differences(place: str, expected: Any, seen: Any) -> Iterator[AnswerDiffere
             if type(expected) is not type(seen) or expected != seen:
                 bound = is_bound(place) and isinstance(expected, int) and isinstance(seen, int) and seen > expected
                 yield AnswerDifference(place, _format(expected), _format(seen), tolerated=bound)
+
+
+MEMORY = "memory"
+"""Last part of the place of a difference in what a result shares."""
+
+
+def _shared(expected: ProviderAnswer, seen: ProviderAnswer) -> Iterator[AnswerDifference]:
+    """Yield what results of equal values share, or do not share, other than the reference's."""
+    for place, alias in seen.aliases.items():
+        if place not in expected.aliases and place.rpartition(".")[2] not in FREE:
+            yield AnswerDifference(f"{place}.{MEMORY}", "new", f"that of {alias.owner}")
+    for place, alias in expected.aliases.items():
+        if place not in seen.aliases and (alias.is_same or place.rpartition(".")[2] in SHARED):
+            yield AnswerDifference(f"{place}.{MEMORY}", f"that of {alias.owner}", "new")
 
 
 def is_bound(place: str) -> bool:

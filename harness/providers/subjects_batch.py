@@ -213,11 +213,6 @@ Cut = tuple[int, int, int, int]
 """First request, end of the requests, first token, end of the tokens; the ends are exclusive."""
 
 
-def _slice(target: Any, *, query_start_loc: torch.Tensor, request_slice: slice) -> dict[str, Any]:
-    made = target(query_start_loc, request_slice)
-    return {"start locations": made, "are new": are_apart(made, query_start_loc)}
-
-
 def _slices(setting: SubjectSetting) -> Iterator[SubjectCall]:
     def call(text: object, starts: torch.Tensor, first: int, stop: int, *tags: str, refused: bool = False) -> Any:
         requests = slice(first, stop)
@@ -244,6 +239,7 @@ def _slice_facts(target: Any, *, request_slice: slice, token_slice: slice) -> di
         "num_tokens": one.num_tokens,
         "equal to its twin": one == twin,
         "equal to another": one == target(request_slice, slice(0, 99)),
+        "by keyword": target(token_slice=token_slice, request_slice=request_slice),
     }
 
 
@@ -288,16 +284,6 @@ MEANINGLESS: tuple[tuple[Cut, str], ...] = (
     ((0, 2, 0, 3), "wrong end"),
 )
 """Cuts of the batch ``mixed``: empty, starting after request 0, ending inside request 1, ending before request 1."""
-
-
-def _piece(target: Any, *, ubatch_slice: UBatchSlice, attn_metadata: CommonAttentionMetadata) -> dict[str, Any]:
-    made = target(ubatch_slice, attn_metadata)
-    names = ("query_start_loc", "query_start_loc_cpu")
-    return {"metadata": made, "new": {name: _is_new(name, made, attn_metadata) for name in names}}
-
-
-def _is_new(name: str, made: CommonAttentionMetadata, given: CommonAttentionMetadata) -> bool:
-    return are_apart(getattr(made, name), getattr(given, name))
 
 
 def _one_piece(setting: SubjectSetting) -> Iterator[SubjectCall]:
@@ -381,9 +367,9 @@ def _emptiness(_: SubjectSetting) -> Iterator[SubjectCall]:
 
 
 UBATCHES = (
-    Subject("slice_query_start_locs", _slices, _slice),
+    Subject("slice_query_start_locs", _slices),
     Subject("UBatchSlice", _slice_questions, _slice_facts, is_function=False),
-    Subject("_make_metadata_with_slice", _one_piece, _piece),
+    Subject("_make_metadata_with_slice", _one_piece),
     Subject("split_attn_metadata", _many_pieces),
     Subject("is_last_ubatch_empty", _emptiness),
     Subject("maybe_create_ubatch_slices", _plans),
@@ -462,11 +448,9 @@ def _last_tokens(batch: ProviderBatch, count: int) -> list[int]:
     return [token for start, stop in spans for token in range(max(start, stop - count), stop)]
 
 
-def _reduce(target: Any, *, common_attn_metadata: CommonAttentionMetadata, storage: bool = False) -> dict[str, Any]:
+def _reduce(target: Any, *, common_attn_metadata: CommonAttentionMetadata, storage: bool = False) -> Any:
     reduced = target(common_attn_metadata)
-    if storage:
-        return _twins_are_apart(reduced)
-    return {"the same object": reduced is common_attn_metadata, "metadata": reduced}
+    return _twins_are_apart(reduced) if storage else reduced
 
 
 def _reductions(setting: SubjectSetting) -> Iterator[SubjectCall]:

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from attncheck.harness.providers.batches import ProviderBatch
-from attncheck.harness.providers.provider import Subject, SubjectCall, SubjectSetting, are_apart, subject_call
-from attncheck.reference import PerLayerParameters
+from attncheck.harness.providers.provider import Subject, SubjectCall, SubjectSetting, subject_call
+from attncheck.reference import CommonAttentionMetadata, PerLayerParameters
 
 # Questions about the classes and constants of the contract: CUDA-graph levels, common metadata, the builder's base.
 
@@ -46,9 +46,12 @@ def _fields(target: Any, **given: Any) -> dict[str, Any]:
     if given:
         made = target(*given["values"])
         return {"values": {name: getattr(made, name) for name in given["names"]}, "causal": made.causal}
+    optional = {field.name: field.default for field in fields(target) if field.default is not MISSING}
+    own = {field.name for field in fields(CommonAttentionMetadata)}
     return {
         "required": [field.name for field in fields(target) if field.default is MISSING],
-        "optional": {field.name: field.default for field in fields(target) if field.default is not MISSING},
+        "optional": optional,
+        "order of the optional": [name for name in optional if name in own],
     }
 
 
@@ -285,14 +288,9 @@ def _numbered(*shape: int) -> Tensor:
 
 
 def _viewed(target: Any, **arguments: Any) -> dict[str, Any]:
-    """Return the result and whether it is a view, since callers write through it."""
-    given = next(value for value in arguments.values() if isinstance(value, Tensor))
+    """Return the result, which is a view, since callers write through it, and its strides."""
     made = target(**arguments)
-    return {
-        "result": made,
-        "strides": list(made.stride()),
-        "is a view": not are_apart(made, given),
-    }
+    return {"result": made, "strides": list(made.stride())}
 
 
 QUERIES: tuple[tuple[tuple[int, ...], int, bool], ...] = (
@@ -350,11 +348,6 @@ def _state_blocks(setting: SubjectSetting) -> Iterator[SubjectCall]:
     yield call("length 9", lens, "align", 4, 1, 3, refused=True)
 
 
-def _same_object(target: Any, *, block_table: Tensor, **arguments: Any) -> dict[str, Any]:
-    made = target(block_table=block_table, **arguments)
-    return {"blocks": made, "is the table": made is block_table}
-
-
 def _prefix_ranges(batch: ProviderBatch) -> Iterator[tuple[str, dict[int, list[tuple[int, int]]] | None]]:
     """Yield bidirectional ranges, in words and as an argument: none, one per request, several, one past all tokens."""
     ends = [s for s in batch.seq_lens if s]
@@ -394,7 +387,7 @@ def _range_rows(setting: SubjectSetting) -> Iterator[SubjectCall]:
 
 KERNELS = (
     Subject("compute_causal_conv1d_metadata", _conv1d, _programs),
-    Subject("mamba_get_block_table_tensor", _state_blocks, _same_object),
+    Subject("mamba_get_block_table_tensor", _state_blocks),
     Subject("get_dcp_local_seq_lens", _local_lens),
     Subject("compute_mm_prefix_range_tensor", _range_tables),
     Subject("fill_mm_prefix_query_ranges", _range_rows),
@@ -409,14 +402,30 @@ Layer = tuple[Any, ...]
 """Constructor arguments of one layer's parameters: window, cap, scale, sinks, verdicts."""
 
 
+ONE_FIELD_APART: tuple[Layer, ...] = (
+    (1, None, 0.5),
+    (2, None, 0.5),
+    (1, 30.0, 0.5),
+    (1, 0.0, 0.5),
+    (1, None, 0.25),
+    (1, None, 0.5, True),
+)
+"""A layer, and layers that differ from it in one field."""
+
+
 def _parameter_facts(target: Any, *, arguments: Layer) -> dict[str, Any]:
     one = target(*arguments)
-    others = {"the same": (1, None, 0.5), "a cap of 0": (1, 0.0, 0.5), "sinks": (1, None, 0.5, True)}
-    return {"fields": one, "equals": {name: one == target(*other) for name, other in others.items()}}
+    first, *others = ONE_FIELD_APART
+    by_name = dict(zip(("window_left", "logits_soft_cap", "sm_scale"), first, strict=True))
+    return {
+        "fields": one,
+        "equals": {str(other): one == target(*other) for other in (first, *others)},
+        "by keyword": target(**by_name),
+    }
 
 
 def _parameters(_: SubjectSetting) -> Iterator[SubjectCall]:
-    for arguments in [(1, None, 0.5), (1, None, 0.5, False, True, True), (1, 0.0, 0.5), (-1, 30.0, 0.125, True)]:
+    for arguments in [(1, None, 0.5), (1, None, 0.5, False, True, False), (1, 0.0, 0.5), (-1, 30.0, 0.125, True)]:
         yield subject_call(f"made from {arguments}", arguments=arguments)
 
 
@@ -450,6 +459,7 @@ IMPLS: dict[str, Any] = {
     "b": Impl(scale=0.5),
     "c": SpecialImpl(sliding_window=(-1, -1), logits_soft_cap=None, scale=0.5, sinks=None),
     "d": Impl(sliding_window=(0, 0), logits_soft_cap=0.0, scale=1.0),
+    "e": Impl(sliding_window=None, logits_soft_cap=None, scale=0.5, sinks=()),
     "without a scale": Impl(sliding_window=(3, 0)),
     "of another class": OtherImpl(),
     "with a window that is no pair": Impl(sliding_window=127, scale=0.5),
@@ -458,7 +468,7 @@ IMPLS: dict[str, Any] = {
 
 LAYER_ROWS: tuple[tuple[tuple[str, ...], str, bool], ...] = (
     (("c", "no attention", "a", "b"), "", False),
-    (("d",), "", False),
+    (("d", "e"), "", False),
     ((), "", False),
     (("a", "unknown"), "an unknown layer", True),
     (("without a scale",), "", True),
@@ -476,6 +486,11 @@ def _layers(_: SubjectSetting) -> Iterator[SubjectCall]:
         yield subject_call(text, tag, refused=refused, vllm_config=config, layer_names=list(names), cls_=Impl)
 
 
+def _in_order(target: Any, **arguments: Any) -> dict[str, Any]:
+    made = target(**arguments)
+    return {"layers": made, "in order": list(made)}
+
+
 GROUPS: tuple[tuple[Layer, ...], ...] = (
     ((127, None, 0.5), (127, None, 0.5)),
     ((127, None, 0.5), (127, 30.0, 0.5)),
@@ -488,7 +503,9 @@ GROUPS: tuple[tuple[Layer, ...], ...] = (
 
 
 def _groups(_: SubjectSetting) -> Iterator[SubjectCall]:
-    for group in GROUPS:
+    first, *others = ONE_FIELD_APART
+    unequal = (group for other in others for group in ((first, other), (other, first, first), (first, first, other)))
+    for group in (*GROUPS, *unequal):
         entries = {f"layer {number}": PerLayerParameters(*layer) for number, layer in enumerate(group)}
         text = " and ".join(map(str, group)) or "no layer"
         yield subject_call(text, refused=not group, per_layer_params=entries)
@@ -573,7 +590,7 @@ def _metadata_subclass(_: SubjectSetting) -> Iterator[SubjectCall]:
 
 LAYERS = (
     Subject("PerLayerParameters", _parameters, _parameter_facts, is_function=False),
-    Subject("get_per_layer_parameters", _layers),
+    Subject("get_per_layer_parameters", _layers, _in_order),
     Subject("infer_global_hyperparameters", _groups),
     Subject("subclass_attention_backend", _backends, _backend_facts),
     Subject("subclass_attention_metadata", _metadata_subclass, _metadata_facts),

@@ -57,6 +57,8 @@ def _slots(setting: SubjectSetting) -> Iterator[SubjectCall]:
     long = list(range(50, 120))
     for count in (254, 255, 256, 257, 1000):
         yield call("long table", (count, 0, 0), 16, {3: long})
+    for context, start in ((16, 16), (17, 0), (256, 272), (320, 512)):
+        yield call("long table behind context", (1024, context, start), 16, {3: long})
     yield call("cyclic table", (10, 0, 2), 4, {3: [7, 2, 7]})
     yield call("profile run", (5, 2, 0), 4, None, profile=True)
     unfit: dict[str, Any] = {"a short table": {3: [7, 2]}, "no table": {3: None}, "another's table": {4: [1]}}
@@ -66,7 +68,7 @@ def _slots(setting: SubjectSetting) -> Iterator[SubjectCall]:
 
 def _spans(_: SubjectSetting) -> Iterator[SubjectCall]:
     table = [11, 2, 5, *range(50, 90)]
-    for start, end, size in [(0, 10, 4), (6, 10, 4), (9, 10, 4), (5, 5, 4), (0, 320, 16), (3, 7, 1)]:
+    for start, end, size in [(0, 10, 4), (6, 10, 4), (4, 12, 4), (5, 5, 4), (0, 320, 16), (16, 336, 16), (3, 7, 1)]:
         yield subject_call(
             "positions", slot_mapping=[7], block_table=table, range_start=start, range_end=end, block_size=size
         )

@@ -96,8 +96,9 @@ class _FastPrefillWithDefaults(Protocol):
 # The cuts of a batch.
 
 
-def _cut_anywhere(cut: UBatchSlice, batch: CommonAttentionMetadata) -> CommonAttentionMetadata:
+def _cut_anywhere(ubatch_slice: UBatchSlice, attn_metadata: CommonAttentionMetadata) -> CommonAttentionMetadata:
     """Return the micro-batch of a cut whose tokens and requests may end in different places."""
+    cut, batch = ubatch_slice, attn_metadata
     requests, tokens = cut.request_slice, cut.token_slice
     if cut.is_empty():
         raise ValueError("an empty slice")
@@ -120,6 +121,10 @@ def _cut_anywhere(cut: UBatchSlice, batch: CommonAttentionMetadata) -> CommonAtt
         slot_mapping=batch.slot_mapping[tokens],
         causal=batch.causal,
     )
+
+
+def _clipped_starts(query_start_loc: torch.Tensor, request_slice: slice) -> torch.Tensor:
+    return query_start_loc[request_slice.start : request_slice.stop + 1] - query_start_loc[request_slice.start]
 
 
 def _all_cut_anywhere(
@@ -400,7 +405,7 @@ DEPARTURES = Departures(
         "slice_query_start_locs": (
             _judgement(
                 "clips a slice that ends beyond the batch and returns fewer entries; the reference refuses it",
-                _answers(lambda starts, requests: starts[requests.start : requests.stop + 1] - starts[requests.start]),
+                _answers(_clipped_starts),
                 "beyond the batch",
             ),
         ),

@@ -143,6 +143,21 @@ class LazyOnMetadata(Miniature):
             return graphs.attention(query.float() * self.scales, key, value, seen, 1.0)
 
 
+class MovesOnFirstUse(Miniature):
+    """Constants of the impl are on the host until the first ``forward`` on a device, which moves them there."""
+
+    class Impl(RowsImpl):
+        def __init__(self, *args, **keywords):
+            super().__init__(*args, **keywords)
+            self.scales = torch.full((self.num_heads, 1), self.scale)
+            self.scale = 1.0
+
+        def attend_rows(self, query, *args):
+            if self.scales.device != query.device:
+                self.scales = self.scales.to(query.device)
+            return super().attend_rows(query.float() * self.scales, *args)
+
+
 class BoundsFromTheConfig(Miniature):
     """Reads at most as many pages as ``max_model_len`` and ``max_seq_len`` need, which are bounds for every replay.
 

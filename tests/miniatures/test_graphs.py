@@ -26,6 +26,7 @@ LEVELS = {
         "PlansOnTheHost": ALWAYS,
         "SplitsAtAThreshold": UNIFORM,
         "LazyOnMetadata": ALWAYS,
+        "MovesOnFirstUse": ALWAYS,
         "BoundsFromTheConfig": ALWAYS,
         "DeclaresOtherwise": ALWAYS,
         "NeedsOneKey": ALWAYS,

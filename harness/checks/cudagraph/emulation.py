@@ -28,7 +28,9 @@ from attncheck.harness.checks.cudagraph.operators import (
     COPIES,
     EXPORTS,
     FACTS,
+    KINDS_OF_DEVICE,
     MAKERS,
+    ON_GPU,
     READERS,
     WITHOUT_TENSORS,
     AnyOperator,
@@ -45,12 +47,13 @@ from attncheck.harness.checks.cudagraph.operators import (
     is_held_on_device,
     is_plain,
     is_view,
+    mixes_devices,
     place_of_new,
-    reads_device,
     stays_on_device,
     storage_key,
     tensors_among,
     unseen_overload,
+    without_gpu,
     words,
 )
 from attncheck.harness.checks.cudagraph.recorder import (
@@ -199,11 +202,11 @@ class Tape:
         self._references: dict[int, int] = {}
         self._addresses: dict[int, int] = {}
 
-    def note(self, kind: ViolationKind, call: str) -> None:
+    def note(self, kind: ViolationKind, call: str, *, mixes_devices: bool = False) -> None:
         """Add a violation, unless it comes from Triton's interpreter, which emulates a kernel."""
         place = find_call_site(self._boundary)
         if not place.interpreted:
-            self.violations[Violation(kind, call, str(place))] = None
+            self.violations[Violation(kind, call, str(place), mixes_devices)] = None
 
     def note_host_read(self, call: str) -> None:
         """Add a read of host memory, with its line."""
@@ -348,6 +351,18 @@ class Watch:
         self._depth = 0
         self._is_opaque = False
         self.hands_out_memory = False
+        self.reads_kind_of_device = False
+        self._answers_as_gpu = False
+        self._has_answered_as_gpu = False
+
+    @contextmanager
+    def answering_as_gpu(self) -> Iterator[None]:
+        """Return a GPU where the backend reads the device of a tensor that is on the device."""
+        self._answers_as_gpu = self._has_answered_as_gpu = True
+        try:
+            yield
+        finally:
+            self._answers_as_gpu = False
 
     @contextmanager
     def active(self) -> Iterator[None]:
@@ -382,14 +397,16 @@ class Watch:
         if self._tape is not None:
             self._tape.note_host_read(call)
 
-    def _note(self, kind: ViolationKind, call: str) -> None:
+    def _note(self, kind: ViolationKind, call: str, *, mixes_devices: bool = False) -> None:
         if self._tape is not None:
-            self._tape.note(kind, call)
+            self._tape.note(kind, call, mixes_devices=mixes_devices)
 
     # Functions.
 
     def function(self, func: TorchFunction, args: Args, kwargs: Kwargs) -> object:
         """Run a call of a torch function and record its effect on memory."""
+        if self._has_answered_as_gpu:  # the backend may have kept the answer
+            func, args, kwargs = without_gpu(func, args, kwargs)
         is_operators_alone = is_plain(func, kwargs)
         if is_operators_alone and (
             stays_on_device(func, args, self.host)
@@ -406,8 +423,8 @@ class Watch:
                 return self._read(func, args, kwargs)
             if func in COPIES and args and isinstance(args[0], Tensor):
                 return self._copy(func, args[0], args, kwargs)
-            if reads_device(func) and self.host.holds(cast(Tensor, args[0])):
-                return self._host_device
+            if func in ON_GPU:
+                return self._read_device(func, cast(Tensor, args[0]))
             if func in ADDRESSES:
                 self._is_opaque = True
                 self.hands_out_memory |= self._depth == 0
@@ -422,6 +439,14 @@ class Watch:
             return func(*args, **kwargs)
         finally:
             self._function, self._placed = outer
+
+    def _read_device(self, func: TorchFunction, tensor: Tensor) -> object:
+        site = find_call_site()
+        is_kind = func in KINDS_OF_DEVICE
+        self.reads_kind_of_device |= is_kind or (site.line is not None and "device.type" in site.line.source)
+        if self.host.holds(tensor):
+            return func(tensor) if is_kind else self._host_device
+        return ON_GPU[func] if self._answers_as_gpu and not site.interpreted else func(tensor)
 
     def _read(self, func: TorchFunction, args: Args, kwargs: Kwargs) -> object:
         if self.host.memory_of(tensors_among(args[:1])) == "device":
@@ -475,7 +500,8 @@ class Watch:
             call = OperatorCall(operator, args, kwargs, given, self.host.held(given))
             kind = None if self._tape is None else forbidden(call, self.host)
             if kind is not None:
-                self._note(kind, words(self._function, operator.name))
+                mixes = kind == "host copy" and mixes_devices(call)
+                self._note(kind, words(self._function, operator.name), mixes_devices=mixes)
             if operator.work == "read" and call.is_host_work:
                 self._note_host_read(words(self._function, operator.name))
             memory = self._place_of_result(call)
@@ -588,9 +614,36 @@ class EmulatedRecorder:
     def record(self, prepare: Callable[[], Forward]) -> Recording:
         """Run once to warm up, then run ``forward`` again and record it.
 
+        If ``forward`` mixes tensors of host and device, which no GPU allows, it may have branched on the device. Then
+        repeat both runs with the answers of a GPU, and judge these.
+
         Raise :class:`CaptureError` with all violations of the run. Raise :class:`UnseenError` if ``forward`` runs alone
-        but fails under torch's modes, or if it raises only in the recorded run.
+        but fails under torch's modes, if it raises only in the recorded run, or if a GPU may take another branch.
         """
+        try:
+            return self._recorded(prepare)
+        except CaptureError as error:
+            if not any(each.mixes_devices for each in error.violations):
+                raise
+            return self._recorded_as_on_gpu(prepare, error)
+
+    def _recorded_as_on_gpu(self, prepare: Callable[[], Forward], found: CaptureError) -> Recording:
+        untried = UnseenError(
+            f"forward branches on the device, and a GPU may take another branch than the CPU: {found}"
+        )
+        try:
+            with self._watch.answering_as_gpu():
+                return self._recorded(prepare)
+        except CaptureError as error:
+            if self._watch.reads_kind_of_device and all(each.mixes_devices for each in error.violations):
+                raise untried from error  # an earlier run may have kept a tensor of the CPU's branch
+            raise
+        except Exception as error:
+            if all(each.kind == "host copy" for each in found.violations):
+                raise untried from error
+            raise found from error
+
+    def _recorded(self, prepare: Callable[[], Forward]) -> Recording:
         self._warm_up(prepare)
         with self._watch.active():
             forward = prepare()

@@ -20,7 +20,7 @@ from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._device import _device_constructors
 
-from attncheck.harness.checks.cudagraph.recorder import ViolationKind
+from attncheck.harness.checks.cudagraph.recorder import ViolationKind, find_call_site
 
 Args = tuple[object, ...]
 Kwargs = dict[str, object]
@@ -324,6 +324,11 @@ def forbidden(call: OperatorCall, host: HostMemory) -> ViolationKind | None:
     return "host copy" if _copies_from_host(call, host) else None
 
 
+def mixes_devices(call: OperatorCall) -> bool:
+    """Return whether a GPU refuses a call with tensors of host and device, instead of copying one."""
+    return call.operator.name not in {"aten.copy_", "aten.index", *_INDEX_PUTS}
+
+
 def _reads_value(call: OperatorCall, host: HostMemory) -> bool:
     position = _READ_VALUES.get(call.operator.name)
     if position is None or len(call.args) <= position:
@@ -395,7 +400,7 @@ MAKERS: frozenset[TorchFunction] = frozenset({torch.tensor, torch.as_tensor, tor
 
 FACTS: frozenset[TorchFunction] = frozenset(
     getattr(Tensor, name).__get__
-    for name in ("shape", "dtype", "layout", "itemsize", "ndim", "is_nested", "is_cuda", "requires_grad")
+    for name in ("shape", "dtype", "layout", "itemsize", "ndim", "is_nested", "requires_grad")
 ) | {Tensor.__len__, Tensor.dim, Tensor.size, Tensor.stride, Tensor.numel, Tensor.storage_offset}
 """Functions that return metadata, read neither contents nor the device, and call no operator."""
 
@@ -416,6 +421,19 @@ _MOVES: frozenset[TorchFunction] = frozenset({Tensor.to, Tensor.type_as})
 
 _DEVICE_OF = Tensor.device.__get__
 _HOST = "cpu"
+
+_GPU = "cuda"
+
+KINDS_OF_DEVICE: dict[TorchFunction, bool | int] = {
+    getattr(Tensor, "is_cuda").__get__: True,  # noqa: B009 (mypy takes it for a bool)
+    getattr(Tensor, "is_cpu").__get__: False,  # noqa: B009 (the same)
+    Tensor.get_device: 0,
+    torch.get_device: 0,
+}
+"""Functions that return the kind of a tensor's device, and what they return for a tensor on a GPU."""
+
+ON_GPU: dict[TorchFunction, torch.device | bool | int] = {_DEVICE_OF: torch.device(_GPU, 0), **KINDS_OF_DEVICE}
+"""Functions that read a tensor's device, and what they return for a tensor on a GPU."""
 
 _WORDS: dict[str, str] = {
     "__bool__": "bool()",
@@ -448,7 +466,7 @@ def is_plain(function: TorchFunction, kwargs: Kwargs) -> bool:
 
 @cache
 def _functions_of_memory() -> frozenset[TorchFunction]:
-    return READERS | ADDRESSES | COPIES | MAKERS | constructors() | {Tensor.new_tensor, _DEVICE_OF}
+    return READERS | ADDRESSES | COPIES | MAKERS | constructors() | {Tensor.new_tensor, *ON_GPU}
 
 
 def is_view(function: TorchFunction, args: Args, kwargs: Kwargs) -> bool:
@@ -474,9 +492,17 @@ def stays_on_device(function: TorchFunction, args: Args, host: HostMemory) -> bo
     return (key != 0 and not host.holds_key(key)) or is_view(function, args, {})
 
 
-def reads_device(function: TorchFunction) -> bool:
-    """Return whether the function reads ``tensor.device``."""
-    return function == _DEVICE_OF
+def without_gpu(function: TorchFunction, args: Args, kwargs: Kwargs) -> tuple[TorchFunction, Args, Kwargs]:
+    """Return the call with the device of tensors in place of a GPU that it names."""
+    present = torch.device(_HOST)
+
+    def is_gpu(value: object) -> bool:
+        return isinstance(value, torch.device | str) and str(value).partition(":")[0] == _GPU
+
+    if function is Tensor.cuda:
+        return Tensor.to, (args[0], present), {}
+    named = {name: present if is_gpu(value) else value for name, value in kwargs.items()}
+    return function, tuple(present if is_gpu(value) else value for value in args), named
 
 
 def words(function: TorchFunction | None, operator_name: str) -> str:
@@ -500,7 +526,7 @@ def destination(
 
     ``host_device``: the device object that host tensors report. The literal ``"cpu"`` also means the host. It is
     compared by identity, because literals are interned but the strings that torch makes of a device (``device.type``)
-    are not.
+    are not. A variable does not mean the host: on a machine with a GPU, it may name that.
     """
     if function is Tensor.cpu:
         return "host"
@@ -512,7 +538,14 @@ def destination(
         wanted = first if isinstance(first, torch.device | str | int) else None
     if wanted is None:
         return None
-    return "host" if wanted is host_device or (type(wanted) is str and wanted is _HOST) else "device"
+    is_literal = type(wanted) is str and wanted is _HOST and _is_named_by_caller()
+    return "host" if wanted is host_device or is_literal else "device"
+
+
+def _is_named_by_caller() -> bool:
+    """Return whether the function of the backend names the host itself, without asking if there is a GPU."""
+    line = find_call_site().line
+    return line is None or (_HOST in line.code.co_consts and "is_available" not in line.code.co_names)
 
 
 def place_of_new(

@@ -31,6 +31,11 @@ class SourceLine:
     code: CodeType
     number: int
 
+    @property
+    def source(self) -> str:
+        """The line itself, empty if it cannot be read."""
+        return linecache.getline(self.code.co_filename, self.number)
+
     def __str__(self) -> str:
         path = Path(self.code.co_filename)
         roots = (*map(Path, reversed(INSTALLED)), Path.cwd())
@@ -106,12 +111,13 @@ class Violation:
     """Something that a captured graph cannot contain.
 
     ``call``: what was called, such as ``.item()``. ``where``: the backend's line, as ``file:line in function``. Empty
-    if unknown.
+    if unknown. ``mixes_devices``: a GPU refuses the call without a graph, too.
     """
 
     kind: ViolationKind
     call: str
     where: str = ""
+    mixes_devices: bool = False
 
     def __str__(self) -> str:
         place = f" at {self.where}" if self.where else ""

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 from inline_snapshot import snapshot
 
@@ -64,7 +65,7 @@ def test_forms_are_tried_with_the_first_plain_case_and_a_right_answer_is_a_note(
     assert seen["b"].outcome == "passed"
     assert seen["b"].notes == snapshot(
         (
-            "tried undeclared, and answered right without declaring it: dtype float16; dtype float32; head_size 72; head_size 128; head_size 272; attn_type encoder; attn_type encoder_only; attn_type encoder_decoder; sliding_window 9; logits_soft_cap 20.0; alibi True; sinks True; causal False; output_quant OutputQuantSpec(dtype='fp8_e4m3', scale=0.005); kv_sharing True; layout HND; kv_cache_dtype fp8, k_scale 0.3, v_scale 0.07; kv_cache_dtype fp8, k_scale (0.3, 0.6), v_scale (0.07, 0.14); kv_cache_dtype fp8_e5m2, k_scale 0.3, v_scale 0.07; kv_cache_dtype fp8_e5m2, k_scale (0.3, 0.6), v_scale (0.07, 0.14)",
+            "tried undeclared, and answered right without declaring it: dtype float16; dtype float32; head_size 72; head_size 128; head_size 192; head_size 256; head_size 272; attn_type encoder; attn_type encoder_only; attn_type encoder_decoder; sliding_window 9; logits_soft_cap 20.0; alibi True; sinks True; causal False; output_quant OutputQuantSpec(dtype='fp8_e4m3', scale=0.005); kv_sharing True; layout HND; kv_cache_dtype fp8, k_scale 0.3, v_scale 0.07; kv_cache_dtype fp8_e5m2, k_scale 0.3, v_scale 0.07; kv_cache_dtype fp8, k_scale (0.3, 0.6), v_scale (0.07, 0.14); kv_cache_dtype fp8_e5m2, k_scale (0.3, 0.6), v_scale (0.07, 0.14)",
         )
     )
 
@@ -116,3 +117,49 @@ def test_a_wrong_form_is_reported_before_a_profiling_call_that_fails_and_forms_t
     )
     assert any("TypeError at construct" in detail for detail in record.details)
     assert record.details[-1] == snapshot("forward without metadata (the profiling call) left NaN or Inf in the output")
+
+
+# Declared forms: sizes that few kernels divide evenly, and scales of heads.
+
+
+def only_multiples_of(size: int, name: str) -> type[ReferenceImpl]:
+    """An impl that raises for other head sizes, or reads the first scale alone."""
+
+    class Impl(ReferenceImpl):
+        def __init__(self, *arguments: Any, **more: Any) -> None:
+            if name == "head_size" and arguments[1] % size:
+                raise ValueError(f"head size {arguments[1]} is no multiple of {size}")
+            super().__init__(*arguments, **more)
+
+        def forward(self, layer: Any, query: Any, key: Any, value: Any, kv_cache: Any, *rest: Any, **more: Any) -> Any:
+            scales = layer._k_scale, layer._v_scale
+            if name == "block_size" and kv_cache.numel() and kv_cache.shape[2] % size:
+                raise NotImplementedError(f"pages of {kv_cache.shape[2]}")
+            if name == "fp8_per_head" and layer._k_scale.numel() > 1:
+                layer._k_scale, layer._v_scale = (scale.flatten()[:1].expand_as(scale) for scale in scales)
+            made = super().forward(layer, query, key, value, kv_cache, *rest, **more)
+            layer._k_scale, layer._v_scale = scales
+            return made
+
+    return Impl
+
+
+@pytest.mark.parametrize(
+    ("name", "size", "words"),
+    [
+        ("head_size", 8, "tried with head_size 68: declared, but refused at construct: ValueError: head size 68 is"),
+        ("block_size", 16, "tried with block_size 24: declared, but refused at forward: NotImplementedError: pages of"),
+        (
+            "fp8_per_head",
+            1,
+            "tried with kv_cache_dtype fp8, k_scale (0.3, 0.6), v_scale (0.07, 0.14): the backend decl",
+        ),
+        ("nothing", 1, ""),
+    ],
+)
+def test_a_declared_form_must_run(make_case: Any, name: str, size: int, words: str) -> None:
+    impl = only_multiples_of(size, name)
+    members = {"get_impl_cls": staticmethod(lambda: impl)}
+    record = records(type("Strict", (ReferenceBackend,), members), make_case())["case"]
+    assert record.outcome == ("failed" if words else "passed")
+    assert words == "" or record.summary.startswith(words)

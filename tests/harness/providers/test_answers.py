@@ -156,7 +156,7 @@ def swap_last(made, input_batch, *_, **__):
 @pytest.mark.parametrize(
     ("name", "change", "cause"),
     [
-        ("slice_query_start_locs", lambda made, *_: made + 1, "each wrong number is 1 too large"),
+        ("slice_query_start_locs", lambda made, **_: made + 1, "each wrong number is 1 too large"),
         (
             "make_local_attention_virtual_batches",
             lambda made, block_size, **_: replace(made, seq_lens=made.seq_lens - block_size),
@@ -170,7 +170,7 @@ def swap_last(made, input_batch, *_, **__):
         (
             "reshape_attn_output_for_spec_decode",
             lambda made, **_: made.clone(),
-            "it returns a copy, and not a view of its argument",
+            "it returns a copy, and not its argument or a view of it",
         ),
         ("split_prefill_chunks", lambda made, **_: made[::-1], "the values are right, in another order"),
         ("compute_mm_prefix_range_tensor", write_ranges, "it writes into its argument mm_prefix_range"),

@@ -73,7 +73,7 @@ def test_a_wrong_one_ends_with_1_both_values_and_a_cause(printed: str) -> None:
     assert re.search(r"^slice_query_start_locs: verdict differs, ", printed, re.MULTILINE)
     assert re.search(r"^split_attn_metadata: verdict equal, ", printed, re.MULTILINE)
     flat = " ".join(printed.split())
-    assert "request_slice 0:1: returned.start locations[0]: expected 0 of int32 [0, 1]; got 1 of int32 [1, 2]" in flat
+    assert "request_slice 0:1: returned[0]: expected 0 of int32 [0, 1]; got 1 of int32 [1, 2]" in flat
     assert "likely cause: each wrong number is 1 too large" in flat
     (record,) = (record for record in read_run("wrong.jsonl").records if record.outcome == "failed")
     assert record.figures["differs"] + record.figures["equal"] == record.figures["questions"]

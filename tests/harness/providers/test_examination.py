@@ -81,8 +81,8 @@ def never_refuses(common_attn_metadata, decode_threshold=1, require_uniform=Fals
     return split_decodes_and_prefills(common_attn_metadata, max(decode_threshold, 0), require_uniform)
 
 
-def view_of_the_first(made, starts, requests):
-    return starts[: requests.stop + 1] if requests.start == 0 else made
+def view_of_the_first(made, query_start_loc, request_slice):
+    return query_start_loc[: request_slice.stop + 1] if request_slice.start == 0 else made
 
 
 SPLIT, CHUNKS, RESHAPE = (
@@ -99,8 +99,8 @@ SPLIT, CHUNKS, RESHAPE = (
         (SPLIT, then(SPLIT, raises_for_uniform), "refusal", None),
         (SPLIT, never_refuses, "refusal", 1),
         (SPLIT, then(SPLIT, writes_starts), "arguments.common_attn_metadata.query_start_loc_cpu[0]", None),
-        ("slice_query_start_locs", then("slice_query_start_locs", view_of_the_first), "returned.are new", None),
-        (RESHAPE, then(RESHAPE, lambda made, **_: made.clone()), "returned.is a view", 3),
+        ("slice_query_start_locs", then("slice_query_start_locs", view_of_the_first), "returned.memory", None),
+        (RESHAPE, then(RESHAPE, lambda made, **_: made.clone()), "returned.result.memory", 3),
         (CHUNKS, then(CHUNKS, shares_lengths), "returned.seq_lens", 1),
     ],
 )
