@@ -20,7 +20,7 @@ from attncheck.harness.driver.foreign_code import StageError, stage_named, unsup
 from attncheck.harness.driver.observation import Raised
 from attncheck.harness.driver.session import OtherLayer, Session, run_step
 from attncheck.harness.problem.pages import PageLayout, Request
-from attncheck.harness.problem.problem import Problem, build_problem, shares_cache
+from attncheck.harness.problem.problem import Arrangement, Problem, arranged, build_problem, shares_cache
 from attncheck.harness.truth.truth import truth_of
 from attncheck.reference.spec import AttentionType, BatchSpec, LayerSpec, PaddingSpec, RequestSpec
 
@@ -262,6 +262,21 @@ def layer_of_another_group(problem: Problem, backend: type[AttentionBackend]) ->
         other = replace(layer, head_size=head_size)
         if head_size % 8 == 0 and not unsupported_reasons(backend, replace(case, layer=other)):
             return LayerBeside(_layer(problem, other), None)
+    return None
+
+
+def layer_of_other_pages(rows: RightRows, backend: type[AttentionBackend]) -> LayerBeside | None:
+    """Return a second layer of the same kind over pages of another size, or None if the backend declares none."""
+    case, own = rows.problem.case, rows.problem.cache
+    is_fixed = case.batch.path.name in _CUT_BATCHES or any(spec.shared_prefix for spec in case.batch)
+    if is_fixed or not case.layer.has_cache:  # the sizes of parts and of prefixes are multiples of the page size
+        return None
+    for block_size in (2 * own.block_size, own.block_size // 2 or 1):
+        cache = replace(own.unplaced, block_size=block_size, manager_block_size=None)
+        if block_size != own.block_size and not unsupported_reasons(backend, replace(case, cache=cache)):
+            other = arranged(mirrored(rows.problem), Arrangement.of_all(rows.problem, cache))
+            role = f"a layer with block_size {block_size} in another group"
+            return LayerBeside(OtherLayer(other, role, has_own_group=True), mirrored_rows(rows))
     return None
 
 
@@ -518,7 +533,10 @@ def history_of(rows: RightRows, session: Session) -> History:
         flight = (half, alike)[_chosen(case, among=2)](case)
         if not unsupported_reasons(backend, flight.case):
             return History(before, (mirror,), flight=flight)
-    group = layer_of_another_group(problem, backend) if kind == 3 else None
+    group = None
+    if kind == 3:
+        by_pages = _chosen(case, among=2)
+        group = layer_of_other_pages(rows, backend) if by_pages else layer_of_another_group(problem, backend)
     others = (mirror, sharing_layer(rows, backend), group or other_kind_of_layer(problem, backend))
     return History(before, tuple(beside for beside in others if beside is not None))
 
