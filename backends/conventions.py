@@ -15,6 +15,7 @@ AlibiReference = Literal["query", "zero", "context"]
 PaddedRows = Literal["untouched", "finite"]
 OperandStrides = Literal["any", "rows"]
 HostLens = Literal["upper_bound", "exact"]
+CacheStrides = Literal["undeclared", "any", "blocks", "pages"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,6 +72,21 @@ class Conventions:
     lengths, and must leave host tensors unchanged until ``forward`` returns.
     """
 
+    cache_strides: CacheStrides = "undeclared"
+    """Supported strides of ``kv_cache``, beyond those of its layout, if several layers share a pool.
+
+    ``any``: all. ``blocks``: any stride of the blocks, each of which is dense (vLLM's ``indexes_kv_by_block_stride``).
+    ``pages``: none; the pages follow one another. ``undeclared``: the backend reads all strides, or raises.
+    """
+
+    def takes_order(self, pool_order: str) -> bool | None:
+        """Return whether the kernels read a cache of this ``cache.pool_order``; None if that is not declared."""
+        if pool_order == "LB" or self.cache_strides == "any":
+            return True
+        if self.cache_strides == "undeclared":
+            return None
+        return self.cache_strides == "blocks" and pool_order == "BL"
+
     def excluded_strides(self, strides: StridesSpec | None) -> str:
         """Return, as text, those of ``strides`` that a backend with these conventions is not given, or ""."""
         if self.operand_strides == "any" or strides is None:
@@ -86,6 +102,7 @@ class Conventions:
             ("padded_rows", get_args(PaddedRows)),
             ("operand_strides", get_args(OperandStrides)),
             ("host_lens", get_args(HostLens)),
+            ("cache_strides", get_args(CacheStrides)),
         ):
             if getattr(self, name) not in allowed:
                 raise ValueError(f"{name} = {getattr(self, name)!r}: must be one of {', '.join(allowed)}")

@@ -6,10 +6,11 @@ the features which that requires count among the needs.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Protocol, get_args
 
+from attncheck.backends.conventions import CacheStrides, Conventions
 from attncheck.reference.spec import (
     FORMS,
     MODIFIERS,
@@ -76,6 +77,7 @@ class Declarations(Protocol):
     """The members of an ``AttentionBackend`` class that a case is compared with; the contract documents them."""
 
     features: frozenset[str]
+    conventions: Conventions
     supported_kv_cache_dtypes: Sequence[str]
     supported_layouts: tuple[str, ...]
     supported_attn_types: Sequence[str]
@@ -91,7 +93,7 @@ class Declarations(Protocol):
 
 
 def read_predicates(backend: type[Any]) -> None:
-    """Set the declarations of ``backend`` that its own body makes in vLLM's form, by ``supports_*`` methods.
+    """Set the declarations of ``backend`` that its own body makes in vLLM's form, by methods such as ``supports_sink``.
 
     The class keeps the other declarations of its bases.
     """
@@ -100,6 +102,9 @@ def read_predicates(backend: type[Any]) -> None:
         if predicate in own:
             others = backend.features - {feature}
             backend.features = others | {feature} if getattr(backend, predicate)() else others
+    if "indexes_kv_by_block_stride" in own and isinstance(backend.conventions, Conventions):
+        strides: CacheStrides = "blocks" if backend.indexes_kv_by_block_stride() else "pages"
+        backend.conventions = replace(backend.conventions, cache_strides=strides)
     if "supports_attn_type" in own:
         backend.supported_attn_types = tuple(kind for kind in AttentionType if backend.supports_attn_type(kind))
     if "supports_kv_cache_dtype" in own:
@@ -185,6 +190,8 @@ def undeclared(backend: Declarations, layer: LayerSpec, cache: CacheSpec, batch:
             block_size_reason(backend, cache.block_size),
             _not_among("layout", cache.layout, backend.supported_layouts),
         ]
+        if not backend.conventions.takes_order(cache.pool_order):
+            reasons.append(f"pool_order {cache.pool_order}: cache_strides is {backend.conventions.cache_strides!r}")
     needs = required_features(layer, cache, batch, backend.features) - backend.features
     reasons += [f"{_describe(need, layer, cache, batch)}: feature {need!r} is not declared" for need in sorted(needs)]
     return [reason for reason in reasons if reason]

@@ -254,6 +254,7 @@ def check_meaning(layer: LayerSpec, cache: CacheSpec, batch: BatchSpec) -> None:
     _check_mla(layer)
     _check_scales(layer, cache)
     check_path(layer, cache, batch)
+    _check_geometry(layer, cache, batch.path.name)
     for index, request in enumerate(batch.requests):
         _check_request(cache, batch.path.name, request, f"batch.requests.{index}")
     _check_sharing(batch)
@@ -326,6 +327,23 @@ def _check_scales(layer: LayerSpec, cache: CacheSpec) -> None:
         )
 
 
+def _check_geometry(layer: LayerSpec, cache: CacheSpec, path: str) -> None:
+    if "H" in cache.pool_order and (cache.layout != "HND" or layer.mla is not None):
+        raise SpecError(
+            "its pages have the heads outside of the tokens",
+            field="cache.pool_order",
+            value=cache.pool_order,
+            allowed="give LB or BL, or the layout HND without mla",
+        )
+    if cache.pages_per_block > 1 and path in ("cascade", "split_kv", "dcp"):
+        raise SpecError(
+            f"the path {path} cuts the keys at pages, not at blocks of several pages",
+            field="cache.manager_block_size",
+            value=cache.manager_block_size,
+            allowed="leave manager_block_size out",
+        )
+
+
 def _check_request(cache: CacheSpec, path: str, request: RequestSpec, where: str) -> None:
     if path == "cross" and request.encoder_len is None:
         raise SpecError(
@@ -363,12 +381,13 @@ def _check_request(cache: CacheSpec, path: str, request: RequestSpec, where: str
                 value=request.shared_prefix,
                 allowed="leave shared_prefix out",
             )
-        if request.shared_prefix % cache.block_size:
+        block = cache.manager_block_size or cache.block_size
+        if request.shared_prefix % block:
             raise SpecError(
-                f"shared_prefix must be whole pages of {cache.block_size} tokens",
+                f"shared_prefix must be whole pages of {block} tokens",
                 field=f"{where}.shared_prefix",
                 value=request.shared_prefix,
-                allowed=f"give a multiple of {cache.block_size}",
+                allowed=f"give a multiple of {block}",
             )
 
 

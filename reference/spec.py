@@ -768,6 +768,12 @@ class AttentionCGSupport(Enum):
 
 KVCacheDType = Literal["auto", "float16", "bfloat16", "float32", "fp8", "fp8_e4m3", "fp8_e5m2"]
 Layout = Literal["NHD", "HND"]
+PoolOrder = Literal["LB", "BL", "BHL", "LHB"]
+"""Memory order of layers (L), blocks (B) and heads (H) outside of the other axes, as vLLM's ``KVCacheLayout`` begins.
+
+With NHD or HND: LBNHC, LBHNC, BLNHC, BLHNC, BHLNC and LHBNC. Only in the first two do the pages of a layer follow one
+another. If blocks come first, keys and values lie side by side, whatever the logical shape.
+"""
 InputName = Literal["needles", "large_scores", "equal_scores", "negative_scores", "coordinates", "views"]
 StrideForm = Literal["contiguous", "fused", "padded", "offset", "odd", "transposed"]
 """Memory layout of an operand ``[T, H, D]``. ``contiguous``. ``fused``: a slice of a tensor shared with other operands.
@@ -796,14 +802,27 @@ class CacheSpec:
 
     block_size: int = option(16, "tokens per page", gt=0)
     layout: Layout = option("NHD", "memory order of a page: NHD (tokens, heads) or HND (heads, tokens)")
+    pool_order: PoolOrder = option(
+        "LB", "memory order of layers (L), blocks (B) and heads (H): the first letters of vLLM's KVCacheLayout"
+    )
     kv_cache_dtype: KVCacheDType = option("auto", "dtype of the cache; auto: the layer's")
     k_scale: float | tuple[float, ...] = option(1.0, "dequantisation factor of K: a number, or one per KV head")
     v_scale: float | tuple[float, ...] = option(1.0, "dequantisation factor of V: a number, or one per KV head")
     q_scale: float | tuple[float, ...] = option(1.0, "dequantisation factor of Q: a number, or one per KV head")
     num_blocks: int | None = option(None, "pages in the pool; default: 1.5 times what the batch needs", gt=0)
     first_block: int | None = option(None, "lowest page the batch may own; default: 1", gt=0)
+    manager_block_size: int | None = option(
+        None, "tokens per block of the cache manager (cache_config.block_size); default: block_size", gt=0
+    )
 
     def __post_init__(self) -> None:
+        if (self.manager_block_size or self.block_size) % self.block_size:
+            raise SpecError(
+                "a block of the cache manager is divided into pages",
+                field="manager_block_size",
+                value=self.manager_block_size,
+                allowed=f"give a multiple of block_size {self.block_size}",
+            )
         for name in ("k_scale", "v_scale", "q_scale"):
             scale = getattr(self, name)
             if any(s <= 0 for s in (scale if isinstance(scale, tuple) else (scale,))):
@@ -816,6 +835,11 @@ class CacheSpec:
                 value=self.first_block,
                 allowed="raise num_blocks or lower first_block",
             )
+
+    @property
+    def pages_per_block(self) -> int:
+        """Pages in a block of the cache manager."""
+        return (self.manager_block_size or self.block_size) // self.block_size
 
     @property
     def unplaced(self) -> "CacheSpec":

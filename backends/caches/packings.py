@@ -1,7 +1,8 @@
 """How keys and values share one KV cache tensor: the usual packings, their detection, and allocation in a layout.
 
 A packing is the logical shape (the meaning of each axis). A layout is the memory order of a page (NHD: tokens before
-heads, HND: heads before tokens). The logical shape of a packing never changes with the layout; only the strides do.
+heads, HND: heads before tokens). The logical shape of a packing never changes with the layout, nor with the order of a
+pool that several layers share; only the strides do.
 Shapes for block size 4 and two heads of size 8:
 
 ============  =======================  ==========================================
@@ -42,6 +43,9 @@ _PROBE_HEADS = (13, 17, 19)
 
 _RESERVED = 2**26
 """Size in bytes from which host memory is reserved, and allocated only when touched."""
+
+_PAGE_PADDING = 16
+"""Elements by which a block with the pages of several layers is padded. Kernels that load several stay aligned."""
 
 _SWAPPED_ORDER: dict[Packing, tuple[int, ...]] = {
     "split_first": (0, 1, 3, 2, 4),
@@ -170,6 +174,7 @@ def allocate_kv_cache(
 ) -> Tensor:
     """Return a zeroed cache, allocated as a model runner does: flat bytes in physical order, in the logical view.
 
+    Its memory is dense if ``cache.pool_order`` is LB; otherwise pages of other layers and a few elements lie between.
     The result for a layer without a cache is an empty tensor. Raise ``ValueError`` for an impossible shape or stride
     order, and whatever ``get_kv_cache_shape`` raises.
     """
@@ -179,10 +184,35 @@ def allocate_kv_cache(
     shape = kv_cache_shape(backend, layer, cache.block_size, num_blocks)
     if not shape or min(shape) < 1:
         raise ValueError(f"{backend.get_name()}.get_kv_cache_shape() returned {shape}: every extent must be positive")
+    if cache.pool_order != "LB":
+        return _layer_of_pool(backend, layer, cache, num_blocks, torch.device(device))
     order = stride_order(backend, layer, cache)
     flat = zeroed_bytes(math.prod(shape) * dtype.itemsize, torch.device(device))
     physical = flat.view(dtype).view([shape[dimension] for dimension in order])
     return physical.permute(_inverse(order))
+
+
+def _layer_of_pool(
+    backend: CacheGeometry, layer: LayerSpec, cache: CacheSpec, num_blocks: int, device: torch.device
+) -> Tensor:
+    """Return the view of the second of three layers in a pool with the outermost axes of ``cache.pool_order``."""
+    heads, axes = layer.num_kv_heads, dict[str, int]()
+    shape = kv_cache_shape(backend, layer, cache.block_size, num_blocks, heads)
+    for letter in cache.pool_order.replace("L", ""):
+        larger = (num_blocks + 1, heads) if letter == "B" else (num_blocks, 2 * heads)
+        other = kv_cache_shape(backend, layer, cache.block_size, *larger)
+        found = [axis for axis, extents in enumerate(zip(shape, other, strict=True)) if extents[0] != extents[1]]
+        if len(found) != 1:
+            raise ValueError(f"pool_order {cache.pool_order}: the shape {shape} has no axis of its own for {letter}")
+        axes[letter] = found[0]
+    before, after = ([axes[letter] for letter in part] for part in cache.pool_order.split("L"))
+    within = [axis for axis in stride_order(backend, layer, cache) if axis not in axes.values()]
+    outer, inner = ([shape[axis] for axis in part] for part in (before, (*after, *within)))
+    width, dtype = math.prod(inner), cache_dtype(layer, cache)
+    flat = zeroed_bytes(math.prod(outer) * (3 * width + _PAGE_PADDING) * dtype.itemsize, device)
+    rows = flat.view(dtype).view(*outer, 3 * width + _PAGE_PADDING)
+    second: Tensor = rows[..., width : 2 * width].unflatten(-1, inner)
+    return second.permute(_inverse([*before, *after, *within]))
 
 
 def zeroed_bytes(count: int, device: torch.device) -> Tensor:

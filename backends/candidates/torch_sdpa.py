@@ -72,7 +72,7 @@ class SDPABackend(PagedBackend):
             "tree",
         }
     )
-    conventions = Conventions(padded_rows="finite")
+    conventions = Conventions(padded_rows="finite", cache_strides="any")
     supported_kv_cache_dtypes = ("auto", "float16", "bfloat16", "float32", "fp8", "fp8_e4m3", "fp8_e5m2")
     supported_attn_types = tuple(AttentionType)
 

@@ -118,7 +118,7 @@ def changed_step(
             meaning = _KEPT
         return later_fault(fault, how, meaning)
 
-    return Variation(_listed(changes), wrong, instead)
+    return Variation(_listed(changes) or "the same step on a new impl", wrong, instead)
 
 
 def _listed(changes: Sequence[Change[T]]) -> str:

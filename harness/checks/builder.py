@@ -22,7 +22,7 @@ from attncheck.harness.checks.cudagraph.capture import allocate_inputs, dummy_ca
 from attncheck.harness.checks.cudagraph.check import level_for
 from attncheck.harness.checks.cudagraph.emulation import Watch, run
 from attncheck.harness.checks.cudagraph.operators import Args, Kwargs, TorchFunction
-from attncheck.harness.checks.cudagraph.probes import Bucket
+from attncheck.harness.checks.cudagraph.probes import BLOCK_TABLE, Bucket
 from attncheck.harness.checks.cudagraph.recorder import Violation, ViolationKind, first_wait
 from attncheck.harness.checks.findings import Broken, Finding, Holds, NotExamined
 from attncheck.harness.checks.interface import Check, CheckedCase
@@ -41,7 +41,7 @@ from attncheck.harness.driver.step import (
     refill_host,
     request_order,
 )
-from attncheck.harness.problem.problem import Problem, build_problem
+from attncheck.harness.problem.problem import Arrangement, Problem, arranged, build_problem
 from attncheck.harness.truth.truth import Truth
 from attncheck.reference.spec import BatchSpec, FastPrefillOptions, PaddingSpec, RequestSpec
 from attncheck.reports.run_file.graph_levels import GRAPH_LEVELS, GraphLevel, GraphLevels, GraphProbe
@@ -117,6 +117,10 @@ _REFILLED = (
     'copy it in build, or declare host_lens="exact"'
 )
 _MEANING = "builders share memory, or one of them keeps for all what it found for its own step"
+
+
+_NOT_UPDATED = "update_block_table keeps something that build derived from the first group's block table or slots"
+_FIRST_CHANGED = "update_block_table changes the metadata of the first group of layers, which still uses them"
 
 
 @dataclass(frozen=True)
@@ -208,6 +212,28 @@ def wrong_draft(session: Session, truth: Truth) -> Broken | None:
     return wrong and replace(wrong, summary=f"with the metadata of build_for_drafting: {wrong.summary}")
 
 
+def wrong_update(session: Session, truth: Truth) -> Broken | None:
+    """Return what is wrong if a second group, with a builder and pages of its own, updates the first one's metadata.
+
+    Return None for a step of several calls. Raise StageError.
+    """
+    problem = session.problem
+    first = session.beside(arranged(problem, Arrangement.of_all(problem)), is_judged=True)
+    calls, own_calls = (copied_calls(each.prepared().calls) for each in (first, session))
+    if len(calls) > 1 or len(own_calls) > 1:
+        return None
+    built, common = _built(first, calls[0]), own_calls[0].common
+    update = session.in_flight(problem).builder.update_block_table
+    make = partial(update, built.metadata, common.block_table_tensor, common.slot_mapping)
+    derived = _Built(session, own_calls[0], call_backend("update_block_table", make))
+    for each, which, meaning in ((built, "first", _FIRST_CHANGED), (derived, "second", _NOT_UPDATED)):
+        wrong = _fault(each, truth)
+        if wrong is not None:
+            summary = f"with update_block_table for a second group of layers, the {which} group: {wrong.summary}"
+            return replace(wrong, summary=summary, meaning=meaning)
+    return None
+
+
 def _finding(
     session: Session, truth: Truth, sequence: _Sequence, index: int, ordered: Session, wrong: Broken
 ) -> Broken | None:
@@ -294,6 +320,8 @@ def _faults(case: CheckedCase, session: Session, seen: Observation, notes: list[
     if not bool(seen.unwritten.any()) and not bool((output_shares(case.truth, seen) > 1).any()):
         yield wrong_beside_others(session, case.truth)
         yield wrong_draft(session, case.truth) if _is_draft(case.problem, builders[0]) else None
+        if getattr(builders[0], BLOCK_TABLE, False) and session.pool is not None:
+            yield wrong_update(session, case.truth)
 
 
 def _build_faults(

@@ -22,7 +22,7 @@ from attncheck.harness.driver.foreign_code import StageError, stage_named, unsup
 from attncheck.harness.driver.observation import Raised
 from attncheck.harness.driver.session import OtherLayer, Session, run_step
 from attncheck.harness.problem.pages import PageLayout, Request
-from attncheck.harness.problem.problem import Problem, build_problem, shares_cache
+from attncheck.harness.problem.problem import Arrangement, Problem, arranged, build_problem, shares_cache
 from attncheck.harness.truth.truth import truth_of
 from attncheck.harness.truth.unpaged import Budget
 from attncheck.reference.spec import (
@@ -325,6 +325,21 @@ def layer_of_another_group(problem: Problem, backend: type[AttentionBackend]) ->
     return None
 
 
+def layer_of_other_pages(rows: RightRows, backend: type[AttentionBackend]) -> LayerBeside | None:
+    """Return a second layer of the same kind over pages of another size, or None if the backend declares none."""
+    case, own = rows.problem.case, rows.problem.cache
+    is_fixed = case.batch.path.name in _CUT_BATCHES or any(spec.shared_prefix for spec in case.batch)
+    if is_fixed or not case.layer.has_cache:  # the sizes of parts and of prefixes are multiples of the page size
+        return None
+    for block_size in (2 * own.block_size, own.block_size // 2 or 1):
+        cache = replace(own.unplaced, block_size=block_size, manager_block_size=None)
+        if block_size != own.block_size and not unsupported_reasons(backend, replace(case, cache=cache)):
+            other = arranged(mirrored(rows.problem), Arrangement.of_all(rows.problem, cache))
+            role = f"a layer with block_size {block_size} in another group"
+            return LayerBeside(OtherLayer(other, role, has_own_group=True), mirrored_rows(rows))
+    return None
+
+
 def named_layers(rows: RightRows, session: Session) -> tuple[LayerBeside, ...]:
     """Return the layers that the case names and the backend declares.
 
@@ -579,7 +594,10 @@ def history_of(rows: RightRows, session: Session) -> History:
         flight = half(case) if _chosen(case, among=2) == 0 else rearranged(case) or alike(case)
         if not unsupported_reasons(backend, flight.case):
             return History(before, (mirror,), flight=flight)
-    group = layer_of_another_group(problem, backend) if kind == 3 else None
+    group = None
+    if kind == 3:
+        by_pages = _chosen(case, among=2)
+        group = layer_of_other_pages(rows, backend) if by_pages else layer_of_another_group(problem, backend)
     others = (mirror, sharing_layer(rows, backend), group or other_kind_of_layer(problem, backend))
     return History(before, tuple(beside for beside in others if beside is not None))
 

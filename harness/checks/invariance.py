@@ -11,6 +11,7 @@ from torch import Tensor
 
 from attncheck.harness.checks.again import Change, RightRows, Variation, changed_step, later_fault
 from attncheck.harness.checks.findings import Broken, Finding, Holds
+from attncheck.harness.checks.geometry import other_geometry
 from attncheck.harness.checks.history import repetitions
 from attncheck.harness.checks.interface import Check, CheckedCase
 from attncheck.harness.checks.numerics import differing_rows, lse_shares, rows_in_words
@@ -304,7 +305,8 @@ def check_invariance(case: CheckedCase) -> Finding:
     done: list[str] = []
     others = repetitions(rows, session)
     # State kept from other steps disturbs every variation, so run one repetition first, which reports it as such.
-    for variation in chain(islice(others, 1), same_step(rows, session), same_requests(rows, session), others):
+    variations = same_step(rows, session), same_requests(rows, session), other_geometry(rows, session), others
+    for variation in chain(islice(others, 1), *variations):
         what = variation.what
         try:
             wrong = variation.wrong()

@@ -316,6 +316,8 @@ def _is_first_plain(case: CheckedCase) -> bool:
 
 
 def _check_undeclared_case(case: CheckedCase) -> Finding:
+    if not case.backend.conventions.takes_order(case.problem.cache.pool_order):
+        return NotExamined(("pool_order: compared only where declared; invariance tries it otherwise",))
     skipped = not_tried(case.problem, case.backend.features)
     if skipped is not None:
         return skipped

@@ -77,7 +77,7 @@ def vllm_config(
         model_config=model,
         cache_config=ConfigNode(
             "vllm_config.cache_config",
-            block_size=cache.block_size,
+            block_size=cache.manager_block_size or cache.block_size,
             cache_dtype=cache.kv_cache_dtype,
             kv_cache_layout=cache.layout,
             num_gpu_blocks=num_blocks or 1,  # as in vLLM: 1 without a pool

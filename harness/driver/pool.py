@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Hashable
 from copy import copy
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import Any
 
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from attncheck.backends.caches.codecs import KVCacheCodec, PackedCodec
 from attncheck.backends.caches.learned_codec import NoCodec, learn_codec
-from attncheck.backends.caches.packings import allocate_kv_cache, kv_cache_shape
+from attncheck.backends.caches.packings import allocate_kv_cache, kv_cache_shape, stride_order
 from attncheck.backends.caches.placed_codec import PlacedCodec
 from attncheck.backends.contract import AttentionBackend, CommonAttentionMetadata
 from attncheck.errors import InternalError
@@ -109,6 +109,27 @@ def _compare(
             raise CodecError(f"the codec cannot be trusted with {name}: {complaint}")
 
 
+@dataclass(frozen=True)
+class _DenseCodec:
+    """A codec of dense caches, for caches of any strides. ``order``: the physical order of a dense cache's axes."""
+
+    codec: KVCacheCodec
+    order: tuple[int, ...]
+
+    def write(self, kv_cache: Tensor, slots: Tensor, key: Tensor, value: Tensor) -> None:
+        dense = self._dense(kv_cache)
+        self.codec.write(dense, slots, key, value)
+        kv_cache.copy_(dense)
+
+    def read(self, kv_cache: Tensor, slots: Tensor) -> tuple[Tensor, Tensor]:
+        return self.codec.read(self._dense(kv_cache), slots)
+
+    def _dense(self, kv_cache: Tensor) -> Tensor:
+        return torch.empty_permuted(kv_cache.shape, self.order, dtype=kv_cache.dtype, device=kv_cache.device).copy_(
+            kv_cache
+        )
+
+
 # Copy a cache's memory: all of it, or only the pages that a step may reach if the cache is very large.
 #
 # Most pages of a very large cache are reserved but never touched; copying all of it would take that memory.
@@ -171,7 +192,10 @@ class PoolMemory:
         return pages * self._block_size + slots % self._block_size
 
     def _all(self) -> Tensor:
-        return flat_bytes(self._cache)[: self._cache.nbytes]  # a backend may have enlarged the storage
+        cache = self._cache
+        longest = max(size * step for size, step in zip(cache.shape, cache.stride(), strict=True))
+        end = cache.storage_offset() + longest  # a backend may have enlarged the storage
+        return flat_bytes(cache)[: end * cache.element_size()]
 
     def _physical(self) -> Tensor:
         return self._cache.permute(self._order)
@@ -196,6 +220,9 @@ Writer = Callable[[Tensor, Tensor, Tensor, Tensor], None]
 """``(kv_cache, slots, key, value)``: stores rows in a cache."""
 
 _E5M2_INFINITY = 0x7C
+
+_NAN = 0xFF
+"""A byte whose repetition is NaN in every dtype of a cache."""
 
 
 class KVPool:
@@ -256,6 +283,9 @@ class KVPool:
 
     def _allocate(self, problem: Problem) -> None:
         self.kv_cache = allocate_kv_cache(self._backend, problem.layer, problem.cache, problem.num_blocks, self._device)
+        if problem.cache.pool_order != "LB" and problem.num_blocks * problem.cache.block_size <= SMALL_POOL:
+            flat_bytes(self.kv_cache).fill_(_NAN)  # what lies between the pages is of another layer
+            self.kv_cache.zero_()
 
     def _take_up(self, problem: Problem, regions: dict[str, Tensor]) -> None:
         self.problem, self.regions = problem, regions
@@ -455,21 +485,29 @@ class PoolFiller:
 
 def new_pool(backend: type[AttentionBackend], problem: Problem, device: torch.device, impl: Any) -> KVPool:
     """Return the problem's pool. Raises TypeError if the backend has neither a codec nor a writer."""
-    codec = backend.kv_cache_codec(problem.layer, problem.cache)
+    dense = replace(problem.cache, pool_order="LB")
+    codec: KVCacheCodec | NoCodec | None = backend.kv_cache_codec(problem.layer, dense)
     if codec is None and not impl.brings_writer:
         raise TypeError(
             f"{backend.get_name()} brings neither a writer nor a cache codec: one of them must fill its cache"
         )
     writer = PoolFiller(backend, problem, device, problem.cache).write
-    return KVPool(backend, problem, device, _learned(backend, problem, device) if codec is None else codec, writer)
+    codec = _learned(backend, problem, dense, device) if codec is None else codec
+    if problem.cache != dense and not isinstance(codec, NoCodec | PackedCodec):
+        is_large = problem.num_blocks * dense.block_size > SMALL_POOL
+        order = stride_order(backend, problem.layer, dense)
+        codec = NoCodec("the pool is too large to be copied") if is_large else _DenseCodec(codec, order)
+    return KVPool(backend, problem, device, codec, writer)
 
 
-def _learned(backend: type[AttentionBackend], problem: Problem, device: torch.device) -> KVCacheCodec | NoCodec:
+def _learned(
+    backend: type[AttentionBackend], problem: Problem, cache: CacheSpec, device: torch.device
+) -> KVCacheCodec | NoCodec:
     """Return the codec learned from the backend's own writer, or a NoCodec with the reason why none could be learned.
 
-    A codec is learned once per process for each layer and cache.
+    A codec is learned once per process for each layer and ``cache``, whose memory is dense.
     """
-    layer, cache = problem.layer, problem.cache
+    layer = problem.layer
     known = _known_layouts(backend, layer, replace(cache, num_blocks=None), device)
     if known:
         return known[0]

@@ -100,6 +100,7 @@ VALUES: Axes = MappingProxyType(
         "cache.k_scale": (1.0, 0.5, 0.037, _per_head("layer.num_kv_heads", (0.25, 0.6, 0.11))),
         "cache.v_scale": (1.0, 0.25, 0.083, _per_head("layer.num_kv_heads", (0.5, 0.07, 0.3))),
         "cache.q_scale": (1.0, 0.3),
+        "cache.manager_block_size": (None, lambda choice: 3 * choice["cache.block_size"]),
         "cache.first_block": (None, 2, 37, 32760, 65530, _at_element_2_31),
         "padding.requests": (0, 1, 3),
         "padding.tokens": (0, 1, 5, 17),
@@ -543,7 +544,7 @@ def _requests(
     if values["batch.order"] != "as drawn":
         requests.sort(key=lambda each: each.query_len, reverse=values["batch.order"] == "long first")
     if values["batch.shared_prefix"] or path.name == "cascade":
-        requests = _sharing(requests, cache.block_size, everyone=path.name == "cascade")
+        requests = _sharing(requests, cache.pages_per_block * cache.block_size, everyone=path.name == "cascade")
     return tuple(requests)
 
 

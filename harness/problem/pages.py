@@ -204,24 +204,28 @@ def lay_out(case: Case, lengths: Sequence[int], places: KeyPlaces, stream: Rando
 
 def _draw_pages(case: Case, counts: Sequence[int], shared: Sequence[int], stream: RandomStream) -> _Drawn:
     """Draw ``counts`` pages for each request, the first ``shared`` of which are common to all requests that share."""
+    run = case.cache.pages_per_block  # a request owns whole blocks, which are runs of pages
+    counts, shared = ([-(-pages // run) for pages in each] for each in (counts, shared))
     prefix = max(shared)
     needed = prefix + sum(c - s for c, s in zip(counts, shared, strict=True))
-    first = case.cache.first_block or 1
-    num_blocks = case.cache.num_blocks or first + needed + needed // 2 + 3
+    first = -(-(case.cache.first_block or 1) // run)
+    pool = case.cache.num_blocks
+    num_blocks = first + needed + needed // 2 + 3 if pool is None else pool // run
     if num_blocks - first < needed:
         raise SpecError(
-            f"the batch needs {needed} pages from page {first} on",
+            f"the batch needs {needed * run} pages from page {first * run} on",
             field="num_blocks",
-            value=num_blocks,
-            allowed=f"at least {first + needed}",
+            value=num_blocks * run,
+            allowed=f"at least {(first + needed) * run}",
         )
     # Pages of a very large pool come from a window of it: shuffling millions of ids would test nothing more.
     choice = min(num_blocks - first, 2 * needed + 64)
     ids = (stream.permutation(choice)[:needed] + first).tolist()
     common = ids[:prefix]
     free = iter(ids[prefix:])
-    pages = ((*common[:own], *islice(free, count - own)) for count, own in zip(counts, shared, strict=True))
-    return _Drawn(tuple(pages), num_blocks)
+    blocks = ((*common[:own], *islice(free, count - own)) for count, own in zip(counts, shared, strict=True))
+    pages = (tuple(block * run + page for block in own for page in range(run)) for own in blocks)
+    return _Drawn(tuple(pages), num_blocks * run)
 
 
 def _block_table(drawn: _Drawn, stream: RandomStream, extra_columns: int = 0) -> Tensor:
@@ -256,7 +260,8 @@ def _without_freed_pages(case: Case, table: Tensor) -> Tensor:
     first_keys = torch.stack(
         [visible_span(layer_params(naive_layer(layer)), first_rows, lengths)[0] for layer in (case.layer, *case.layers)]
     ).amin(0)
-    is_freed = torch.arange(table.shape[1]) < (first_keys // case.cache.block_size)[:, None]
+    freed_blocks = first_keys // (case.cache.block_size * case.cache.pages_per_block)
+    is_freed = torch.arange(table.shape[1]) < (freed_blocks * case.cache.pages_per_block)[:, None]
     return table.masked_fill(is_freed, 0)
 
 

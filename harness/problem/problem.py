@@ -333,13 +333,19 @@ class Arrangement:
 
     ``which``: the requests, in order; a request may occur twice only with ``elsewhere``. ``elsewhere``: pages are drawn
     again; repeated requests need a larger pool. ``spare_columns``: columns appended to the block table, whose entries
-    are the null page. ``padding``: None for the problem's padding.
+    are the null page. ``padding`` and ``cache``: None for the problem's; another size of pages needs ``elsewhere``.
     """
 
     which: tuple[int, ...]
     elsewhere: bool = False
     spare_columns: int = 0
     padding: PaddingSpec | None = None
+    cache: CacheSpec | None = None
+
+    @classmethod
+    def of_all(cls, problem: Problem, cache: CacheSpec | None = None) -> "Arrangement":
+        """Return the arrangement of all requests in other pages, of the problem's cache or another one."""
+        return cls(tuple(range(len(problem.requests))), elsewhere=True, cache=cache)
 
     def rows_of(self, problem: Problem) -> Tensor:
         """Return int64 ``[T]``: the problem's row at each row of the batch."""
@@ -357,7 +363,7 @@ def arranged(problem: Problem, how: Arrangement) -> Problem:
     )
     # The case's own pool has no room for repeated requests if it fits the batch exactly.
     is_repeated = len(set(how.which)) < len(how.which)
-    cache = case.cache.unplaced if is_repeated else case.cache
+    cache = how.cache or (case.cache.unplaced if is_repeated else case.cache)
     other = replace(case, batch=batch, cache=cache)
     own = [problem.requests[i] for i in how.which]
     rows = how.rows_of(problem)

@@ -22,6 +22,7 @@ SUITES = {
     "fp8_kv": "d51e7ecafc16",
     "gqa": "0cccf16e805d",
     "head_sizes": "59837fa43f7c",
+    "hybrid": "8228cdaf8c41",
     "interpreted": "639934efaf4a",
     "kv_sharing": "ff67d4d301ae",
     "limits": "577b9aaaa8dc",

@@ -77,7 +77,7 @@ class FlexBackend(PagedBackend):
             "tree",
         }
     )
-    conventions = Conventions(padded_rows="untouched")
+    conventions = Conventions(padded_rows="untouched", cache_strides="any")
     supported_kv_cache_dtypes = ("auto", "float16", "bfloat16", "float32", "fp8", "fp8_e4m3", "fp8_e5m2")
     supported_attn_types = tuple(AttentionType)
 

@@ -40,7 +40,7 @@ class TritonMLABackend(TritonBackend, LatentBackend):
     The workspace of a layer is not used, because no context is up-projected.
     """
 
-    conventions = Conventions(padded_rows="untouched", sync_free_build=True)
+    conventions = Conventions(padded_rows="untouched", cache_strides="any", sync_free_build=True)
 
     get_name = staticmethod(lambda: "TRITON_MLA")
 

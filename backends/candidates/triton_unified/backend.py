@@ -52,7 +52,7 @@ class UnifiedBackend(TritonBackend, PagedBackend):
             "merge_nan",
         }
     )
-    conventions = Conventions(padded_rows="untouched", sync_free_build=True)
+    conventions = Conventions(padded_rows="untouched", cache_strides="any", sync_free_build=True)
     supported_kv_cache_dtypes = ("auto", "float16", "bfloat16", "float32", "fp8", "fp8_e4m3", "fp8_e5m2")
     supported_attn_types = tuple(AttentionType)
 

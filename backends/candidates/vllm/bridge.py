@@ -73,7 +73,10 @@ class VLLMBackend(AttentionBackend):
             if is_latent
             else getattr(theirs, "forward_includes_kv_cache_update", True),
             "features": found.features,
-            "conventions": Conventions(operand_strides="rows"),
+            "conventions": Conventions(
+                operand_strides="rows",
+                cache_strides="blocks" if getattr(theirs, "indexes_kv_by_block_stride", bool)() else "pages",
+            ),
             "supported_dtypes": found.dtypes,
             "supported_kv_cache_dtypes": found.kv_cache_dtypes,
             "supported_layouts": ("NHD", "HND") if is_latent else layouts(theirs),

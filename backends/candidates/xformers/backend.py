@@ -86,7 +86,7 @@ class XFormersBackend(InterpretedBackend, PagedBackend):
     """
 
     features = frozenset({"sliding_window", "logits_soft_cap", "lse", "short_keys"})
-    conventions = Conventions(padded_rows="finite", sync_free_build=True)
+    conventions = Conventions(padded_rows="finite", sync_free_build=True, cache_strides="pages")
     supported_layouts = ("NHD",)
     supported_block_sizes = (MultipleOf(16),)  # which a tile of the operator divides
 

@@ -164,6 +164,46 @@ def test_what_raises_beside_another_builder_is_reported_with_its_stage(examine: 
     assert failure.value.raised.stage == "build beside another builder"
 
 
+class Updating(ReferenceBuilder):
+    """A builder whose metadata of a second group are those of the first with another block table and slots."""
+
+    supports_update_block_table = True
+    keeps: tuple[str, ...] = ()
+    in_place = False
+
+    def update_block_table(self, metadata: Any, blk_table: Any, slot_mapping: Any) -> Any:
+        new = {"block_table_tensor": blk_table, "slot_mapping": slot_mapping}
+        common = replace(metadata.common, **{name: value for name, value in new.items() if name not in self.keeps})
+        if self.in_place:
+            metadata.common = common
+            return metadata
+        return replace(metadata, common=common)
+
+
+@pytest.mark.parametrize(
+    ("members", "group"),
+    [
+        ({}, ""),
+        ({"supports_update_block_table": False, "keeps": ("block_table_tensor",)}, ""),
+        ({"keeps": ("block_table_tensor",)}, "second"),
+        ({"keeps": ("slot_mapping",)}, "second"),
+        ({"in_place": True}, "first"),
+    ],
+    ids=["right", "not declared", "keeps the table", "keeps the slots", "changes the first group's"],
+)
+def test_a_second_group_of_layers_updates_the_block_table(
+    examine: Any, make_case: Any, members: dict[str, Any], group: str
+) -> None:
+    own = type("Builder", (Updating,), members)
+    found = examine(backend(get_builder_cls=staticmethod(lambda: own)), make_case())
+    if not group:
+        assert isinstance(found, Holds)
+        return
+    assert isinstance(found, Broken)
+    assert found.summary.startswith(f"with update_block_table for a second group of layers, the {group} group: ")
+    assert ("update_block_table keeps" in (found.meaning or "")) is (group == "second")
+
+
 def test_what_cannot_run_under_a_watch_is_a_note(examine: Any, make_case: Any) -> None:
     def build(_builder: Any, _common: Any) -> None:
         if torch.overrides._get_current_function_mode() is not None:

@@ -120,6 +120,26 @@ def test_a_pool_too_small_for_the_ranks_is_refused(make_case: Any) -> None:
         build_problem(make_case((1, 70), (1, 130), path="dcp", options=DCPOptions(size=2), cache=cache), 0)
 
 
+@pytest.mark.parametrize("first_block", [None, 21])
+def test_a_block_of_the_manager_is_a_run_of_pages(make_case: Any, first_block: int | None) -> None:
+    cache = {"manager_block_size": 3 * PAGE, "first_block": first_block}
+    specs = [*shared((1, 100, 96), (5, 130, 96)), RequestSpec(query_len=20, seq_len=20)]
+    problem = build_problem(make_case(*specs, cache=cache, sliding_window=30), 0)
+    assert problem.num_blocks % 3 == 0
+    runs = []
+    for request in problem.requests:
+        own = list(request.pages)
+        runs.append([own[i : i + 3] for i in range(0, len(own), 3)])
+        slots = problem.key_slots[request.base : request.base + request.num_keys].tolist()
+        assert slots == [own[j // PAGE] * PAGE + j % PAGE for j in range(request.num_keys)]
+        assert len(own) == -(-request.num_keys // (3 * PAGE)) * 3
+    firsts = [run[0] for own in runs for run in own]
+    assert all(run == [run[0], run[0] + 1, run[0] + 2] for own in runs for run in own)
+    assert all(first % 3 == 0 and first >= (first_block or 3) for first in firsts)
+    assert runs[0][:2] == runs[1][:2]
+    assert len(set(firsts)) == len(firsts) - 2
+
+
 @pytest.mark.parametrize("layer", [{"sliding_window": 1}, {"sliding_window": 17}, {"sliding_window": 40}, {}])
 def test_pages_that_no_row_sees_are_null_in_the_table_alone(make_case: Any, layer: dict[str, Any]) -> None:
     case = make_case((1, 200), (5, 70), (40, 40), **layer)

@@ -128,6 +128,22 @@ def test_strides_that_a_convention_leaves_out_are_not_examined(make_case: Any, e
         assert examine(ReferenceBackend, case, checks=("numerics",))["numerics"].outcome == "passed"
 
 
+@pytest.mark.parametrize(
+    ("declared", "taken"),
+    [("undeclared", {"LB"}), ("pages", {"LB"}), ("blocks", {"LB", "BL"}), ("any", {"LB", "BL", "BHL", "LHB"})],
+)
+def test_a_case_whose_pages_lie_apart_runs_if_that_is_declared(
+    make_case: Any, examine: Any, variant: Any, declared: Any, taken: set[str]
+) -> None:
+    backend = variant(conventions=Conventions(padded_rows="untouched", cache_strides=declared))
+    for order in ("LB", "BL", "BHL", "LHB"):
+        case = make_case(cache={"layout": "HND", "pool_order": order})
+        records = examine(backend, case, checks=("numerics", "cache_write", "refusals"))
+        assert set(outcomes(records).values()) == {"passed" if order in taken else "unsupported"}
+        if order not in taken:
+            assert f"pool_order {order}: cache_strides is {declared!r}" in records["numerics"].reasons
+
+
 def test_what_attncheck_cannot_examine_is_recorded_as_its_own_limit(make_case: Any, examine: Any) -> None:
     case = make_case((1, 70), output_quant=OutputQuantSpec(scale=0.02))
     split = PathSpec(name="split_kv", options=SplitKVOptions())

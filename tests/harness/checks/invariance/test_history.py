@@ -18,6 +18,7 @@ from attncheck.harness.checks.history import (
     History,
     check_step,
     layer_of_another_group,
+    layer_of_other_pages,
     loop_steps,
     mirror_layer,
     other_kind_of_layer,
@@ -44,8 +45,9 @@ def everything(rows: RightRows, session: Session) -> dict[str, History]:
     """One thing at a time."""
     problem, backend, case = rows.problem, session.backend, rows.problem.case
     other, sharing = other_kind_of_layer(problem, backend), sharing_layer(rows, backend)
-    group = layer_of_another_group(problem, backend)
+    group, pages = layer_of_another_group(problem, backend), layer_of_other_pages(rows, backend)
     assert other is not None
+    assert pages is not None
     assert sharing is not None
     assert group is not None
     batches = [make(case) for make in (*histories.LARGER, *histories.SMALLER)]
@@ -55,6 +57,7 @@ def everything(rows: RightRows, session: Session) -> dict[str, History]:
         "sharing": History(layers=(sharing,)),
         "other": History(layers=(other,)),
         "group": History(layers=(group,)),
+        "pages": History(layers=(pages,)),
         "unequal": History(layers=(mirror,), flight=histories.half(case)),
     }
 
@@ -197,6 +200,32 @@ def test_a_second_layer_has_scales_of_its_own(make_case: Any) -> None:
         scales.clear()
         found = check_step(rows, session, History(layers=(mirror_layer(rows),)))
         assert isinstance(found, Broken) is (tried is wrong)
+
+
+@pytest.mark.parametrize("is_kept_by", ["the builder", "the process"])
+def test_groups_of_two_page_sizes_have_one_each(make_case: Any, is_kept_by: str) -> None:
+    class Builder(ReferenceBuilder):
+        page = 0
+
+        def __init__(self, kv_cache_spec: Any, *rest: Any) -> None:
+            super().__init__(kv_cache_spec, *rest)
+            (Builder if is_kept_by == "the process" else self).page = kv_cache_spec.block_size
+
+        def build(self, *args: Any, **keywords: Any) -> Any:
+            made = super().build(*args, **keywords)
+            table = made.common.block_table_tensor
+            if self.page != self.kv_cache_spec.block_size:
+                table = table[:, :1].expand_as(table)
+            return replace(made, common=replace(made.common, block_table_tensor=table))
+
+    backend = type("Tried", (ReferenceBackend,), {"get_builder_cls": staticmethod(lambda: Builder)})
+    rows, session = begun(backend, make_case())
+    found = check_step(rows, session, everything(rows, session)["pages"])
+    if is_kept_by == "the builder":
+        assert found is None
+        return
+    assert found is not None
+    assert "in a step with a layer with block_size 32 in another group: " in found.summary
 
 
 def test_a_field_that_a_layer_changes_is_named(make_case: Any) -> None:

@@ -1,0 +1,79 @@
+"""Variations of a cache's geometry, as in hybrid models: pages that lie apart, and blocks of several pages.
+
+Rows, keys and truth stay those of the case. The cache becomes a view of a pool of three layers, with NaN between its
+pages (``cache.pool_order``). Blocks of the cache manager become runs of pages (``cache.manager_block_size``).
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from functools import partial
+from typing import Any, get_args
+
+from attncheck.cases.consistency import check_meaning
+from attncheck.errors import SpecError
+from attncheck.harness.checks.again import Change, RightRows, Variation, changed_step
+from attncheck.harness.checks.cache_write import judge_pool
+from attncheck.harness.checks.findings import Broken
+from attncheck.harness.driver.observation import Observation
+from attncheck.harness.driver.session import Session
+from attncheck.harness.problem.problem import Arrangement, Problem, arranged
+from attncheck.reference.spec import CacheSpec, PoolOrder
+
+_APART = "keys are read or written elsewhere than the strides of kv_cache state, by which pages may lie apart"
+_MANAGER = "cache_config.block_size, that of the cache manager, is taken for the page size, kv_cache_spec.block_size"
+
+
+def other_geometry(rows: RightRows, session: Session) -> Iterator[Variation]:
+    """Yield a step over a cache of another geometry.
+
+    If the backend does not declare which strides it reads, it may raise, and then gets a cache with the case's strides.
+    """
+    problem, conventions, own = rows.problem, session.backend.conventions, rows.problem.cache
+    if session.pool is None or session.pool.kv_cache.nbytes > 2**24:  # a larger one would take long
+        return
+    sizes = [pages * own.pages_per_block * own.block_size for pages in (2, 4)]
+    orders = [order for order in get_args(PoolOrder) if conventions.takes_order(order) is not False]
+    blocks = _chosen(problem, [_change(_MANAGER, "manager_block_size", size) for size in sizes])
+    order = _chosen(problem, [_change(_APART, "pool_order", order) for order in orders])
+    judge = partial(_judge, rows, session)
+    may_raise = bool(order) and conventions.cache_strides == "undeclared"
+    less = changed_step(own, blocks, judge) if may_raise else None
+    yield changed_step(own, (*blocks, *order), judge, instead=less)
+
+
+def _change(meaning: str, key: str, value: Any) -> Change[CacheSpec]:
+    return Change(f"cache.{key} {value}", meaning, lambda cache: replace(cache.unplaced, **{key: value}))
+
+
+def _chosen(problem: Problem, changes: Sequence[Change[CacheSpec]]) -> list[Change[CacheSpec]]:
+    """Return one of the changes, by the case's hash; none if none makes another, valid cache for the case."""
+    case = problem.case
+    possible = []
+    for change in changes:
+        with suppress(SpecError):
+            cache = change.alter(case.cache)
+            check_meaning(case.layer, cache, case.batch)
+            possible += [change] if cache != case.cache.unplaced else []
+    return possible[int(case.hash, 16) % len(possible) :][:1] if possible else []
+
+
+def _judge(rows: RightRows, session: Session, cache: CacheSpec) -> Broken | None:
+    """Return what is wrong with output or cache of the step over ``cache``, if it is right in the first step."""
+    how = Arrangement.of_all(rows.problem, cache)
+    made = Session(session.backend, arranged(rows.problem, how), session.device)
+    seen = made.run()
+    if (wrong := rows.wrong_in(seen, how)) is not None:
+        return wrong
+    wrong = _wrong_pool(made, seen)
+    return None if wrong is None or _wrong_pool(session, rows.first) is not None else wrong
+
+
+def _wrong_pool(session: Session, seen: Observation) -> Broken | None:
+    """Return what is wrong with the cache after a step; None if that is not known, or if attncheck writes the cache."""
+    problem, pool = session.problem, session.pool
+    if pool is None or pool.codec is None or not session.impl.brings_writer:
+        return None
+    stored = problem.keys, problem.values
+    finding = judge_pool(problem, pool, seen, stored, [stored])
+    return finding if isinstance(finding, Broken) else None
