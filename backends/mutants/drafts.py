@@ -122,17 +122,3 @@ class DecodesByCounts(Base):
                 starts = starts.clamp(max=common.query_start_loc[-1]).to(torch.int32)
                 common = replace(common, query_start_loc=starts)
             return super().build(common_prefix_len, common, fast_build)
-
-
-class EmptyRequestsCollapse(graphs.Base):
-    """Numbers requests by a running sum of marks at their first rows, where an empty request shares its mark."""
-
-    class Impl(graphs.RowsImpl):
-        def locate(self, metadata, num_rows):
-            starts, seq_lens = metadata.common.query_start_loc, metadata.common.seq_lens
-            rows = torch.arange(num_rows, dtype=torch.int32, device=starts.device)
-            marks = torch.zeros(num_rows + 1, dtype=torch.int64, device=starts.device)
-            marks.index_fill_(0, starts[:-1].long(), 1)
-            request = marks.cumsum(0)[:num_rows] - 1
-            position = seq_lens[request] - starts[1:][request] + rows
-            return request, position.masked_fill(rows >= starts[-1], graphs.NOWHERE)

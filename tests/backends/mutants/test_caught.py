@@ -127,7 +127,7 @@ def test_every_mutant_class_is_in_the_catalogue():
 
 
 def suites():
-    """Each suite; all but `smoke` are slow tests, which CI runs for mutants."""
+    """Each suite; all but `smoke` are slow tests."""
     for suite in suite_names():
         yield pytest.param(suite, marks=() if suite == "smoke" else pytest.mark.slow)
 
