@@ -19,11 +19,11 @@ LAYER = LayerSpec(num_heads=8, num_kv_heads=2, head_size=64)
 CACHE = CacheSpec()
 
 
-def case(text: str = "q5s37_3q1s200", layer: LayerSpec = LAYER, cache: CacheSpec = CACHE) -> Case:
+def case(text="q5s37_3q1s200", layer=LAYER, cache=CACHE):
     return Case(suite="s", id="i", layer=layer, cache=cache, batch=BatchSpec(requests=parse_batch(text)))
 
 
-def test_equal_questions_have_equal_hashes() -> None:
+def test_equal_questions_have_equal_hashes():
     listed = (RequestSpec(query_len=5, seq_len=37), RequestSpec(query_len=1, seq_len=200, count=3))
     assert replace(case(), batch=BatchSpec(requests=listed)).hash == case().hash
     assert case("q5s37_q1s200_2q1s200").hash == case("q5s37_3q1s200").hash
@@ -32,7 +32,7 @@ def test_equal_questions_have_equal_hashes() -> None:
     assert case(cache=CacheSpec(block_size=16, k_scale=1.0)).hash == case().hash
 
 
-def test_labels_do_not_count() -> None:
+def test_labels_do_not_count():
     other = replace(
         case(),
         suite="t",
@@ -47,7 +47,7 @@ def test_labels_do_not_count() -> None:
     assert hash(replace(case(), origin="a:1")) == hash(case())
 
 
-def test_what_is_set_changes_the_hash() -> None:
+def test_what_is_set_changes_the_hash():
     base = case()
     batch = base.batch
     others = [
@@ -70,7 +70,7 @@ def test_what_is_set_changes_the_hash() -> None:
     assert len(hashes) == len(others) + 1
 
 
-def test_a_suite_has_a_hash_of_its_cases() -> None:
+def test_a_suite_has_a_hash_of_its_cases():
     suite = Suite(name="s", description="", cases=(case(),), path=Path("s.yaml"))
     assert (len(suite), list(suite)) == (1, [case()])
     renamed = replace(suite, cases=(replace(case(), id="j"),))

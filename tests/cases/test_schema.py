@@ -2,7 +2,6 @@
 
 import json
 from dataclasses import fields
-from typing import Any
 
 from attncheck.cases.loader import suite_file, suite_names
 from attncheck.cases.schema import json_schema
@@ -11,22 +10,22 @@ from attncheck.reference.spec import BACKEND_CHECKS, PATHS, CacheSpec, LayerSpec
 SCHEMA_FILE = suite_file("smoke").parent / "schema.json"
 
 
-def keys_of(value: Any) -> set[str]:
+def keys_of(value):
     if isinstance(value, dict):
         return set(value).union(*(keys_of(item) for item in value.values()))
     return set().union(*(keys_of(item) for item in value)) if isinstance(value, list) else set()
 
 
-def test_the_file_beside_the_suites_is_up_to_date() -> None:
+def test_the_file_beside_the_suites_is_up_to_date():
     assert json.loads(SCHEMA_FILE.read_text()) == json_schema(), "write it again: attncheck list schema > schema.json"
 
 
-def test_every_suite_names_the_schema() -> None:
+def test_every_suite_names_the_schema():
     for name in suite_names():
         assert suite_file(name).read_text().startswith("# yaml-language-server: $schema=./schema.json\n"), name
 
 
-def test_nothing_is_required_and_nothing_dangles() -> None:
+def test_nothing_is_required_and_nothing_dangles():
     schema = json_schema()
     assert "required" not in keys_of(schema)
     text = json.dumps(schema)
@@ -35,7 +34,7 @@ def test_nothing_is_required_and_nothing_dangles() -> None:
     assert text.count('"$ref"') == sum(text.count(f'"#/$defs/{name}"') for name in schema["$defs"])
 
 
-def test_it_has_every_key_and_name() -> None:
+def test_it_has_every_key_and_name():
     schema = json_schema()
     case = schema["properties"]["cases"]["items"]["properties"]
     for kind in (LayerSpec, CacheSpec):

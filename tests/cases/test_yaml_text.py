@@ -1,14 +1,12 @@
 """Several cases as one file: read back, they are the same, and what they share is written once."""
 
-from pathlib import Path
-
 import yaml
 
 from attncheck.cases.loader import load_file, load_suite
 from attncheck.cases.yaml_text import suite_yaml
 
 
-def test_a_file_of_cases_reads_back_as_these_cases(tmp_path: Path) -> None:
+def test_a_file_of_cases_reads_back_as_these_cases(tmp_path):
     for name in ("smoke", "mla", "fp8_kv"):
         cases = load_suite(name).cases
         path = tmp_path / f"{name}.yaml"
@@ -17,7 +15,7 @@ def test_a_file_of_cases_reads_back_as_these_cases(tmp_path: Path) -> None:
         assert [(case.id, case.hash, case.checks) for case in read] == [(c.id, c.hash, c.checks) for c in cases]
 
 
-def test_defaults_hold_what_all_cases_share_and_a_weight_is_read(tmp_path: Path) -> None:
+def test_defaults_hold_what_all_cases_share_and_a_weight_is_read(tmp_path):
     path = tmp_path / "two.yaml"
     path.write_text(
         "suite: two\n"

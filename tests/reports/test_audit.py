@@ -2,14 +2,13 @@
 
 import json
 from dataclasses import replace
-from typing import Any
 
 import pytest
 
 from attncheck.reports.audit import page
 from attncheck.reports.audit.page import audited_levels
 from attncheck.reports.run_file.header import BackendInfo, SurveyedBackend
-from attncheck.reports.run_file.store import Run, read_run
+from attncheck.reports.run_file.store import read_run
 
 SINGLE = "UNIFORM_SINGLE_TOKEN_DECODE"
 DECLARED = {
@@ -24,7 +23,7 @@ DECLARED = {
 NEEDS = ("attn_type=decoder", "block_size=32", "head_size=64")
 
 
-def levels(measured: str | None, *outcomes: str) -> dict[str, Any]:
+def levels(measured, *outcomes):
     """Levels of a backend that declares UNIFORM_BATCH, with a probe for each level above NEVER."""
     probes = [
         {"name": f"probe {level}", "level": level, "outcome": outcome, "reason": "" if outcome == "passed" else "moved"}
@@ -67,7 +66,7 @@ def run(tmp_path, graph_header, make, write_run):
     return read_run(write_run(tmp_path / "run.jsonl", header, *records))
 
 
-def cells_of(run: Run, heading: str, first: str) -> dict[str, str]:
+def cells_of(run, heading, first):
     """The cells, by column, of the line of a page that begins with ``first``, in the table that begins so."""
     lines = page.render(run).splitlines()
     head = next(line for line in lines if line.startswith(heading))

@@ -1,11 +1,9 @@
 """False claims and verdicts: a claim is false where a failure needs it, and not where the fault is elsewhere."""
 
-from typing import Any
-
 import pytest
 
 from attncheck.reports.analysis.support import ANSWERED, REFUSED
-from attncheck.reports.analysis.verdicts import BackendVerdict, run_findings
+from attncheck.reports.analysis.verdicts import run_findings
 from attncheck.reports.run_file.header import BackendInfo, CaseInfo
 
 ROWS = "7 of 40 rows, first: row 3 (request 0, position 35), head 1: found 0.5"
@@ -32,7 +30,7 @@ def right_cases(make):
     return [make("passed", case_id=f"plain{number}", needs=("head_size=64",)) for number in range(30)]
 
 
-def claims(found: BackendVerdict) -> list[tuple[str, int, int]]:
+def claims(found):
     return [(claim.capability, claim.wrong, claim.examined) for claim in found.false_claims]
 
 
@@ -149,7 +147,7 @@ def test_a_log_sum_exp_that_is_wrong_where_the_output_is_right_is_a_false_claim(
     assert claims(verdict_of([*right_cases, *both])) == []
 
 
-def levels(declared: str, measured: str) -> dict[str, Any]:
+def levels(declared, measured):
     order = ("NEVER", SINGLE, "UNIFORM_BATCH", "ALWAYS")
     probes = [
         {"name": level, "level": level, "outcome": "passed" if place <= order.index(measured) else "failed"}

@@ -5,15 +5,15 @@ from time import process_time
 
 import pytest
 
-from attncheck.reports.analysis.contrast import Contrast, Keys, Value, contrast_of, parts_of
+from attncheck.reports.analysis.contrast import contrast_of, parts_of
 
 
-def cases(key: str, *values: Value) -> list[Keys]:
+def cases(key, *values):
     """Return a case for each value of one key; None: the key is not given."""
     return [{} if value is None else {key: value} for value in values]
 
 
-def conditions_of(contrast: Contrast | None) -> list[tuple[str, str, tuple[Value, ...]]]:
+def conditions_of(contrast):
     assert contrast is not None
     return [(each.key, each.bound, each.values) for each in contrast.conditions]
 
@@ -65,10 +65,10 @@ def test_two_keys_separate_cases_that_neither_does_alone():
 
 
 def test_no_more_than_three_keys_or_four_values_are_a_pattern():
-    wrong: list[Keys] = [{"a": True, "b": True, "c": True}]
-    right: list[Keys] = [{"a": True, "b": True}, {"a": True, "c": True}, {"b": True, "c": True}]
+    wrong = [{"a": True, "b": True, "c": True}]
+    right = [{"a": True, "b": True}, {"a": True, "c": True}, {"b": True, "c": True}]
     assert [key for key, _, _ in conditions_of(contrast_of(wrong, right))] == ["a", "b", "c"]
-    four: list[Keys] = [{key: True for key in "abcd" if key != other} for other in "abcd"]
+    four = [{key: True for key in "abcd" if key != other} for other in "abcd"]
     assert contrast_of([dict.fromkeys("abcd", True)], four) is None
     scattered = cases("size", 1, 3, 5, 7, 9)
     assert contrast_of(scattered[:4], cases("size", 2, 4, 6, 8)) is not None
@@ -76,7 +76,7 @@ def test_no_more_than_three_keys_or_four_values_are_a_pattern():
 
 
 def test_all_that_separates_the_cases_equally_is_named_or_counted():
-    wrong: Keys = {"layer.sinks": True, "cache.block_size": 8, "inputs": "zeros", "other": 1}
+    wrong = {"layer.sinks": True, "cache.block_size": 8, "inputs": "zeros", "other": 1}
     right = cases("cache.block_size", 16)
     contrast = contrast_of([wrong], right)
     assert conditions_of(contrast) == [("layer.sinks", "", (True,))]
@@ -126,8 +126,8 @@ def test_values_are_compared_with_their_types():
 def test_many_conditions_without_an_answer_take_less_than_a_second():
     """No three of forty conditions exclude all passing cases, and all combinations are tried; nor do any of 600."""
     luck = Random(0)
-    wrong: list[Keys] = [{f"key{place}": 0 for place in range(40)}] * 100
-    right: list[Keys] = [{f"key{place}": luck.randrange(10) // 9 for place in range(40)} for _ in range(200)]
+    wrong = [{f"key{place}": 0 for place in range(40)}] * 100
+    right = [{f"key{place}": luck.randrange(10) // 9 for place in range(40)} for _ in range(200)]
     names = [f"key-{number}" for number in range(600)]
     without = [{name: True for name in names if name != missing} for missing in names]
     before = process_time()
@@ -141,7 +141,7 @@ def test_many_conditions_without_an_answer_take_less_than_a_second():
 
 def test_failing_cases_of_two_causes_are_two_parts():
     right = [{"window": 0, "heads": 8}, {"heads": 4}]
-    wrong: list[Keys] = [
+    wrong = [
         {"window": 9, "heads": 8},
         {"heads": 10},
         {"window": 9, "heads": 4},

@@ -4,10 +4,8 @@ import csv
 import io
 import json
 import re
-from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -35,7 +33,7 @@ def run(header, make, timed, run_of):
     return run_of(records, backends=header.backends)
 
 
-def keys_of(value: Any, under: str = "") -> Iterator[str]:
+def keys_of(value, under=""):
     """Every key with the keys it is under, lists left out: ``runs.summary.backend``."""
     for member in value if isinstance(value, list) else [value]:
         for key, own in member.items() if isinstance(member, dict) else ():
@@ -101,7 +99,7 @@ def test_the_page_names_every_field(run):
     assert names - named == set()
 
 
-def rows_of(*paths: Path) -> list[dict[str, str]]:
+def rows_of(*paths):
     return list(csv.DictReader(io.StringIO(csv_table([read_run(path) for path in paths]))))
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from attncheck.reports.analysis.findings import Finding, findings, stated_cause
+from attncheck.reports.analysis.findings import findings, stated_cause
 from attncheck.reports.run_file.causes import UNEXPLAINED
 from attncheck.reports.run_file.header import CaseInfo
 from attncheck.reports.run_file.records import OURSELVES
@@ -16,7 +16,7 @@ MINE = "/home/me/mine.py"
 STACK = f'Current thread 0x0 (most recent call first):\n  File "{MINE}", line 2 in forward'
 
 
-def traceback(line: int) -> str:
+def traceback(line):
     return f'Traceback (most recent call last):\n  File "{MINE}", line {line}, in forward\n    x\nIndexError: no'
 
 
@@ -31,7 +31,7 @@ def with_cases(header):
     return build
 
 
-def listed(found: tuple[Finding, ...]) -> list[tuple[str, str, list[str]]]:
+def listed(found):
     """The title, the ids of the cases in one text, and the checks of each finding."""
     return [
         (each.title, " ".join(case.removeprefix("smoke/") for case in each.cases), list(each.checks)) for each in found

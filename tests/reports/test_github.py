@@ -5,19 +5,19 @@ import re
 from urllib.parse import unquote
 
 from attncheck.reports import github
-from attncheck.reports.run_file.header import BackendInfo, CaseInfo, RunHeader
-from attncheck.reports.run_file.records import Record, RunFooter
+from attncheck.reports.run_file.header import BackendInfo, CaseInfo
+from attncheck.reports.run_file.records import RunFooter
 from attncheck.reports.run_file.store import Run
 
 COMMAND = re.compile(r"::(?P<kind>error|warning) (?P<properties>[^:]*)::(?P<message>.*)")
 
 
-def run_of(header: RunHeader, *records: Record, errors: tuple[str, ...] = (), complete: bool = True) -> Run:
+def run_of(header, *records, errors=(), complete=True):
     footer = RunFooter(finished="2026-01-01T00:01:00+00:00", counts={}, errors=errors)
     return Run("run.jsonl", header, records, footer if complete else None)
 
 
-def commands(run: Run) -> list[tuple[str, dict[str, str], str]]:
+def commands(run):
     """Annotations as the runner reads them: it unescapes properties and message."""
     found = []
     for line in github.annotations([run]).splitlines():

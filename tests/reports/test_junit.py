@@ -6,8 +6,8 @@ import xml.etree.ElementTree as ET
 import pytest
 
 from attncheck.reports import junit
-from attncheck.reports.run_file.header import CaseInfo, RunHeader
-from attncheck.reports.run_file.records import Record, RunFooter
+from attncheck.reports.run_file.header import CaseInfo
+from attncheck.reports.run_file.records import RunFooter
 from attncheck.reports.run_file.store import Run
 
 # The schema that Jenkins publishes: elements, what they may hold in which order, their required and optional attributes.
@@ -26,7 +26,7 @@ REQUIRED = {
 }
 
 
-def document(header: RunHeader, *records: Record, errors: tuple[str, ...] = (), complete: bool = True) -> ET.Element:
+def document(header, *records, errors=(), complete=True):
     footer = RunFooter(finished="2026-01-01T00:01:00+00:00", counts={}, errors=errors) if complete else None
     root = ET.fromstring(junit.render_runs([Run("run.jsonl", header, records, footer)]))
     for element in root.iter():
@@ -46,7 +46,7 @@ def document(header: RunHeader, *records: Record, errors: tuple[str, ...] = (), 
 COUNTED = ("failure", "error", "skipped")
 
 
-def the_case(root: ET.Element) -> ET.Element:
+def the_case(root):
     (case,) = root.iter("testcase")
     return case
 

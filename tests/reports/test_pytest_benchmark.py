@@ -5,20 +5,18 @@ import re
 import statistics
 import subprocess
 import sys
-from typing import Any
 
 import pytest
 
 from attncheck.errors import QuestionError
 from attncheck.reports.pytest_benchmark import benchmark_names, render_run
-from attncheck.reports.run_file.header import RunHeader
-from attncheck.reports.run_file.records import Record, RunFooter
+from attncheck.reports.run_file.records import RunFooter
 from attncheck.reports.run_file.store import Run
 
 CEILINGS = {"copy_bytes_per_s": 1e12, "matmul_flops_per_s": 1e14, "dtype": "bfloat16"}
 
 
-def converted(header: RunHeader, *records: Record) -> dict[str, Any]:
+def converted(header, *records):
     footer = RunFooter(finished="2026-01-01T00:01:00+00:00", counts={})
     return json.loads(render_run(Run("run.jsonl", header, records, footer)))
 

@@ -3,7 +3,7 @@
 import pytest
 
 from attncheck.reports.analysis.measured import Time, measured_run, subjects
-from attncheck.reports.analysis.recommendation import Suitability, checked_needs, known_needs, recommend
+from attncheck.reports.analysis.recommendation import checked_needs, known_needs, recommend
 from attncheck.reports.analysis.support import REFUSED
 from attncheck.reports.run_file.header import BackendInfo
 
@@ -23,7 +23,7 @@ def ranked(run_of):
     return by_backend
 
 
-def standings(found: dict[str, Suitability]) -> dict[str, str]:
+def standings(found):
     return {name: each.standing for name, each in found.items()}
 
 

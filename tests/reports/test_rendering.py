@@ -19,13 +19,13 @@ from attncheck.reports.terminal.columns import Style
 from attncheck.reports.terminal.run import ORDER as OF_TERMINAL
 
 
-def paragraph(text: str, first: str) -> str:
+def paragraph(text, first):
     """Return the paragraph that begins with ``first``, its lines joined."""
     (found,) = (part for part in text.split("\n\n") if part.startswith(first))
     return " ".join(found.split())
 
 
-def row(text: str, first: str) -> list[str]:
+def row(text, first):
     """The words of the line that begins with ``first``."""
     return next(line.split() for line in text.splitlines() if line.startswith(first))
 

@@ -1,13 +1,11 @@
 """Counting: every record lands in exactly one place, and what was not examined never counts as good."""
 
-from collections.abc import Callable
-
 from attncheck.reports import github
 from attncheck.reports.analysis.phrases import cut
 from attncheck.reports.analysis.reasons import joined, listed, without_first_figure
 from attncheck.reports.analysis.summary import summarise
 from attncheck.reports.markdown import run as markdown
-from attncheck.reports.run_file.records import BUDGET_SHARE, Record
+from attncheck.reports.run_file.records import BUDGET_SHARE
 from attncheck.reports.run_file.store import Run
 from attncheck.reports.terminal import run as terminal
 
@@ -42,7 +40,7 @@ def test_equal_reasons_are_one_gap(make):
     ]
 
 
-def round_records(make: Callable[..., Record], *outcomes: str) -> list[Record]:
+def round_records(make, *outcomes):
     return [make(outcome, check="timing", round=index) for index, outcome in enumerate(outcomes)]
 
 

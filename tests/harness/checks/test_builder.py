@@ -2,7 +2,6 @@
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -20,19 +19,19 @@ HONEST = import_file("graphs_honest.py", ROOT / "tests" / "miniatures" / "graphs
 SMOKE = {case.id: case for case in load_suite("smoke").cases}
 
 
-def backend(build: Any = None, forward: Any = None, **members: Any) -> type[ReferenceBackend]:
+def backend(build=None, forward=None, **members):
     """The reference with ``build(builder, common)``, which returns common metadata to build from, in front of its own.
 
     ``forward(impl, metadata)`` is called in front of its forward.
     """
 
     class Builder(ReferenceBuilder):
-        def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Any:
+        def build(self, common_prefix_len, common_attn_metadata, fast_build=False):
             common = build(self, common_attn_metadata) if build else None
             return super().build(common_prefix_len, common or common_attn_metadata, fast_build)
 
     class Impl(ReferenceImpl):
-        def forward(self, *arguments: Any, **more: Any) -> Any:
+        def forward(self, *arguments, **more):
             if forward and arguments[5] is not None:
                 forward(self, arguments[5])
             return super().forward(*arguments, **more)
@@ -42,16 +41,16 @@ def backend(build: Any = None, forward: Any = None, **members: Any) -> type[Refe
 
 
 @pytest.fixture
-def examine(judge: Any) -> Any:
+def examine(judge):
     return lambda candidate, case: judge("builder", candidate, case)
 
 
-def reads_host_twins(_builder: Any, common: Any) -> None:
+def reads_host_twins(_builder, common):
     common.seq_lens_cpu.tolist()
     common.query_start_loc_cpu.diff().max().item()
 
 
-def keeps_a_host_buffer(builder: Any, common: Any) -> Any:
+def keeps_a_host_buffer(builder, common):
     if not hasattr(builder, "host"):
         builder.host = torch.zeros(64, dtype=torch.int32, device="cpu")
     held = builder.host[: common.num_reqs].copy_(common.seq_lens_cpu)
@@ -60,13 +59,13 @@ def keeps_a_host_buffer(builder: Any, common: Any) -> Any:
     return replace(common, seq_lens=lens.copy_(held, non_blocking=True))
 
 
-def is_wrong_alone(_builder: Any, common: Any) -> Any:
+def is_wrong_alone(_builder, common):
     """A matter of other checks than this one."""
     return replace(common, seq_lens=(common.seq_lens - 1).clamp(min=1))
 
 
 @pytest.mark.parametrize("build", [reads_host_twins, keeps_a_host_buffer, is_wrong_alone])
-def test_what_neither_waits_nor_changes_anything_passes(examine: Any, make_case: Any, build: Any) -> None:
+def test_what_neither_waits_nor_changes_anything_passes(examine, make_case, build):
     found = examine(backend(build, conventions=SYNC_FREE), make_case())
     assert isinstance(found, Holds)
     assert found.notes == ()
@@ -81,8 +80,8 @@ def test_what_neither_waits_nor_changes_anything_passes(examine: Any, make_case:
         ("data-dependent shape", lambda _builder, common: common.slot_mapping.nonzero()),
     ],
 )
-def test_a_wait_is_a_note_or_a_broken_promise(examine: Any, make_case: Any, kind: str, build: Any) -> None:
-    def waits(builder: Any, common: Any) -> None:
+def test_a_wait_is_a_note_or_a_broken_promise(examine, make_case, kind, build):
+    def waits(builder, common):
         build(builder, replace(common, block_table_tensor=common.block_table_tensor[:1, 0]))
 
     case = make_case((1, 5))
@@ -96,13 +95,13 @@ def test_a_wait_is_a_note_or_a_broken_promise(examine: Any, make_case: Any, kind
 
 @pytest.mark.parametrize("name", ["RefillsBuffers", "PlansOnTheHost", "SplitsAtAThreshold", "LazyOnMetadata"])
 @pytest.mark.parametrize("case", ["decode.float16", "padded-mixed"])
-def test_builders_of_other_designs_pass(examine: Any, name: str, case: str) -> None:
+def test_builders_of_other_designs_pass(examine, name, case):
     assert isinstance(examine(getattr(HONEST, name), SMOKE[case]), Holds)
 
 
 @pytest.mark.parametrize("field", ["query_start_loc", "num_computed_tokens_cpu", "slot_mapping", "max_seq_len"])
-def test_a_changed_field_is_named(examine: Any, make_case: Any, field: str) -> None:
-    def build(_builder: Any, common: Any) -> Any:
+def test_a_changed_field_is_named(examine, make_case, field):
+    def build(_builder, common):
         own = replace(common)
         setattr(common, field, getattr(common, field) + 1)
         return own
@@ -110,23 +109,23 @@ def test_a_changed_field_is_named(examine: Any, make_case: Any, field: str) -> N
     assert examine(backend(build), make_case()).summary == f"build changed metadata.{field}"
 
 
-def test_a_field_that_forward_changes_is_named_without_a_cache(examine: Any, make_case: Any) -> None:
-    def forward(_impl: Any, metadata: Any) -> None:
+def test_a_field_that_forward_changes_is_named_without_a_cache(examine, make_case):
+    def forward(_impl, metadata):
         metadata.common.seq_lens_cpu.add_(1)
 
     case = make_case((7, 7), (20, 20), attn_type="encoder_only", path="encoder_only")
     assert examine(backend(forward=forward), case).summary == "forward changed metadata.seq_lens_cpu"
 
 
-def test_what_raises_beside_another_builder_is_reported_with_its_stage(examine: Any) -> None:
-    built: list[Any] = []
+def test_what_raises_beside_another_builder_is_reported_with_its_stage(examine):
+    built = []
 
-    def build(builder: Any, _common: Any) -> None:
+    def build(builder, _common):
         if built and built[-1] is not builder:
             raise RuntimeError("another plan is in use")
         built.append(builder)
 
-    def forward(_impl: Any, _metadata: Any) -> None:
+    def forward(_impl, _metadata):
         built.clear()
 
     with pytest.raises(StageError) as failure:
@@ -134,8 +133,8 @@ def test_what_raises_beside_another_builder_is_reported_with_its_stage(examine: 
     assert failure.value.raised.stage == "build beside another builder"
 
 
-def test_what_cannot_run_under_a_watch_is_a_note(examine: Any, make_case: Any) -> None:
-    def build(_builder: Any, _common: Any) -> None:
+def test_what_cannot_run_under_a_watch_is_a_note(examine, make_case):
+    def build(_builder, _common):
         if torch.overrides._get_current_function_mode() is not None:
             raise RuntimeError("not under a mode")
 

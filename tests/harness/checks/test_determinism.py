@@ -1,7 +1,5 @@
 """The same question, the same bits; or within the budget, for a backend that declares that it is not deterministic."""
 
-from typing import Any
-
 from inline_snapshot import snapshot
 
 from attncheck.backends.candidates.reference import ReferenceBackend, ReferenceImpl
@@ -11,13 +9,13 @@ from attncheck.harness.checks.findings import Broken, Holds
 WAVERING = Conventions(padded_rows="untouched", deterministic=False)
 
 
-def moved_by(amount: float) -> Any:
+def moved_by(amount):
     """The reference's impl, whose output grows by the share ``amount`` with every call."""
 
     class Impl(ReferenceImpl):
         calls = 0
 
-        def attend(self, *args: Any) -> None:
+        def attend(self, *args):
             super().attend(*args)
             self.calls += 1
             args[6][: args[5].num_rows] *= 1 + amount * (self.calls - 1)
@@ -25,13 +23,13 @@ def moved_by(amount: float) -> Any:
     return Impl
 
 
-def test_a_right_backend_has_the_same_bits(judge: Any, make_case: Any) -> None:
+def test_a_right_backend_has_the_same_bits(judge, make_case):
     found = judge("determinism", ReferenceBackend, make_case((5, 3), (1, 20), padding=(1, 2)))
     assert isinstance(found, Holds)
     assert found.figures["bitwise"] == 1
 
 
-def test_a_backend_that_declares_it_must_stay_within_the_budget(judge: Any, backend_of: Any, make_case: Any) -> None:
+def test_a_backend_that_declares_it_must_stay_within_the_budget(judge, backend_of, make_case):
     case, slightly = make_case(dtype="float32"), moved_by(2.0**-22)
     found = judge("determinism", backend_of(slightly), case)
     assert isinstance(found, Broken)
@@ -47,11 +45,11 @@ def test_a_backend_that_declares_it_must_stay_within_the_budget(judge: Any, back
     )
 
 
-def test_a_cache_that_wavers_is_found_whatever_is_declared(judge: Any, backend_of: Any, make_case: Any) -> None:
+def test_a_cache_that_wavers_is_found_whatever_is_declared(judge, backend_of, make_case):
     class Impl(ReferenceImpl):
         calls = 0
 
-        def write(self, layer: Any, key: Any, value: Any, key_cache: Any, value_cache: Any, slot_mapping: Any) -> None:
+        def write(self, layer, key, value, key_cache, value_cache, slot_mapping):
             super().write(layer, key, value, key_cache, value_cache, slot_mapping)
             self.calls += 1
             value_cache[0, 0] = self.calls

@@ -2,7 +2,6 @@
 
 import math
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
@@ -20,9 +19,7 @@ from attncheck.reference.spec import LayerSpec
 CPU = torch.device("cpu")
 
 
-def examine(
-    case: Any, change: Any, conventions: Conventions | None = None, *, output: float = 1.0, explained: bool = False
-) -> Any:
+def examine(case, change, conventions=None, *, output=1.0, explained=False):
     problem = build_problem(case, 0)
     seen = Session(ReferenceBackend, problem, CPU).run()
     assert seen.lse is not None
@@ -31,11 +28,11 @@ def examine(
     return numerics.check_lse(problem, truth_of(problem, CPU), changed, declared, is_output_explained=explained)
 
 
-def same(rows: torch.Tensor) -> torch.Tensor:
+def same(rows):
     return rows
 
 
-def test_rows_that_see_nothing_must_have_minus_infinity(make_case: Any) -> None:
+def test_rows_that_see_nothing_must_have_minus_infinity(make_case):
     case = make_case((5, 3), (2, 4))
     assert isinstance(examine(case, same), Holds)
     found = examine(case, lambda rows: rows.nan_to_num(neginf=-1e30))
@@ -47,18 +44,18 @@ def test_rows_that_see_nothing_must_have_minus_infinity(make_case: Any) -> None:
 
 
 @pytest.mark.parametrize("wrong", [math.inf, -math.inf, math.nan])
-def test_rows_that_see_keys_must_be_numbers(make_case: Any, wrong: float) -> None:
+def test_rows_that_see_keys_must_be_numbers(make_case, wrong):
     assert isinstance(examine(make_case((3, 9)), lambda rows: rows.index_fill(0, torch.tensor([1]), wrong)), Broken)
 
 
-def test_a_declared_base_is_converted(make_case: Any) -> None:
+def test_a_declared_base_is_converted(make_case):
     case, two = make_case((1, 9), (3, 7)), Conventions(lse_base="2")
     assert isinstance(examine(case, lambda rows: rows / math.log(2), two), Holds)
     assert isinstance(examine(case, same, two), Broken)
 
 
 @pytest.mark.parametrize(("reference", "context"), [("zero", (8, 4)), ("context", (0, 0))])
-def test_a_declared_reference_point_of_alibi_is_undone(make_case: Any, reference: Any, context: Any) -> None:
+def test_a_declared_reference_point_of_alibi_is_undone(make_case, reference, context):
     case = make_case((1, 9), (3, 7), alibi=True)
     offsets = torch.cat([torch.arange(rows) + first for rows, first in zip((1, 3), context, strict=True)])
     shift = offsets[:, None].double() * torch.tensor(case.layer.alibi_slopes, dtype=torch.float64)
@@ -67,12 +64,12 @@ def test_a_declared_reference_point_of_alibi_is_undone(make_case: Any, reference
     assert isinstance(examine(case, same, declared), Broken)
 
 
-def test_alibi_from_elsewhere_with_sinks_has_no_meaning(make_case: Any) -> None:
+def test_alibi_from_elsewhere_with_sinks_has_no_meaning(make_case):
     found = examine(make_case(alibi=True, sinks=True), same, Conventions(alibi_reference="zero"))
     assert isinstance(found, NotExamined)
 
 
-def test_a_fault_of_the_lse_beside_a_right_output_is_one_of_the_lse_alone(make_case: Any) -> None:
+def test_a_fault_of_the_lse_beside_a_right_output_is_one_of_the_lse_alone(make_case):
     case = make_case((1, 40), sliding_window=9, dtype="float32")
     problem = build_problem(case, 0)
     keys = problem.keys.double().repeat_interleave(4, dim=1)
@@ -81,12 +78,12 @@ def test_a_fault_of_the_lse_beside_a_right_output_is_one_of_the_lse_alone(make_c
     assert found.meaning.startswith("in the LSE alone: the window is ignored: ")
 
 
-def from_position_0(rows: torch.Tensor) -> torch.Tensor:
+def from_position_0(rows):
     slopes = LayerSpec(num_heads=8, num_kv_heads=2, head_size=64, alibi=True).alibi_slopes
     return rows + torch.tensor([29, *range(35, 40)])[:, None] * torch.tensor(slopes)
 
 
-def wrong_in_head_2(rows: torch.Tensor) -> torch.Tensor:
+def wrong_in_head_2(rows):
     rows[:, 2] += torch.sin(torch.arange(len(rows))) + 2
     return rows
 
@@ -99,14 +96,14 @@ def wrong_in_head_2(rows: torch.Tensor) -> torch.Tensor:
         (wrong_in_head_2, {}, "not known; wrong are only head 2"),
     ],
 )
-def test_the_cause_of_a_wrong_lse_is_named(make_case: Any, change: Any, layer: Any, cause: str) -> None:
+def test_the_cause_of_a_wrong_lse_is_named(make_case, change, layer, cause):
     found = examine(make_case((1, 30), (5, 40), **layer), change)
     assert isinstance(found, Broken)
     assert str(found.meaning).startswith(cause)
 
 
 @pytest.mark.parametrize("explained", [False, True])
-def test_faults_of_both_are_tried_on_the_lse_unless_the_output_is_explained(make_case: Any, explained: bool) -> None:
+def test_faults_of_both_are_tried_on_the_lse_unless_the_output_is_explained(make_case, explained):
     case = make_case((1, 40), logits_soft_cap=5.0)
     truth = truth_of(build_problem(case, 0), CPU)
     _, without_cap = truth.rows.attend(replace(truth.params, logits_soft_cap=None))

@@ -1,7 +1,5 @@
 """What a finding of ``numerics`` carries beside the verdict."""
 
-from typing import Any
-
 import pytest
 import torch
 from inline_snapshot import snapshot
@@ -11,12 +9,12 @@ from attncheck.harness.checks.findings import Broken
 
 
 @pytest.fixture
-def judged(judge: Any, backend_of: Any, make_case: Any) -> Any:
+def judged(judge, backend_of, make_case):
     """Return a function from ``change(output, output before)`` to the finding about the reference with this change."""
 
-    def run(change: Any) -> Broken:
+    def run(change):
         class Impl(ReferenceImpl):
-            def attend(self, *args: Any) -> None:
+            def attend(self, *args):
                 before = args[6].clone()
                 super().attend(*args)
                 change(args[6], before)
@@ -29,8 +27,8 @@ def judged(judge: Any, backend_of: Any, make_case: Any) -> Any:
 
 
 @pytest.mark.parametrize("spoils", [False, True])
-def test_finite_numbers_are_judged_apart_from_those_that_are_not(judged: Any, spoils: bool) -> None:
-    def change(output: torch.Tensor, _before: torch.Tensor) -> None:
+def test_finite_numbers_are_judged_apart_from_those_that_are_not(judged, spoils):
+    def change(output, _before):
         output[0, 1] = torch.nan
         output[4, :2] = torch.inf
         if spoils:
@@ -52,8 +50,8 @@ def test_finite_numbers_are_judged_apart_from_those_that_are_not(judged: Any, sp
     assert ("the right one times 1.5" in str(found.meaning)) is spoils
 
 
-def test_rows_that_were_never_written_do_not_hide_wrong_ones(plain: Any, judged: Any) -> None:
-    def change(output: torch.Tensor, before: torch.Tensor) -> None:
+def test_rows_that_were_never_written_do_not_hide_wrong_ones(plain, judged):
+    def change(output, before):
         output[1] = before[1]
         output[3] *= 2
 
@@ -72,10 +70,8 @@ def test_rows_that_were_never_written_do_not_hide_wrong_ones(plain: Any, judged:
         (slice(0, 4), slice(0, 1), "in channel 0 of heads 0 to 3"),
     ],
 )
-def test_rows_that_were_written_in_part_are_not_called_unwritten(
-    judged: Any, heads: slice, channels: slice, where: str
-) -> None:
-    def change(output: torch.Tensor, before: torch.Tensor) -> None:
+def test_rows_that_were_written_in_part_are_not_called_unwritten(judged, heads, channels, where):
+    def change(output, before):
         output[:, heads, channels] = before[:, heads, channels]
 
     start = f"7 of 7 rows were never written {where}, or only added to, the first is row 0"

@@ -1,7 +1,6 @@
 """Entering foreign code: its exceptions come back with a name, and its settings do not stay."""
 
 import os
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -9,7 +8,7 @@ import torch
 
 from attncheck.harness.driver.foreign_code import StageError, call_backend
 
-SETTINGS: dict[str, tuple[Callable[[], object], Callable[[], object]]] = {
+SETTINGS = {
     "dtype": (torch.get_default_dtype, lambda: torch.set_default_dtype(torch.float64)),
     "device": (torch.get_default_device, lambda: torch.set_default_device("meta")),
     "gradients": (torch.is_grad_enabled, lambda: torch.set_grad_enabled(False)),
@@ -20,10 +19,10 @@ SETTINGS: dict[str, tuple[Callable[[], object], Callable[[], object]]] = {
 }
 
 
-def test_a_folder_that_is_gone_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_that_is_gone_is_left(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
-    def foreign() -> str:
+    def foreign():
         Path("gone").mkdir()
         os.chdir("gone")
         (tmp_path / "gone").rmdir()
@@ -35,14 +34,12 @@ def test_a_folder_that_is_gone_is_left(tmp_path: Path, monkeypatch: pytest.Monke
 
 @pytest.mark.parametrize("name", SETTINGS)
 @pytest.mark.parametrize("error", [None, ValueError, KeyboardInterrupt])
-def test_settings_are_as_before(
-    name: str, error: type[BaseException] | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_settings_are_as_before(name, error, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     read, change = SETTINGS[name]
     before = read()
 
-    def foreign() -> None:
+    def foreign():
         change()
         assert read() != before, "the change must be one"
         if error is not None:

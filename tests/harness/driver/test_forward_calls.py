@@ -1,7 +1,5 @@
 """Which calls a path is played by: hand-made pieces, their order, and bounds that stay true."""
 
-from typing import Any
-
 import pytest
 import torch
 
@@ -17,12 +15,12 @@ from attncheck.reference.spec import (
 )
 
 
-def calls(case: Any, *features: str, threshold: int | None = None, **step: Any) -> Any:
+def calls(case, *features, threshold=None, **step):
     made = make_step(build_problem(case, 0), torch.device("cpu"), **step)
     return made, forward_calls_of(made, frozenset(features), threshold)
 
 
-def lengths(call: Any) -> list[tuple[int, int]]:
+def lengths(call):
     """(query_len, seq_len) of each request of a call, whose metadata must agree."""
     common = call.common
     query_lens, seq_lens = common.query_start_loc.diff().tolist(), common.seq_lens.tolist()
@@ -32,22 +30,22 @@ def lengths(call: Any) -> list[tuple[int, int]]:
     return list(zip(query_lens, seq_lens, strict=True))
 
 
-def chunked(make_case: Any, *requests: tuple[int, int], **padding: Any) -> Any:
+def chunked(make_case, *requests, **padding):
     """Chunks of two pages; request 0 has rows at positions 30 to 34, request 1 at 32."""
     return make_case(*(requests or ((5, 35), (1, 33))), attn_chunk_size=32, path="local", **padding)
 
 
-def cut(make_case: Any, *cuts: int, **fields: Any) -> Any:
+def cut(make_case, *cuts, **fields):
     """Twelve rows: seven of a request of 40 tokens, three of a prompt, two of a request of 70."""
     options = MicroBatchOptions(cuts=cuts)
     return make_case((7, 40), (3, 3), (2, 70), path="micro_batch", options=options, **fields)
 
 
-def cascade(make_case: Any) -> Any:
+def cascade(make_case):
     return make_case(*[RequestSpec(query_len=n, seq_len=60, shared_prefix=32) for n in (1, 5)], path="cascade")
 
 
-def split(make_case: Any) -> Any:
+def split(make_case):
     return make_case((4, 52), path="split_kv", options=SplitKVOptions(parts=3))
 
 
@@ -64,12 +62,12 @@ def split(make_case: Any) -> Any:
         pytest.param(split, (), {}, [[(4, 16)], [(4, 16)], [(4, 20)]], id="runs of keys"),
     ],
 )
-def test_the_lengths_of_the_calls(make_case: Any, make: Any, arguments: Any, how: Any, expected: Any) -> None:
+def test_the_lengths_of_the_calls(make_case, make, arguments, how, expected):
     _, made = calls(make(make_case, *arguments), **how)
     assert [lengths(call) for call in made] == expected
 
 
-def test_most_paths_and_backends_with_the_feature_get_one_call(make_case: Any) -> None:
+def test_most_paths_and_backends_with_the_feature_get_one_call(make_case):
     step, (call,) = calls(make_case((1, 5), (3, 3), padding=(1, 2)))
     assert call.query is step.query
     assert (call.num_rows, call.num_key_rows) == (4, 4)
@@ -80,7 +78,7 @@ def test_most_paths_and_backends_with_the_feature_get_one_call(make_case: Any) -
     assert (prefix.common_prefix_len, lengths(prefix)) == (32, [(1, 60), (5, 60)])
 
 
-def test_chunks_have_their_pages_and_positions_and_requests_of_padding_stay_behind(make_case: Any) -> None:
+def test_chunks_have_their_pages_and_positions_and_requests_of_padding_stay_behind(make_case):
     step, (call,) = calls(chunked(make_case, padding=(0, 2)))
     pages = step.block_table.tolist()
     assert call.common.block_table_tensor.tolist() == [pages[0][:2], pages[0][2:4], pages[1][2:4]]
@@ -103,7 +101,7 @@ def test_chunks_have_their_pages_and_positions_and_requests_of_padding_stay_behi
     assert lengths(call) == [(8, 8), (1, 1), (32, 32), (0, 0), (0, 0)]
 
 
-def test_a_request_cut_in_two(make_case: Any) -> None:
+def test_a_request_cut_in_two(make_case):
     step, (first, last) = calls(cut(make_case, 3, padding=(1, 2)))
     assert num_builders(step.problem) == 2
     assert (first.builder, last.builder) == (0, 1)
@@ -119,7 +117,7 @@ def test_a_request_cut_in_two(make_case: Any) -> None:
     assert [lengths(piece) for piece in pieces] == [[(2, 70)], [(3, 3), (7, 40)]]
 
 
-def test_loose_bounds_are_those_of_the_call_and_do_not_reach_past_the_table(make_case: Any) -> None:
+def test_loose_bounds_are_those_of_the_call_and_do_not_reach_past_the_table(make_case):
     encoder = make_case((4, 4), (2, 2), attn_type=AttentionType.ENCODER_ONLY)
     for case, bounds in (
         (chunked(make_case, padding=(0, 2)), [(8, 32)]),
@@ -130,7 +128,7 @@ def test_loose_bounds_are_those_of_the_call_and_do_not_reach_past_the_table(make
         assert [(call.common.max_query_len, call.common.max_seq_len) for call in made] == bounds
 
 
-def test_parts_are_causal_carry_sinks_and_write_once(make_case: Any) -> None:
+def test_parts_are_causal_carry_sinks_and_write_once(make_case):
     step, made = calls(cascade(make_case))
     assert num_builders(step.problem) == 1
     assert [call.common_prefix_len for call in made] == [0, 0]
@@ -140,7 +138,7 @@ def test_parts_are_causal_carry_sinks_and_write_once(make_case: Any) -> None:
     assert [call.common.causal for call in calls(split(make_case))[1]] == [False, False, True]
 
 
-def test_ranks_write_their_own_keys(make_case: Any) -> None:
+def test_ranks_write_their_own_keys(make_case):
     case = make_case((1, 4), (1, 5), path="dcp", options=DCPOptions(size=2, interleave=2), padding=(1, 1))
     step, made = calls(case)
     assert [lengths(call) for call in made] == [[(1, 2), (1, 3), (0, 0)], [(1, 2), (1, 2), (0, 0)]]
@@ -150,7 +148,7 @@ def test_ranks_write_their_own_keys(make_case: Any) -> None:
     assert [call.common.slot_mapping.tolist() for call in made] == [[-1, slots[1], -1], [slots[0], -1, -1]]
 
 
-def test_fast_prefill_hands_over_the_last_rows_and_the_metadata_of_all(make_case: Any) -> None:
+def test_fast_prefill_hands_over_the_last_rows_and_the_metadata_of_all(make_case):
     case = make_case((6, 40), (1, 9), path="fast_prefill", options=FastPrefillOptions(rows=2), padding=(0, 2))
     step, (call,) = calls(case)
     assert lengths(call) == [(6, 40), (1, 9)]

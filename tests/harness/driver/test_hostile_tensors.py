@@ -1,7 +1,6 @@
 """Tensors that a backend hands back or changes in place: its records alone show it, with a true sentence."""
 
 import warnings
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -20,7 +19,7 @@ class Hostile(torch.Tensor):
     """A tensor that no function of torch takes."""
 
     @classmethod
-    def __torch_function__(cls, *_: Any, **__: Any) -> Any:
+    def __torch_function__(cls, *_, **__):
         raise RuntimeError("hands off")
 
 
@@ -29,15 +28,15 @@ class Harmless(torch.Tensor):
 
 
 class HostileDict(dict[str, Any]):
-    def __contains__(self, _: object) -> bool:
+    def __contains__(self, _):
         raise RuntimeError("hands off")
 
 
-def backend_of(deed: Callable[..., Any] | None = None, **members: Any) -> LoadedBackend:
+def backend_of(deed=None, **members):
     """Return the reference with ``deed(returned, query, cache, lse)``, which replaces what ``forward`` returns."""
 
     class Impl(ReferenceImpl):
-        def forward(self, layer: Any, query: Any, key: Any, value: Any, cache: Any, *args: Any, **named: Any) -> Any:
+        def forward(self, layer, query, key, value, cache, *args, **named):
             returned = super().forward(layer, query, key, value, cache, *args, **named)
             return returned if deed is None or args[0] is None else deed(returned, query, cache, named["output_lse"])
 
@@ -45,41 +44,41 @@ def backend_of(deed: Callable[..., Any] | None = None, **members: Any) -> Loaded
     return LoadedBackend("TRIED", "tried", made, "", "a test")
 
 
-def resized(tensor: Any, returned: Any) -> Any:
+def resized(tensor, returned):
     tensor.untyped_storage().resize_(0)
     return returned
 
 
-def enlarged(tensor: Any, returned: Any) -> Any:
+def enlarged(tensor, returned):
     storage = tensor.untyped_storage()
     storage.resize_(2 * storage.nbytes())
     return returned
 
 
-def nested(tensor: Any) -> Any:
+def nested(tensor):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # a prototype
         return torch.nested.nested_tensor(list(tensor))
 
 
-def changed_class(tensor: Any, returned: Any) -> Any:
+def changed_class(tensor, returned):
     tensor.__class__ = Hostile
     return returned
 
 
-def with_attributes(tensor: Any, returned: Any) -> Any:
+def with_attributes(tensor, returned):
     for name in ("numel", "data_ptr", "stride", "detach", "storage_offset", "untyped_storage"):
         setattr(tensor, name, None)
     return returned
 
 
-def examined(backend: LoadedBackend, make_case: Any) -> dict[str, Any]:
+def examined(backend, make_case):
     case = make_case((13, 13), dtype="float32")
     plan = RunPlan((case,), (backend,), CHECKS)
     return {record.check: record for record in Examiner(plan).run()}
 
 
-def assert_fails(records: dict[str, Any], checks: set[str], words: str) -> None:
+def assert_fails(records, checks, words):
     """Check that these checks and no others fail by the backend, with ``words``."""
     fallen = {check: record for check, record in records.items() if record.outcome != "passed"}
     assert fallen.keys() == checks
@@ -89,7 +88,7 @@ def assert_fails(records: dict[str, Any], checks: set[str], words: str) -> None:
         assert OURSELVES not in text
 
 
-DEEDS: list[tuple[str, Callable[..., Any], set[str], str]] = [
+DEEDS = [
     ("query resized", lambda out, query, cache, lse: resized(query, out), {*CHECKS}, "query has 0 of its"),
     ("output resized", lambda out, query, cache, lse: resized(out, out), {*CHECKS}, "output has 0 of its"),
     ("LSE resized", lambda out, query, cache, lse: resized(lse, out), {*CHECKS}, "output_lse has 0 of its"),
@@ -108,19 +107,17 @@ DEEDS: list[tuple[str, Callable[..., Any], set[str], str]] = [
 
 
 @pytest.mark.parametrize(("deed", "checks", "words"), [pytest.param(*row, id=name) for name, *row in DEEDS])
-def test_a_tensor_that_is_spoilt_costs_the_backend_its_checks(
-    make_case: Any, deed: Any, checks: set[str], words: str
-) -> None:
+def test_a_tensor_that_is_spoilt_costs_the_backend_its_checks(make_case, deed, checks, words):
     assert_fails(examined(backend_of(deed), make_case), checks, words)
 
 
-def test_an_object_whose_code_raises_where_it_is_read_is_the_backends(make_case: Any) -> None:
+def test_an_object_whose_code_raises_where_it_is_read_is_the_backends(make_case):
     records = examined(backend_of(functions=staticmethod(HostileDict)), make_case)
     assert_fails(records, {"cache_write"}, "check cache_write: hands off")
 
 
-def test_an_extent_that_is_no_integer_is_named(make_case: Any) -> None:
-    def shape(num_blocks: int, block_size: int, num_kv_heads: int, head_size: int) -> tuple[Any, ...]:
+def test_an_extent_that_is_no_integer_is_named(make_case):
+    def shape(num_blocks, block_size, num_kv_heads, head_size):
         return (2.0, num_blocks, block_size, num_kv_heads, head_size)
 
     records = examined(backend_of(get_kv_cache_shape=staticmethod(shape)), make_case)

@@ -1,8 +1,6 @@
 """A refusal is what a backend raises on purpose; whatever happens to be of the same class is none."""
 
-from collections.abc import Callable
 from enum import Enum
-from typing import Any
 
 import pytest
 import torch
@@ -10,59 +8,59 @@ import torch
 from attncheck.backends.candidates.reference import ReferenceImpl
 from attncheck.backends.kernel import kernel_backend
 from attncheck.harness.driver.foreign_code import StageError, call_backend
-from attncheck.harness.driver.observation import Raised, capture_exception
+from attncheck.harness.driver.observation import capture_exception
 
 Mode = Enum("Mode", ["FAST"])
 TENSOR = torch.ones(1, 2, 2)
-NO_KEYS: Any = None
+NO_KEYS = None
 
 
-def in_words() -> None:
+def in_words():
     raise ValueError("a window of 3 keys is not supported")
 
 
-def other_class() -> None:
+def other_class():
     raise RuntimeError("a window of 3 keys is not supported")
 
 
-def without_words() -> None:
+def without_words():
     raise NotImplementedError
 
 
-def helper_in_words() -> None:
+def helper_in_words():
     in_words()
 
 
-def library_in_own_words() -> None:
+def library_in_own_words():
     try:
         torch.nn.functional.gelu(TENSOR, approximate="exactly")
     except RuntimeError as error:
         raise NotImplementedError("this approximation") from error
 
 
-def unpacking() -> None:
+def unpacking():
     _rows, _heads = TENSOR.shape
 
 
-def signature_of_an_impl() -> None:
-    def construct(num_heads: int) -> None: ...
+def signature_of_an_impl():
+    def construct(num_heads): ...
 
     construct(8, sinks=None)  # type: ignore[call-arg]
 
 
-def signature_of_a_latent_impl() -> None:
-    def construct(num_heads: int, *, kv_lora_rank: int) -> None: ...
+def signature_of_a_latent_impl():
+    def construct(num_heads, *, kv_lora_rank): ...
 
     construct(8)  # type: ignore[call-arg]
 
 
-def signature_of_a_kernel() -> None:
-    def kernel(query: int) -> None: ...
+def signature_of_a_kernel():
+    def kernel(query): ...
 
     kernel(8, window=3)  # type: ignore[call-arg]
 
 
-def raised_by(call: Callable[[], Any]) -> Raised:
+def raised_by(call):
     with pytest.raises(StageError) as caught:
         call_backend("construct", call)
     return caught.value.raised
@@ -88,31 +86,31 @@ def raised_by(call: Callable[[], Any]) -> Raised:
         (other_class, False),
     ],
 )
-def test_what_a_backend_raises_on_purpose_is_a_refusal(call: Callable[[], Any], is_refusal: bool) -> None:
+def test_what_a_backend_raises_on_purpose_is_a_refusal(call, is_refusal):
     assert raised_by(call).is_refusal is is_refusal
 
 
-def test_an_operator_refuses_for_its_backend() -> None:
+def test_an_operator_refuses_for_its_backend():
     @torch.library.custom_op("attncheck_tests::refusing", mutates_args=())
-    def refusing(rows: torch.Tensor) -> torch.Tensor:
+    def refusing(rows):
         raise NotImplementedError(f"rows of {rows.dtype}")
 
     assert raised_by(lambda: refusing(TENSOR)).is_refusal
 
 
-def test_the_package_that_is_entered_refuses_for_itself() -> None:
+def test_the_package_that_is_entered_refuses_for_itself():
     installed = str(torch.__file__).replace("torch/__init__", "kernels/attention")
-    space: dict[str, Any] = {"__name__": "kernels.attention"}
+    space = {"__name__": "kernels.attention"}
     exec(compile("def refuse():\n    raise ValueError('no window')", installed, "exec"), space)
     assert raised_by(space["refuse"]).is_refusal
 
-    def calls_it() -> None:
+    def calls_it():
         space["refuse"]()
 
     assert not raised_by(calls_it).is_refusal
 
 
-def test_a_full_gpu_is_described_without_its_other_processes() -> None:
+def test_a_full_gpu_is_described_without_its_other_processes():
     """The text of torch 2.11 on a GPU that several processes share, shortened."""
     message = (
         "CUDA out of memory. Tried to allocate 32768.00 GiB. GPU 0 has a total capacity of 139.80 GiB of which "
@@ -128,15 +126,15 @@ def test_a_full_gpu_is_described_without_its_other_processes() -> None:
     )
 
 
-def test_an_exception_without_a_message_is_still_named() -> None:
+def test_an_exception_without_a_message_is_still_named():
     class MuteError(Exception):
-        def __str__(self) -> str:
+        def __str__(self):
             raise RuntimeError
 
     assert "RuntimeError" in capture_exception("forward", MuteError()).message
 
 
-def test_any_other_exception_is_reported_unchanged() -> None:
+def test_any_other_exception_is_reported_unchanged():
     with pytest.raises(ValueError, match="no") as caught:
         raise ValueError("no")
     raised = capture_exception("forward", caught.value)

@@ -1,7 +1,7 @@
 """Operands in other memory: the same values, each form with the strides that it is named for."""
 
 from dataclasses import replace
-from typing import Any, get_args
+from typing import get_args
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ from attncheck.reference.spec import StrideForm, StridesSpec
 CPU = torch.device("cpu")
 
 
-def rows(count: int = 5, heads: int = 3, size: int = 4) -> torch.Tensor:
+def rows(count=5, heads=3, size=4):
     return torch.arange(count * heads * size, dtype=torch.float32).view(count, heads, size)
 
 
@@ -28,7 +28,7 @@ def rows(count: int = 5, heads: int = 3, size: int = 4) -> torch.Tensor:
         ("odd", 1, (4, 7, 1, True)),
     ],
 )
-def test_each_form_holds_the_values_with_the_strides_it_is_named_for(form: Any, heads: int, strides: Any) -> None:
+def test_each_form_holds_the_values_with_the_strides_it_is_named_for(form, heads, strides):
     given = rows(heads=heads)
     view, *_ = operand_views([given] * 3, StridesSpec(query=form, key="contiguous", value="contiguous"))
     assert torch.equal(view, given)
@@ -38,7 +38,7 @@ def test_each_form_holds_the_values_with_the_strides_it_is_named_for(form: Any, 
         assert bool(torch.isnan(whole[:, 12:]).all())  # room between rows is no number
 
 
-def test_fused_operands_share_memory_and_others_do_not() -> None:
+def test_fused_operands_share_memory_and_others_do_not():
     given = rows(), rows() + 100, rows() + 200
     views = operand_views(given, StridesSpec(query="fused", key="transposed", value="fused"))
     assert all(torch.equal(view, own) for view, own in zip(views, given, strict=True))
@@ -47,7 +47,7 @@ def test_fused_operands_share_memory_and_others_do_not() -> None:
 
 
 @pytest.mark.parametrize("form", get_args(StrideForm))
-def test_writes_beside_the_rows_of_a_buffer_are_found_in_any_form(form: Any) -> None:
+def test_writes_beside_the_rows_of_a_buffer_are_found_in_any_form(form):
     for shape in ((5, 3, 4), (5, 3)):
         buffer = GuardedBuffer(shape, 4, torch.float32, CPU, form)
         assert bool(buffer.unwritten_rows()[:4].all())
@@ -63,14 +63,14 @@ def test_writes_beside_the_rows_of_a_buffer_are_found_in_any_form(form: Any) -> 
         assert buffer.breached()
 
 
-def test_what_lies_between_padded_rows_is_guarded() -> None:
+def test_what_lies_between_padded_rows_is_guarded():
     buffer = GuardedBuffer((5, 3, 4), 5, torch.float32, CPU, "padded")
     out = buffer.rows
     out.as_strided((5,), (out.stride(0),), out.storage_offset() + 12).fill_(9.0)
     assert buffer.breached()
 
 
-def test_a_step_takes_the_strides_of_its_case_before_what_its_inputs_plant(make_case: Any) -> None:
+def test_a_step_takes_the_strides_of_its_case_before_what_its_inputs_plant(make_case):
     problem = build_problem(make_case(), 0)
     fused = make_step(problem, CPU)
     assert fused.query.stride(0) == (8 + 2 + 2) * 64 + 16

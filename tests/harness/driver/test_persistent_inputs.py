@@ -1,7 +1,5 @@
 """Memory that is lent again and again: the addresses stay, the contents are the step's."""
 
-from typing import Any
-
 import torch
 
 from attncheck.harness.driver.step import (
@@ -18,17 +16,17 @@ from attncheck.reference.spec import SplitKVOptions
 CPU = torch.device("cpu")
 
 
-def call_of(case: Any, seed: int = 0) -> Any:
+def call_of(case, seed=0):
     (call,) = forward_calls_of(make_step(build_problem(case, seed), CPU), frozenset())
     return call
 
 
-def addresses(call: Any) -> list[int]:
+def addresses(call):
     tensors = (call.query, call.key, call.value, call.common.seq_lens, call.common.block_table_tensor)
     return [tensor.data_ptr() for tensor in tensors]
 
 
-def test_a_step_is_lent_in_the_memory_of_the_first(make_case: Any) -> None:
+def test_a_step_is_lent_in_the_memory_of_the_first(make_case):
     first, second = call_of(make_case(), 0), call_of(make_case(), 1)
     where = addresses(first)
     lent = PersistentInputs(first)
@@ -40,7 +38,7 @@ def test_a_step_is_lent_in_the_memory_of_the_first(make_case: Any) -> None:
     assert call.query.stride() == first.query.stride()
 
 
-def test_a_smaller_step_has_the_front_of_it_and_a_larger_one_keeps_its_own(make_case: Any) -> None:
+def test_a_smaller_step_has_the_front_of_it_and_a_larger_one_keeps_its_own(make_case):
     small_case = make_case((3, 40), (1, 20))
     large, small = call_of(make_case((4, 130), (1, 60))), call_of(small_case)
     where, width = addresses(large), large.common.block_table_tensor.shape[1]
@@ -63,7 +61,7 @@ def test_a_smaller_step_has_the_front_of_it_and_a_larger_one_keeps_its_own(make_
     assert torch.equal(small.query, call_of(small_case).query)
 
 
-def test_copies_share_memory_among_themselves_as_the_originals_do(make_case: Any) -> None:
+def test_copies_share_memory_among_themselves_as_the_originals_do(make_case):
     case = make_case((1, 40), (5, 60), path="split_kv", options=SplitKVOptions(parts=2))
     originals = forward_calls_of(make_step(build_problem(case, 0), CPU), frozenset({"lse"}))
     copies = copied_calls(originals)
@@ -77,7 +75,7 @@ def test_copies_share_memory_among_themselves_as_the_originals_do(make_case: Any
     assert first.common.seq_lens.data_ptr() != second.common.seq_lens.data_ptr()
 
 
-def test_spans_cover_what_is_lent(make_case: Any) -> None:
+def test_spans_cover_what_is_lent(make_case):
     call = call_of(make_case())
     spans = PersistentInputs(call).spans()
     assert spans["query"] == spans["key"] == spans["value"]  # slices of one tensor
@@ -89,7 +87,7 @@ def test_spans_cover_what_is_lent(make_case: Any) -> None:
     assert span(whole[2:]) == (whole.data_ptr(), whole.data_ptr() + 16)
 
 
-def test_metadata_whose_memory_a_backend_released_are_lent_anew(make_case: Any) -> None:
+def test_metadata_whose_memory_a_backend_released_are_lent_anew(make_case):
     first, second = call_of(make_case(), 0), call_of(make_case(), 1)
     first.common.slot_mapping.untyped_storage().resize_(0)
     call = PersistentInputs(first).load_metadata(second)

@@ -1,7 +1,5 @@
 """Images of a cache: of all of it, and of the pages of one that is too large to be copied."""
 
-from typing import Any
-
 import pytest
 import torch
 
@@ -18,7 +16,7 @@ FAR = {"block_size": 16, "first_block": 8388600}
 
 
 @pytest.fixture
-def far_case(make_case: Any) -> Any:
+def far_case(make_case):
     """A small batch far up in a pool; keywords are of the cache."""
     return lambda **cache: make_case(
         (1, 40), (3, 21), (12, 12), cache=FAR | cache, num_heads=1, num_kv_heads=1, head_size=16, dtype="float16"
@@ -26,7 +24,7 @@ def far_case(make_case: Any) -> Any:
 
 
 @pytest.mark.parametrize(("axis", "swapped"), [(0, False), (1, True)])
-def test_an_image_of_some_pages_has_what_the_cache_has(axis: int, swapped: bool) -> None:
+def test_an_image_of_some_pages_has_what_the_cache_has(axis, swapped):
     num_blocks, size = 2**19, 16  # an image of all of it would be too large
     shape = (num_blocks, 2, size, 3) if axis == 0 else (2, num_blocks, size, 3)
     cache = torch.zeros(shape, dtype=torch.int8)
@@ -47,7 +45,7 @@ def test_an_image_of_some_pages_has_what_the_cache_has(axis: int, swapped: bool)
     assert torch.equal(cache.index_select(axis, pages), before)
 
 
-def test_a_very_large_cache_without_an_axis_of_pages_is_not_copied() -> None:
+def test_a_very_large_cache_without_an_axis_of_pages_is_not_copied():
     cache = torch.zeros(1, dtype=torch.int8).expand(2**26, 16, 2)
     with pytest.raises(MemoryError, match=r"no single axis of 67108863 pages"):
         PoolMemory(cache, 2**26 - 1, 16, torch.tensor([0]))
@@ -60,9 +58,7 @@ def test_a_very_large_cache_without_an_axis_of_pages_is_not_copied() -> None:
         (ReferenceBackend, {"kv_cache_dtype": "fp8_e5m2", "k_scale": 0.3, "first_block": 16777210}),
     ],
 )
-def test_a_right_backend_is_right_beyond_two_to_the_31_elements(
-    judge: Any, far_case: Any, backend: Any, cache: Any
-) -> None:
+def test_a_right_backend_is_right_beyond_two_to_the_31_elements(judge, far_case, backend, cache):
     case = far_case(**cache)
     held = own_memory().resident
     for check in ("numerics", "cache_write", "containment"):
@@ -74,9 +70,9 @@ def test_a_right_backend_is_right_beyond_two_to_the_31_elements(
     assert needed_bytes(far_case(num_blocks=2**31), reserves=True) > 2**40
 
 
-def test_a_stray_write_beside_the_pages_of_the_batch_is_found(judge: Any, backend_of: Any, far_case: Any) -> None:
+def test_a_stray_write_beside_the_pages_of_the_batch_is_found(judge, backend_of, far_case):
     class Impl(ReferenceImpl):
-        def write(self, layer: Any, key: Any, value: Any, key_cache: Any, value_cache: Any, slots: Any) -> None:
+        def write(self, layer, key, value, key_cache, value_cache, slots):
             super().write(layer, key, value, key_cache, value_cache, slots)
             real = slots[slots >= 0]
             free = int(real.max()) // key_cache.shape[1] + 1

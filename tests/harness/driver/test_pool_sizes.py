@@ -3,9 +3,6 @@
 vLLM's FlexAttention sizes its masks by it.
 """
 
-from pathlib import Path
-from typing import Any
-
 import pytest
 
 import attncheck
@@ -36,21 +33,21 @@ cases:
 """
 
 
-def sized(base: Any, *, has_codec: bool = True) -> Any:
+def sized(base, *, has_codec=True):
     """Return ``base`` with a ``forward`` that refuses a pool of another size than its metadata's builder was given."""
 
     class Builder(base.get_builder_cls()):  # type: ignore[misc]
-        def build(self, *args: Any, **keywords: Any) -> Any:
+        def build(self, *args, **keywords):
             made = super().build(*args, **keywords)
             made.num_gpu_blocks = self.vllm_config.cache_config.num_gpu_blocks
             return made
 
     class Impl(base.get_impl_cls()):  # type: ignore[misc]
-        def __init__(self, *args: Any, **keywords: Any) -> None:
+        def __init__(self, *args, **keywords):
             super().__init__(*args, **keywords)
             assert get_current_vllm_config().cache_config.num_gpu_blocks is None
 
-        def forward(self, layer: Any, query: Any, key: Any, value: Any, cache: Any, metadata: Any, **more: Any) -> Any:
+        def forward(self, layer, query, key, value, cache, metadata, **more):
             if metadata is not None:
                 axis = 1 if base.packing == "split_first" and cache.numel() else 0
                 pages = cache.shape[axis] or 1  # 1 without a cache
@@ -62,7 +59,7 @@ def sized(base: Any, *, has_codec: bool = True) -> Any:
         get_impl_cls = staticmethod(lambda: Impl)
 
         @classmethod
-        def kv_cache_codec(cls, layer: Any, cache: Any) -> Any:
+        def kv_cache_codec(cls, layer, cache):
             return super().kv_cache_codec(layer, cache) if has_codec else None
 
     return Sized
@@ -77,9 +74,7 @@ def sized(base: Any, *, has_codec: bool = True) -> Any:
         (sized(SDPABackend), "padded", "cudagraph"),  # its graphs are replayed
     ],
 )
-def test_every_pool_has_the_pages_that_its_builder_was_given(
-    backend: Any, cases: str, checks: str, tmp_path: Path
-) -> None:
+def test_every_pool_has_the_pages_that_its_builder_was_given(backend, cases, checks, tmp_path):
     suite = tmp_path / "pools.yaml"
     suite.write_text(SUITE)
     seen = attncheck.examine(backend, str(suite), cases=cases, checks=checks, device="cpu")

@@ -40,7 +40,7 @@ LARGE = Case(
 )
 
 
-def test_what_always_fails_becomes_the_smallest_case_there_is() -> None:
+def test_what_always_fails_becomes_the_smallest_case_there_is():
     found = shrink(LARGE, lambda _: True, limit_s=60)
     layer = LayerSpec(num_heads=1, num_kv_heads=1, head_size=1)
     assert found.is_finished
@@ -48,8 +48,8 @@ def test_what_always_fails_becomes_the_smallest_case_there_is() -> None:
     assert found.case.batch == BatchSpec(requests=(RequestSpec(query_len=1),))
 
 
-def test_what_the_fault_needs_is_kept() -> None:
-    def fails(case: Case) -> bool:
+def test_what_the_fault_needs_is_kept():
+    def fails(case):
         return case.cache.layout == "HND" and case.layer.num_kv_heads >= 3 and case.batch.max_seq_len >= 61
 
     found = shrink(LARGE, fails, limit_s=60).case
@@ -58,8 +58,8 @@ def test_what_the_fault_needs_is_kept() -> None:
     assert found.batch == BatchSpec(requests=(RequestSpec(query_len=1, seq_len=61),))
 
 
-def test_two_requests_of_which_one_is_a_prompt_are_kept() -> None:
-    def fails(case: Case) -> bool:
+def test_two_requests_of_which_one_is_a_prompt_are_kept():
+    def fails(case):
         lengths = [each.query_len for each in case.batch]
         return 1 in lengths and any(length > 7 for length in lengths)
 
@@ -67,14 +67,14 @@ def test_two_requests_of_which_one_is_a_prompt_are_kept() -> None:
     assert sorted((each.query_len, each.total_len) for each in found.batch) == [(1, 1), (8, 8)]
 
 
-def test_options_of_a_path_get_smaller() -> None:
+def test_options_of_a_path_get_smaller():
     split = replace(LARGE.batch, path=PathSpec(name="split_kv", options=SplitKVOptions(parts=7)), padding=PaddingSpec())
     case = replace(LARGE, layer=replace(LARGE.layer, sliding_window=None), batch=split)
     found = shrink(case, lambda each: each.batch.path.name == "split_kv", limit_s=60).case
     assert found.batch.path.options == SplitKVOptions(parts=1)
 
 
-def test_a_latent_layer_stays_one_and_gets_smaller() -> None:
+def test_a_latent_layer_stays_one_and_gets_smaller():
     mla = MLASpec(kv_lora_rank=64, qk_nope_head_dim=32, qk_rope_head_dim=16, v_head_dim=32)
     layer = LayerSpec(num_heads=4, num_kv_heads=1, head_size=80, mla=mla)
     batch = BatchSpec(requests=(RequestSpec(query_len=3, seq_len=40),), path=PathSpec(name="mla"))
@@ -87,7 +87,7 @@ def test_a_latent_layer_stays_one_and_gets_smaller() -> None:
 
 
 @pytest.mark.parametrize("kind", [AttentionType.ENCODER_ONLY, AttentionType.ENCODER_DECODER])
-def test_another_kind_of_layer_becomes_a_decoder(kind: AttentionType) -> None:
+def test_another_kind_of_layer_becomes_a_decoder(kind):
     layer = LayerSpec(num_heads=4, num_kv_heads=2, head_size=16, attn_type=kind)
     encoder_len = 20 if kind == AttentionType.ENCODER_DECODER else None
     batch = BatchSpec(requests=(RequestSpec(query_len=5, encoder_len=encoder_len),), path=implied_path(layer))
@@ -100,17 +100,17 @@ def test_another_kind_of_layer_becomes_a_decoder(kind: AttentionType) -> None:
     assert found.case.batch.requests == (RequestSpec(query_len=1, seq_len=keys),)
 
 
-def test_no_step_is_begun_behind_the_limit() -> None:
+def test_no_step_is_begun_behind_the_limit():
     found = shrink(LARGE, lambda _: True, limit_s=0)
     assert (found.tried, found.is_finished, found.case) == (0, False, LARGE)
 
 
 @pytest.mark.parametrize("case", load_suite("smoke").cases[::9], ids=lambda case: case.id)
-def test_every_case_can_be_made_small(case: Case) -> None:
+def test_every_case_can_be_made_small(case):
     found = shrink(case, lambda _: True, limit_s=60)
     assert found.is_finished
     assert found.case.batch.num_tokens == found.case.batch.num_requests == 1
 
 
-def test_a_size_is_described_in_words() -> None:
+def test_a_size_is_described_in_words():
     assert size_in_words(LARGE) == "5 requests, 49 new tokens, 427 keys, 12 heads of 96, 10 fields that are not default"

@@ -1,7 +1,6 @@
 """Problems: laid out as an engine would, and the same bits everywhere."""
 
 import hashlib
-from typing import Any
 
 import pytest
 import torch
@@ -10,22 +9,22 @@ from hypothesis import strategies as st
 
 from attncheck.cases.model import Case
 from attncheck.errors import SpecError
-from attncheck.harness.problem.problem import Problem, build_problem
+from attncheck.harness.problem.problem import build_problem
 from attncheck.reference.spec import AttentionType, BatchSpec, CacheSpec, LayerSpec, RequestSpec
 
 
-def digest(problem: Problem) -> str:
+def digest(problem):
     tensors = (problem.query.float(), problem.keys.float(), problem.values.float(), problem.block_table)
     return hashlib.sha256(b"".join(t.numpy().tobytes() for t in tensors)).hexdigest()[:16]
 
 
-def test_the_same_case_and_seed_give_the_same_bits_on_every_machine(make_case: Any) -> None:
+def test_the_same_case_and_seed_give_the_same_bits_on_every_machine(make_case):
     # Pinned: if this changes, GENERATOR_VERSION has to change with it.
     assert digest(build_problem(make_case(sliding_window=16, alibi=True, sinks=True), 3)) == "cfc92ca503f04aa1"
     assert digest(build_problem(make_case(logits_soft_cap=30.0, dtype="float16"), 3)) == "ecfb69a1e29acf43"
 
 
-def test_rows_of_another_problem_come_in_another_order(make_case: Any) -> None:
+def test_rows_of_another_problem_come_in_another_order(make_case):
     given, case = build_problem(make_case(name="given"), 0), make_case(name="taken")
     drawn, taken = build_problem(case, 1), build_problem(case, 1, rows_of=given)
     for name in ("query", "keys", "values"):
@@ -38,7 +37,7 @@ def test_rows_of_another_problem_come_in_another_order(make_case: Any) -> None:
     assert torch.equal(taken.block_table, build_problem(case, 1, rows_of=given).block_table)
 
 
-def test_seed_and_case_both_matter(make_case: Any) -> None:
+def test_seed_and_case_both_matter(make_case):
     base = digest(build_problem(make_case(), 0))
     assert digest(build_problem(make_case(), 1)) != base
     assert digest(build_problem(make_case(scale=0.3), 0)) != base
@@ -53,7 +52,7 @@ def test_seed_and_case_both_matter(make_case: Any) -> None:
     block_size=st.sampled_from([1, 4, 16, 33]),
     first_block=st.sampled_from([None, 5, 1000]),
 )
-def test_layout_invariants(lengths: list[tuple[int, int]], block_size: int, first_block: int | None) -> None:
+def test_layout_invariants(lengths, block_size, first_block):
     case = Case(
         suite="made",
         id="layout",
@@ -79,7 +78,7 @@ def test_layout_invariants(lengths: list[tuple[int, int]], block_size: int, firs
     assert sorted(written + problem.old_keys.tolist()) == list(range(len(problem.keys)))
 
 
-def test_cross_attention_brings_encoder_rows_on_the_first_step_only(make_case: Any) -> None:
+def test_cross_attention_brings_encoder_rows_on_the_first_step_only(make_case):
     first = RequestSpec(query_len=4, seq_len=4, encoder_len=30)
     later = RequestSpec(query_len=1, seq_len=9, encoder_len=21)
     problem = build_problem(make_case(first, later, attn_type=AttentionType.ENCODER_DECODER), 0)
@@ -88,17 +87,17 @@ def test_cross_attention_brings_encoder_rows_on_the_first_step_only(make_case: A
     assert problem.old_keys.tolist() == list(range(30, 51))
 
 
-def test_rows_before_position_zero_are_written_nowhere(make_case: Any) -> None:
+def test_rows_before_position_zero_are_written_nowhere(make_case):
     problem = build_problem(make_case((5, 3), (2, 0)), 0)
     assert problem.new_keys.tolist() == [-1, -1, 0, 1, 2, -1, -1]
 
 
-def test_a_pool_too_small_is_refused_with_what_it_needs(make_case: Any) -> None:
+def test_a_pool_too_small_is_refused_with_what_it_needs(make_case):
     with pytest.raises(SpecError, match=r"num_blocks = 3: the batch needs 18 pages from page 1 on; at least 19"):
         build_problem(make_case(cache={"num_blocks": 3}), 0)
 
 
-def test_names_for_people(make_case: Any) -> None:
+def test_names_for_people(make_case):
     problem = build_problem(make_case((5, 40), (1, 7)), 0)
     assert problem.row_name(0) == "request 0, position 35"
     assert problem.row_name(5) == "request 1, position 6"

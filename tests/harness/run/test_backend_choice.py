@@ -1,16 +1,14 @@
 """Choosing a device, GPUs and backends: what is not there is refused or stays visible, never dropped."""
 
-from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
 
 from attncheck.backends import registry
 from attncheck.cases.loader import load_suite
-from attncheck.cases.model import Case, Suite
+from attncheck.cases.model import Suite
 from attncheck.errors import DeviceError, QuestionError, SelectionError, UnknownNameError
 from attncheck.harness.device import Cuda
 from attncheck.harness.driver.observation import Raised
@@ -34,7 +32,7 @@ PLAIN = [name for name in BUILTIN if name not in LATENT]
 GONE = not_loaded("flex_attention", ("no library",))
 
 
-def describe(refs: Sequence[str]) -> list[BackendDescription | QuestionError]:
+def describe(refs):
     """Of the built-in backends flex_attention lacks its library; another reference names nothing."""
     known = {ref: BackendDescription(info=BackendInfo(name=ref, ref=ref), is_mla=ref in LATENT) for ref in BUILTIN} | {
         "flex_attention": GONE
@@ -42,29 +40,29 @@ def describe(refs: Sequence[str]) -> list[BackendDescription | QuestionError]:
     return [known.get(ref, UnknownNameError("backend", ref, ["torch_sdpa"])) for ref in refs]
 
 
-def choose(refs: Sequence[str], wishes: Sequence[str], cases: Sequence[Case] = ()) -> tuple[list[str], tuple[str, ...]]:
+def choose(refs, wishes, cases=()):
     """The names of the backends, and the notes; ``wishes``: the backends of the suite."""
     backends, notes = choose_backends(refs, [suite(*wishes)], cases, describe)
     return [each.name for each in backends], notes
 
 
-def suite(*backends: str) -> Suite:
+def suite(*backends):
     return Suite(name="s", description="", cases=(), path=Path("s.yaml"), default_backends=backends)
 
 
-def gpu(uuid: str, *, name: str = "H100", minor: int = 0, memory: int = 80) -> SimpleNamespace:
+def gpu(uuid, *, name="H100", minor=0, memory=80):
     sizes = {"total_memory": memory * 2**30, "L2_cache_size": 50 * 2**20, "multi_processor_count": 132}
     return SimpleNamespace(name=name, major=9, minor=minor, uuid=uuid, **sizes)
 
 
-def machine(monkeypatch: pytest.MonkeyPatch, *gpus: SimpleNamespace) -> None:
+def machine(monkeypatch, *gpus):
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: bool(gpus))
     monkeypatch.setattr(torch.cuda, "device_count", lambda: len(gpus))
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: gpus[index])
 
 
-def test_without_a_gpu_the_cpu_is_best_and_cuda_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_gpu_the_cpu_is_best_and_cuda_is_refused(monkeypatch):
     machine(monkeypatch)
     assert choose_device(None) == choose_device("cpu") == "cpu"
     with pytest.raises(DeviceError, match="give --device cpu, or "):
@@ -77,7 +75,7 @@ def test_without_a_gpu_the_cpu_is_best_and_cuda_is_refused(monkeypatch: pytest.M
         suite_device(["cpu"], "cuda")
 
 
-def test_with_gpus_the_first_is_best_and_counting_starts_at_0(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_with_gpus_the_first_is_best_and_counting_starts_at_0(monkeypatch):
     machine(monkeypatch, gpu("a"), gpu("b"))
     chosen = [choose_device(wanted) for wanted in (None, "cuda:1", "cpu:0")]
     assert chosen == ["cuda", "cuda:1", "cpu"]
@@ -103,16 +101,14 @@ BOTH = {"HIP_VISIBLE_DEVICES": "3,1", "CUDA_VISIBLE_DEVICES": "0,2"}
         ("6.4", 2, {"ROCR_VISIBLE_DEVICES": "2,3"}, ["0", "1"]),
     ],
 )
-def test_each_process_sees_one_of_the_gpus_that_are_visible(
-    monkeypatch: pytest.MonkeyPatch, hip: str | None, count: int, given: dict[str, str], expected: list[str]
-) -> None:
+def test_each_process_sees_one_of_the_gpus_that_are_visible(monkeypatch, hip, count, given, expected):
     monkeypatch.setattr(torch.version, "hip", hip)
     names = ["HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES"] if hip else ["CUDA_VISIBLE_DEVICES"]
     found = gpu_variables(count, given, Cuda.visible_variables())
     assert found == [dict.fromkeys(names, each) for each in expected]
 
 
-def test_gpus_of_another_kind_than_the_first_are_left_out_with_a_note(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpus_of_another_kind_than_the_first_are_left_out_with_a_note(monkeypatch):
     machine(monkeypatch, gpu("a"), gpu("b", memory=40), gpu("c"), gpu("d", minor=1), gpu("e", name="H200"))
     gpus, notes = gpus_alike("cuda")
     assert [(each.uuid, each.variables["CUDA_VISIBLE_DEVICES"]) for each in gpus] == [("a", "0"), ("c", "2")]
@@ -124,7 +120,7 @@ def test_gpus_of_another_kind_than_the_first_are_left_out_with_a_note(monkeypatc
     assert [gpus_alike(device) for device in ("cpu", "cuda:1")] == [((), ())] * 2
 
 
-def test_a_process_on_another_gpu_or_in_another_environment_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_on_another_gpu_or_in_another_environment_is_refused(monkeypatch):
     here = environment_of("cpu")
     monkeypatch.setattr("attncheck.harness.run.evaluate.collect_environment", lambda device: here)
     machine(monkeypatch, gpu("a"))
@@ -152,14 +148,12 @@ LACKING = ["trt:FMHA", "flex_attention"]
         ([], LACKING, list(dict.fromkeys(LACKING + BUILTIN)), (ELSEWHERE,)),
     ],
 )
-def test_the_backends_are_those_of_the_user_else_of_the_suite_else_the_built_in_ones(
-    refs: list[str], wishes: list[str], names: list[str], notes: tuple[str, ...]
-) -> None:
+def test_the_backends_are_those_of_the_user_else_of_the_suite_else_the_built_in_ones(refs, wishes, names, notes):
     assert choose(refs, wishes) == (names, notes)
     assert first_refs(refs, [suite(*wishes)]) == tuple(dict.fromkeys(refs or wishes or BUILTIN))
 
 
-def test_by_default_backends_of_the_other_kind_are_left_out_and_named() -> None:
+def test_by_default_backends_of_the_other_kind_are_left_out_and_named():
     plain, latent = (load_suite(name).cases[:1] for name in ("decode", "mla"))
     note = f"not examined, since no case has a latent cache: {', '.join(LATENT)}"
     assert choose([], [], plain) == (PLAIN, (note,))
@@ -169,7 +163,7 @@ def test_by_default_backends_of_the_other_kind_are_left_out_and_named() -> None:
     assert choose(["torch_mla"], [], plain) == (["torch_mla"], ())
 
 
-def test_what_cannot_run_here_stays_visible_and_is_refused_by_name() -> None:
+def test_what_cannot_run_here_stays_visible_and_is_refused_by_name():
     backends, _ = choose_backends(["reference", "flex_attention"], [suite()], (), describe)
     assert backends[1] == GONE
     with pytest.raises(SelectionError, match=r"^backend 'flex_attention' is unavailable here: no library$"):
@@ -181,7 +175,7 @@ def test_what_cannot_run_here_stays_visible_and_is_refused_by_name() -> None:
         choose(["reference", "nothing"], [])
 
 
-def test_two_backends_of_one_name_are_refused() -> None:
+def test_two_backends_of_one_name_are_refused():
     named_alike = [not_loaded(f"{file}.py:mine", (), "mine") for file in "ab"]
     with pytest.raises(SelectionError, match=r"^two of the backends are called 'mine'; examine them in two runs$"):
         choose_backends(["a.py:mine", "b.py:mine"], [suite()], (), lambda _refs: named_alike)
@@ -195,7 +189,7 @@ def test_two_backends_of_one_name_are_refused() -> None:
         ([Raised(IMPORT, "ImportError", "no a"), Raised(IMPORT, "ImportError", "no b")], "no a\nno b"),
     ],
 )
-def test_a_failure_at_the_import_is_a_backend_of_the_run_unless_all_raise(failures: Any, message: str) -> None:
+def test_a_failure_at_the_import_is_a_backend_of_the_run_unless_all_raise(failures, message):
     found = [not_loaded(ref, failure) for ref, failure in zip("ab", failures, strict=True)]
     if message:
         with pytest.raises(QuestionError, match=f"^{message}$"):

@@ -1,9 +1,7 @@
 """Backends in this process: their descriptions, and the environment they require."""
 
 import sys
-from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 import pytest
 import torch
@@ -28,13 +26,11 @@ from attncheck.harness.run.selection import RunPlan, select_cases
 class Lazy:
     """Raises for each attribute, as what a library may put into ``sys.modules``."""
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name):
         raise ImportError(name)
 
 
-def test_files_of_the_same_name_in_two_folders_share_a_digest_of_both(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_files_of_the_same_name_in_two_folders_share_a_digest_of_both(tmp_path, monkeypatch):
     files = [tmp_path / root / "kernel.so" for root in ("one", "two")]
     for file in files:
         file.parent.mkdir()
@@ -79,22 +75,20 @@ class NoSuite(SDPABackend):
 
 
 @pytest.fixture
-def file(tmp_path: Path) -> str:
+def file(tmp_path):
     path = tmp_path / "mine.py"
     path.write_text(TEXT)
     return str(path)
 
 
 @pytest.fixture
-def backend() -> LoadedBackend:
+def backend():
     loaded = load_backend("torch_sdpa")
     assert isinstance(loaded, LoadedBackend)
     return loaded
 
 
-def test_a_description_has_what_the_class_declares_and_a_wrong_name_is_an_error_in_its_place(
-    backend: LoadedBackend,
-) -> None:
+def test_a_description_has_what_the_class_declares_and_a_wrong_name_is_an_error_in_its_place(backend):
     found, wrong, latent = ThisProcess().describe(["torch_sdpa", "torch_spda", "torch_mla"])
     assert isinstance(wrong, QuestionError)
     assert isinstance(found, BackendDescription)
@@ -105,9 +99,7 @@ def test_a_description_has_what_the_class_declares_and_a_wrong_name_is_an_error_
     assert latent.is_mla
 
 
-def test_a_backend_that_requires_an_environment_is_usable_where_it_is_set(
-    file: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_backend_that_requires_an_environment_is_usable_where_it_is_set(file, monkeypatch):
     here = ThisProcess()
     (description,) = here.describe([f"{file}:Needy"])
     assert torch.get_default_dtype() == torch.float32  # what a module sets for the process is undone
@@ -125,7 +117,7 @@ def test_a_backend_that_requires_an_environment_is_usable_where_it_is_set(
     assert usable.info.required_environment == {"ATTNCHECK_TEST_NEED": "cpu"}
 
 
-def raises(*_args: Any) -> Any:
+def raises(*_args):
     raise RuntimeError("no idea")
 
 
@@ -144,24 +136,20 @@ NO_ENVIRONMENT = "no dict of names to texts"
         ("is_mla", lambda: "no", "is_mla answered 'no', neither True nor"),
     ],
 )
-def test_a_wrong_declaration_is_a_wrong_backend(
-    backend: LoadedBackend, monkeypatch: pytest.MonkeyPatch, member: str, answer: Any, message: str
-) -> None:
+def test_a_wrong_declaration_is_a_wrong_backend(backend, monkeypatch, member, answer, message):
     monkeypatch.setattr(backend.backend, member, answer)
     with pytest.raises(BackendLoadError, match=message):
         describe_backend(backend, "cpu")
 
 
-def test_reasons_that_raise_are_left_to_the_examination_and_odd_ones_are_spelled_out(
-    backend: LoadedBackend, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_reasons_that_raise_are_left_to_the_examination_and_odd_ones_are_spelled_out(backend, monkeypatch):
     monkeypatch.setattr(backend.backend, "unavailable_reasons", raises)
     assert unavailable_reasons(backend, "cpu") == ()
     monkeypatch.setattr(backend.backend, "unavailable_reasons", lambda device: ["no \ud800 here"])
     assert describe_backend(backend, "cpu").unavailable_reasons == (r"no \ud800 here",)
 
 
-def test_a_declaration_that_breaks_the_contract_costs_that_backend_only(file: str) -> None:
+def test_a_declaration_that_breaks_the_contract_costs_that_backend_only(file):
     broken = ("NoName", "RaisesName", "NoImpl", "NoSuite")
     refs = [f"{file}:{name}" for name in broken]
     options = RunOptions(backends=(*refs, "reference"), device="cpu")

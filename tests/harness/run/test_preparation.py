@@ -1,9 +1,6 @@
 """A run is prepared: without a named suite, each backend gets the one that it declares, on pages that it takes."""
 
 import re
-from collections.abc import Sequence
-from pathlib import Path
-from typing import Any
 
 import pytest
 from inline_snapshot import snapshot
@@ -15,8 +12,7 @@ from attncheck.harness.run.backend_loading import ThisProcess
 from attncheck.harness.run.options import RunOptions
 from attncheck.harness.run.outcomes import not_loaded
 from attncheck.harness.run.run import Run
-from attncheck.harness.run.selection import DEFAULT_INTERPRETED, DEFAULT_SUITES, Selection, select_cases
-from attncheck.reports.run_file.records import Record
+from attncheck.harness.run.selection import DEFAULT_INTERPRETED, DEFAULT_SUITES, select_cases
 
 MINE = """
 from attncheck.backends.candidates.reference import ReferenceBackend
@@ -47,24 +43,24 @@ CASES = ["decode", "decode.float16", "shared-cache"]
 
 
 @pytest.fixture
-def mine(tmp_path: Path) -> str:
+def mine(tmp_path):
     path = tmp_path / "mine.py"
     path.write_text(MINE)
     return str(path)
 
 
-def examined_keys(records: Sequence[Record]) -> dict[str, set[str]]:
-    found: dict[str, set[str]] = {}
+def examined_keys(records):
+    found = {}
     for record in records:
         found.setdefault(record.backend, set()).add(f"{record.suite}/{record.case_id}")
     return found
 
 
-def opened(selection: Selection, refs: Sequence[str], here: ThisProcess | None = None, **how: Any) -> Run:
+def opened(selection, refs, here=None, **how):
     return Run.open(selection, RunOptions(backends=tuple(refs), device="cpu"), here or ThisProcess(), **how)
 
 
-def test_each_backend_is_examined_on_its_own_suite(mine: str) -> None:
+def test_each_backend_is_examined_on_its_own_suite(mine):
     here, slow = ThisProcess(), f"{mine}:Slow"
     run = opened(select_cases([], CASES, ["numerics"]), ["reference", slow], here)
     assert examined_keys(list(here.examiner(run).run())) == {
@@ -79,7 +75,7 @@ def test_each_backend_is_examined_on_its_own_suite(mine: str) -> None:
     assert [[case.key for case in named.cases_of(ref)] for ref in ("reference", slow)] == [["smoke/decode.float16"]] * 2
 
 
-def test_a_suite_without_a_backend_is_not_part_of_the_run(mine: str) -> None:
+def test_a_suite_without_a_backend_is_not_part_of_the_run(mine):
     for ref, suite in ((f"{mine}:Slow", "interpreted"), ("reference", "smoke")):
         run = opened(select_cases([], (), ["numerics"]), [ref])
         assert run.selection.refs == (suite,)
@@ -87,7 +83,7 @@ def test_a_suite_without_a_backend_is_not_part_of_the_run(mine: str) -> None:
         assert run.notes == ()
 
 
-def test_a_run_that_names_nothing_is_short() -> None:
+def test_a_run_that_names_nothing_is_short():
     """Of the real candidates: those that are interpreted on a CPU, and those that serve latent caches alone."""
     pytest.importorskip("triton", reason="without Triton nothing is interpreted")
     run = opened(select_cases([]), [])
@@ -105,7 +101,7 @@ def test_a_run_that_names_nothing_is_short() -> None:
     )
 
 
-def test_a_run_that_names_a_backend_or_a_case_is_whole(mine: str) -> None:
+def test_a_run_that_names_a_backend_or_a_case_is_whole(mine):
     whole = {case.key for case in load_suite("interpreted").cases}
     named = opened(select_cases([]), [f"{mine}:Slow"])
     assert {case.key for case in named.plan.cases_of(f"{mine}:Slow")} == whole
@@ -114,7 +110,7 @@ def test_a_run_that_names_a_backend_or_a_case_is_whole(mine: str) -> None:
     assert {case.key for case in by_case.plan.cases_of("triton_mla")} == whole
 
 
-def test_a_backend_that_cannot_run_here_is_refused_or_kept() -> None:
+def test_a_backend_that_cannot_run_here_is_refused_or_kept():
     gone = not_loaded("gone", ("no library",))
     selection, here = select_cases(["smoke"]), ThisProcess([gone])
     with pytest.raises(SelectionError, match=r"^backend 'gone' is unavailable here: no library$"):
@@ -124,7 +120,7 @@ def test_a_backend_that_cannot_run_here_is_refused_or_kept() -> None:
     assert here.examiner(kept).plan.backends == (gone,)
 
 
-def test_what_is_wrong_is_refused_before_anything_is_examined(mine: str) -> None:
+def test_what_is_wrong_is_refused_before_anything_is_examined(mine):
     with pytest.raises(SelectionError, match=r"^no such case in interpreted, the default suite; give --suite smoke$"):
         opened(select_cases([], ["decode.float16"]), [f"{mine}:Slow", f"{mine}:Slower"])
     with pytest.raises(QuestionError, match="default_suite answered 'decode', none of smoke, interpreted"):
@@ -134,14 +130,14 @@ def test_what_is_wrong_is_refused_before_anything_is_examined(mine: str) -> None
         Run.open(select_cases(["smoke"]), RunOptions(backends=("reference",), device="cpu", seed=-1), ThisProcess())
 
 
-def test_from_python_too(mine: str) -> None:
+def test_from_python_too(mine):
     examination = attncheck.examine(f"{mine}:Slow", cases="decode", checks="numerics")
     assert examined_keys(examination.records) == {"Slow": {"interpreted/decode"}}
     assert [suite.name for suite in examination.header.suites] == ["interpreted"]
 
 
 @pytest.mark.parametrize("suites", [["smoke"], []])
-def test_a_named_backend_is_examined_on_pages_that_it_takes(mine: str, suites: list[str]) -> None:
+def test_a_named_backend_is_examined_on_pages_that_it_takes(mine, suites):
     selection = select_cases(suites, ["decode.float32"], ["numerics"])
     here = ThisProcess()
     run = opened(selection, [f"{mine}:Picky"], here, fits_pages=True)

@@ -1,8 +1,6 @@
 """The process of each question: timing in rounds and apart from all else; valid numbers of rounds."""
 
-from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 import pytest
 
@@ -25,12 +23,11 @@ from attncheck.harness.run.selection import (
     untimed_questions,
 )
 from attncheck.harness.workers.pool import WorkerPool
-from attncheck.harness.workers.worker import Assignment
 from attncheck.reference.spec import DEFAULT_CHECKS
-from attncheck.reports.run_file.header import BackendInfo, Environment
+from attncheck.reports.run_file.header import BackendInfo
 
 
-def test_times_are_taken_apart_from_all_other_checks(make_case: Any) -> None:
+def test_times_are_taken_apart_from_all_other_checks(make_case):
     plain, named = make_case(name="plain"), replace(make_case(name="named"), checks=("lse", "timing"))
     by_case = RunPlan(cases=(plain, named))
     assert untimed_questions(by_case, "a") == RoundQuestions(((plain, DEFAULT_CHECKS), (named, ("lse",))))
@@ -41,7 +38,7 @@ def test_times_are_taken_apart_from_all_other_checks(make_case: Any) -> None:
     assert timed_questions(by_run, "a", 1, {plain.key}) == RoundQuestions(((named, ("timing",)),), round=1)
 
 
-def test_a_backend_is_examined_on_its_own_suite_only(make_case: Any) -> None:
+def test_a_backend_is_examined_on_its_own_suite_only(make_case):
     mine, other = make_case(), replace(make_case(), suite="other")
     plan = RunPlan(cases=(mine, other), checks=("numerics", "timing"), chosen={"a": frozenset({other.key})}, rounds=3)
     assert [case for case, _ in untimed_questions(plan, "a").questions] == [other]
@@ -50,7 +47,7 @@ def test_a_backend_is_examined_on_its_own_suite_only(make_case: Any) -> None:
     assert count_questions(plan, ["a", "b"]) == (1 + 3) + (2 + 6)
 
 
-def test_every_backend_is_the_first_as_often_as_any_other() -> None:
+def test_every_backend_is_the_first_as_often_as_any_other():
     orders = [rotated("abc", number) for number in range(6)]
     assert all(sorted(order) == list("abc") for order in orders)
     for place in range(3):
@@ -61,13 +58,13 @@ def test_every_backend_is_the_first_as_often_as_any_other() -> None:
 class FakePool(WorkerPool):
     """Keeps what it is assigned, and starts no process."""
 
-    def assign(self, assignment: Assignment) -> None:
+    def assign(self, assignment):
         self.assignment = assignment
 
-    def choose_device(self, wishes: Sequence[str], wanted: str | None) -> tuple[str, tuple[str, ...], Environment]:
+    def choose_device(self, wishes, wanted):
         return "cpu", (), environment_of("cpu")
 
-    def describe(self, refs: Sequence[str]) -> list[BackendDescription]:
+    def describe(self, refs):
         return [BackendDescription(info=BackendInfo(name=ref, ref=ref)) for ref in refs]
 
 
@@ -80,12 +77,12 @@ class FakePool(WorkerPool):
         (None, "timing", True, 1),
     ],
 )
-def test_ten_rounds_by_default(wanted: int | None, check: str, in_process: bool, rounds: int) -> None:
+def test_ten_rounds_by_default(wanted, check, in_process, rounds):
     options = RunOptions(backends=("reference",), rounds=wanted, in_process=in_process)
     assert Run.open(select_cases(["decode"], (), [check]), options, FakePool()).plan.rounds == rounds
 
 
-def test_settings_of_times_reach_the_plan_the_processes_and_the_header() -> None:
+def test_settings_of_times_reach_the_plan_the_processes_and_the_header():
     pool, settings = FakePool(), TimingSettings(limit_s=2.0, warm=True)
     selection = select_cases(["decode"], (), ["timing"])
     options = RunOptions(backends=("reference",), device="cpu", rounds=4, time_limit=2.0, warm_cache=True)
@@ -97,7 +94,7 @@ def test_settings_of_times_reach_the_plan_the_processes_and_the_header() -> None
     assert (here.plan.rounds, here.plan.timing) == (1, own)
 
 
-def test_options_of_times_need_times() -> None:
+def test_options_of_times_need_times():
     assert not select_cases(["decode"]).is_timed
     selection = select_cases(["decode"], (), ["timing"])
     assert selection.is_timed

@@ -13,13 +13,13 @@ CONTENT = bytes(range(256)) * 4
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> SharedFolder:
+def folder(tmp_path):
     made = SharedFolder(tmp_path / "cache" / "truths")
     assert made.write("key", CONTENT)
     return made
 
 
-def test_what_is_written_is_read_and_is_the_users_alone(folder: SharedFolder) -> None:
+def test_what_is_written_is_read_and_is_the_users_alone(folder):
     assert folder.read("key", len(CONTENT)) == CONTENT
     assert folder.path.stat().st_mode & 0o777 == 0o700
     assert list(folder.sizes()) == [folder.path / "key"]  # no part of a file is left
@@ -27,7 +27,7 @@ def test_what_is_written_is_read_and_is_the_users_alone(folder: SharedFolder) ->
     assert folder.lacks_room() is None
 
 
-def test_a_file_that_is_not_what_was_written_is_not_read(folder: SharedFolder) -> None:
+def test_a_file_that_is_not_what_was_written_is_not_read(folder):
     file = folder.path / "key"
     whole = file.read_bytes()
     assert folder.read("other", len(CONTENT)) is None
@@ -48,7 +48,7 @@ def test_a_file_that_is_not_what_was_written_is_not_read(folder: SharedFolder) -
     assert folder.read("renamed", len(CONTENT)) is None
 
 
-def test_only_plain_files_of_this_user_are_read(folder: SharedFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_plain_files_of_this_user_are_read(folder, monkeypatch):
     (folder.path / "key").rename(folder.path / "elsewhere")
     (folder.path / "key").symlink_to(folder.path / "elsewhere")
     assert folder.read("key", len(CONTENT)) is None
@@ -65,7 +65,7 @@ def test_only_plain_files_of_this_user_are_read(folder: SharedFolder, monkeypatc
     assert fault.endswith("attncheck runs as 4321")
 
 
-def test_a_folder_that_others_may_fill_is_at_fault(folder: SharedFolder, tmp_path: Path) -> None:
+def test_a_folder_that_others_may_fill_is_at_fault(folder, tmp_path):
     folder.path.chmod(0o770)
     assert folder.fault() == "other users may write in it; chmod go-w makes it usable"
     folder.path.chmod(0o755)
@@ -77,8 +77,8 @@ def test_a_folder_that_others_may_fill_is_at_fault(folder: SharedFolder, tmp_pat
     assert SharedFolder(tmp_path / "none" / "yet").fault() is None
 
 
-def test_a_full_disk_leaves_no_part_of_a_file(folder: SharedFolder, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(path: Path, content: bytes) -> int:
+def test_a_full_disk_leaves_no_part_of_a_file(folder, monkeypatch):
+    def full(path, content):
         with path.open("wb") as file:
             file.write(content[:100])
         raise OSError(errno.ENOSPC, "No space left on device")
@@ -88,7 +88,7 @@ def test_a_full_disk_leaves_no_part_of_a_file(folder: SharedFolder, monkeypatch:
     assert [path.name for path in folder.sizes()] == ["key"]
 
 
-def test_where_no_file_can_be_written_none_is(folder: SharedFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_no_file_can_be_written_none_is(folder, monkeypatch):
     assert not SharedFolder(folder.path / "key" / "below").write("key", CONTENT)
     monkeypatch.setattr(os, "access", lambda path, mode: path != folder.path)
     assert folder.lacks_room() == f"{folder.path} is read-only"
@@ -97,14 +97,14 @@ def test_where_no_file_can_be_written_none_is(folder: SharedFolder, monkeypatch:
     assert str(folder.lacks_room()).startswith("the disk has ")
 
 
-def test_a_long_content_is_not_written(folder: SharedFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_long_content_is_not_written(folder, monkeypatch):
     monkeypatch.setattr(shared_folder, "LONGEST_FILE", len(CONTENT))
     assert folder.write("long", CONTENT + b"x")
     assert folder.write("short", CONTENT)
     assert {path.name for path in folder.sizes()} == {"key", "short"}
 
 
-def test_the_least_recently_used_files_go_first(folder: SharedFolder) -> None:
+def test_the_least_recently_used_files_go_first(folder):
     for age, key in enumerate("abcd", start=1):
         folder.write(key, CONTENT)
         os.utime(folder.path / key, (0, 10_000 - age))  # d is the oldest
@@ -120,7 +120,7 @@ def test_the_least_recently_used_files_go_first(folder: SharedFolder) -> None:
     SharedFolder(folder.path / "none").trim(0)
 
 
-def test_the_folder_is_one_of_the_users_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_folder_is_one_of_the_users_cache(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert user_cache() == tmp_path / "attncheck"
     assert truths_folder({}) == tmp_path / "attncheck" / "truths"

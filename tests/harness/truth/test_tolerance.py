@@ -2,7 +2,6 @@
 
 import math
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
@@ -10,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from attncheck.cases.model import Case
-from attncheck.harness.problem.problem import Problem, build_problem
-from attncheck.harness.truth.truth import Truth, truth_of
+from attncheck.harness.problem.problem import build_problem
+from attncheck.harness.truth.truth import truth_of
 from attncheck.harness.truth.unpaged import UnpagedAttention, budget_of, score_bound, share_of_budget
 from attncheck.reference import AttentionParams
 from attncheck.reference.spec import BatchSpec, CacheSpec, LayerSpec, RequestSpec
@@ -19,7 +18,7 @@ from attncheck.reference.spec import BatchSpec, CacheSpec, LayerSpec, RequestSpe
 CPU = torch.device("cpu")
 
 
-def float32_kernel(problem: Problem, *, round_p: bool, peak: float = 1.0) -> torch.Tensor:
+def float32_kernel(problem, *, round_p, peak=1.0):
     """Plain float32 attention, written without the reference; optionally with the softmax rounded to the dtype.
 
     ``peak``: what the largest weight of a row is before it is divided by their sum.
@@ -44,7 +43,7 @@ def float32_kernel(problem: Problem, *, round_p: bool, peak: float = 1.0) -> tor
     return torch.cat(outputs)
 
 
-def shares(problem: Problem, truth: Truth, output: torch.Tensor) -> torch.Tensor:
+def shares(problem, truth, output):
     return share_of_budget(output.double() - truth.out, truth.budget)
 
 
@@ -58,9 +57,7 @@ def shares(problem: Problem, truth: Truth, output: torch.Tensor) -> torch.Tensor
     round_p=st.booleans(),
     seed=st.integers(0, 1000),
 )
-def test_right_kernels_are_never_accused(
-    dtype: Any, keys: int, rows: int, head_size: int, scale: float | None, round_p: bool, seed: int
-) -> None:
+def test_right_kernels_are_never_accused(dtype, keys, rows, head_size, scale, round_p, seed):
     case = Case(
         suite="made",
         id="right",
@@ -75,7 +72,7 @@ def test_right_kernels_are_never_accused(
 
 @pytest.mark.parametrize("head_size", [1, 2, 3])
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-def test_the_luck_of_few_numbers_fails_no_kernel(make_case: Any, dtype: str, head_size: int) -> None:
+def test_the_luck_of_few_numbers_fails_no_kernel(make_case, dtype, head_size):
     for seed in range(20):
         problem = build_problem(make_case((4, 60), (1, 130), head_size=head_size, dtype=dtype), seed)
         output = float32_kernel(problem, round_p=True, peak=0.7)
@@ -84,7 +81,7 @@ def test_the_luck_of_few_numbers_fails_no_kernel(make_case: Any, dtype: str, hea
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
 @pytest.mark.parametrize("keys", [2, 17, 500, 4096])
-def test_zeros_a_constant_and_the_mean_of_v_are_far_outside(make_case: Any, dtype: str, keys: int) -> None:
+def test_zeros_a_constant_and_the_mean_of_v_are_far_outside(make_case, dtype, keys):
     problem = build_problem(make_case((1, keys), (1, keys), dtype=dtype), 0)
     truth = truth_of(problem, CPU)
     mean = torch.cat([problem.values[r.base : r.base + r.num_keys].double().mean(0)[None] for r in problem.requests])
@@ -98,7 +95,7 @@ def test_zeros_a_constant_and_the_mean_of_v_are_far_outside(make_case: Any, dtyp
 
 
 @pytest.mark.parametrize(("second_key", "ruled_by"), [(3.0, "two roundings"), (1.3, "the loss")])
-def test_the_budget_is_the_formula(second_key: float, ruled_by: str) -> None:
+def test_the_budget_is_the_formula(second_key, ruled_by):
     """One row, one head, two keys, equal columns: by hand; values that cancel make the loss the larger part."""
     query, keys = torch.tensor([[[2.0]]]), torch.tensor([[[1.0]], [[second_key]]])
     values = torch.tensor([[[1.0]], [[-1.0]]]).expand(2, 1, 8)
@@ -119,7 +116,7 @@ def test_the_budget_is_the_formula(second_key: float, ruled_by: str) -> None:
     assert float(budget.norm) == pytest.approx(8**0.5 * float(budget.peak))
 
 
-def test_score_bound_counts_only_keys_the_row_sees(make_case: Any) -> None:
+def test_score_bound_counts_only_keys_the_row_sees(make_case):
     keys = torch.tensor([1.0, 100.0, 2.0]).reshape(3, 1, 1)
     rows = UnpagedAttention(torch.ones(2, 1, 1), keys, keys, torch.tensor([0, 2]), torch.tensor([0, 3]))
     windowed = AttentionParams(num_heads=1, num_kv_heads=1, head_size=1, scale=1.0, window=(0, 0))
@@ -130,7 +127,7 @@ def test_score_bound_counts_only_keys_the_row_sees(make_case: Any) -> None:
     assert score_bound(rows, biased).flatten().tolist() == [101.5, 3.5]
 
 
-def test_a_cap_hides_the_rounding_of_large_scores_and_not_that_of_large_terms() -> None:
+def test_a_cap_hides_the_rounding_of_large_scores_and_not_that_of_large_terms():
     query = torch.tensor([[[30.0, -40.0]], [[30.0, -40.0]]])
     keys = torch.tensor([[[40.0, 30.0]], [[80.0, -60.0]]])  # scores of 0 and 4800
     rows = UnpagedAttention(query, keys, keys, torch.tensor([0, 2]), torch.tensor([0, 2]))
@@ -140,7 +137,7 @@ def test_a_cap_hides_the_rounding_of_large_scores_and_not_that_of_large_terms() 
     assert score_bound(rows, second).flatten().tolist() == pytest.approx([2500.0, 5.0])
 
 
-def test_nan_is_infinitely_wrong_and_no_error_is_right(make_case: Any) -> None:
+def test_nan_is_infinitely_wrong_and_no_error_is_right(make_case):
     problem = build_problem(make_case((1, 1)), 0)
     truth = truth_of(problem, CPU)
     error = torch.zeros_like(truth.out)
@@ -150,7 +147,7 @@ def test_nan_is_infinitely_wrong_and_no_error_is_right(make_case: Any) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-def test_a_sum_of_the_rounded_softmax_is_an_honest_lse(make_case: Any, dtype: str) -> None:
+def test_a_sum_of_the_rounded_softmax_is_an_honest_lse(make_case, dtype):
     for seed in range(5):
         problem = build_problem(make_case((3, 700), (1, 33), dtype=dtype), seed)
         truth = truth_of(problem, CPU)
@@ -167,7 +164,7 @@ def test_a_sum_of_the_rounded_softmax_is_an_honest_lse(make_case: Any, dtype: st
 
 
 @pytest.mark.parametrize("scale", [0.01, 0.4])
-def test_a_tanh_of_exponentials_is_within_the_budget(make_case: Any, scale: float) -> None:
+def test_a_tanh_of_exponentials_is_within_the_budget(make_case, scale):
     """Small scores lose most: 2 sigmoid(2x) - 1 is off by some roundings of 1, times the cap."""
     cap = 30.0
     changes = {"dtype": "float32", "scale": scale, "logits_soft_cap": cap, "sliding_window": 3}
@@ -185,7 +182,7 @@ def test_a_tanh_of_exponentials_is_within_the_budget(make_case: Any, scale: floa
             assert bool(((lse + 1e-4 - truth.lse[rows]).abs() > truth.budget.lse[rows]).any())
 
 
-def test_what_underflows_in_float32_may_vanish(make_case: Any) -> None:
+def test_what_underflows_in_float32_may_vanish(make_case):
     """A sink far above every score: the keys' weights lie below the smallest float32."""
     keys = torch.full((3, 1, 1), -300.0)
     rows = UnpagedAttention(torch.ones(1, 1, 1), keys, torch.ones(3, 1, 1), torch.tensor([0, 1]), torch.tensor([0, 3]))

@@ -1,7 +1,6 @@
 """Blind cases are refused, by name and number; which changes a case must notice."""
 
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
@@ -11,12 +10,11 @@ from attncheck.errors import BlindCaseError
 from attncheck.harness.problem.problem import build_problem
 from attncheck.harness.truth.faults import keys_seen, toggles
 from attncheck.harness.truth.truth import params_of, rows_of, truth_of
-from attncheck.harness.truth.unpaged import UnpagedAttention
-from attncheck.reference import AttentionParams, visible
+from attncheck.reference import visible
 from attncheck.reference.spec import MODIFIERS
 
 
-def truth(case: Any, seed: int = 0) -> Any:
+def truth(case, seed=0):
     return truth_of(build_problem(case, seed), torch.device("cpu"))
 
 
@@ -34,7 +32,7 @@ def truth(case: Any, seed: int = 0) -> Any:
     ],
 )
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
-def test_ordinary_cases_bite_whatever_the_seed(make_case: Any, layer: dict[str, Any], dtype: str) -> None:
+def test_ordinary_cases_bite_whatever_the_seed(make_case, layer, dtype):
     for seed in range(3):
         truth(make_case(dtype=dtype, **layer), seed)
 
@@ -47,22 +45,22 @@ def test_ordinary_cases_bite_whatever_the_seed(make_case: Any, layer: dict[str, 
         ({"alibi": (1e-6,) * 8}, "blind to alibi"),
     ],
 )
-def test_a_modifier_without_effect_is_blind(make_case: Any, layer: dict[str, Any], message: str) -> None:
+def test_a_modifier_without_effect_is_blind(make_case, layer, message):
     with pytest.raises(BlindCaseError, match=message):
         truth(make_case(**layer))
 
 
-def test_single_rows_are_blind_to_causality(make_case: Any) -> None:
+def test_single_rows_are_blind_to_causality(make_case):
     with pytest.raises(BlindCaseError, match="blind to causal: no row of the batch has a key it could act on"):
         truth(make_case((1, 40), causal=False))
     truth(make_case((1, 40), (2, 33), causal=False))
 
 
-def test_plain_inputs_take_what_they_get(make_case: Any) -> None:
+def test_plain_inputs_take_what_they_get(make_case):
     truth(make_case(logits_soft_cap=5000.0, inputs=("views",)))
 
 
-def test_a_case_of_its_own_tolerance_gets_it(make_case: Any) -> None:
+def test_a_case_of_its_own_tolerance_gets_it(make_case):
     case = make_case()
     wider = replace(case, tolerance=Tolerance(factor=3.0, reason="to be seen here"))
     assert wider.hash == case.hash
@@ -72,13 +70,13 @@ def test_a_case_of_its_own_tolerance_gets_it(make_case: Any) -> None:
 CPU = torch.device("cpu")
 
 
-def params_and_rows(case: Any) -> tuple[AttentionParams, UnpagedAttention]:
+def params_and_rows(case):
     problem = build_problem(case, 0)
     return params_of(problem), rows_of(problem, CPU)
 
 
 @pytest.mark.parametrize("name", MODIFIERS)
-def test_a_case_must_notice_each_of_its_modifiers(make_case: Any, name: str) -> None:
+def test_a_case_must_notice_each_of_its_modifiers(make_case, name):
     params, rows = params_and_rows(make_case((3, 20), **{name: MODIFIERS[name].ordinary}))
     found = list(toggles(params, rows))
     assert found[0].subject in (name, MODIFIERS[name].feature)
@@ -86,13 +84,13 @@ def test_a_case_must_notice_each_of_its_modifiers(make_case: Any, name: str) -> 
     assert all(bool((toggle.hypothesis.compute()[0] != out).any()) for toggle in found)
 
 
-def test_a_plain_layer_has_nothing_to_notice(make_case: Any) -> None:
+def test_a_plain_layer_has_nothing_to_notice(make_case):
     assert list(toggles(*params_and_rows(make_case((3, 20))))) == []
 
 
 @pytest.mark.parametrize("modifiers", [{}, {"sliding_window": 5}, {"attn_chunk_size": 7}, {"causal": False}])
 @pytest.mark.parametrize("tree", [False, True])
-def test_seen_keys_are_counted(make_case: Any, modifiers: dict[str, Any], tree: bool) -> None:
+def test_seen_keys_are_counted(make_case, modifiers, tree):
     params, rows = params_and_rows(make_case((3, 20), (3, 3), (3, 2), **modifiers))
     branches = torch.tensor([[1, 0, 0], [1, 1, 0], [1, 0, 1]], dtype=torch.bool)
     if tree:

@@ -3,18 +3,16 @@
 import ast
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
-from attncheck.cases.model import Case, Tolerance
+from attncheck.cases.model import Tolerance
 from attncheck.errors import BlindCaseError
 from attncheck.harness.problem.problem import build_problem
 from attncheck.harness.truth import truth as truth_module
 from attncheck.harness.truth.shared_folder import SharedFolder
-from attncheck.harness.truth.truth import SOURCES, Truth, TruthCache, truth_of
+from attncheck.harness.truth.truth import SOURCES, TruthCache, truth_of
 from attncheck.reference.spec import FastPrefillOptions, MLASpec, OutputQuantSpec, TreeOptions
 
 CPU = torch.device("cpu")
@@ -25,35 +23,35 @@ MLA = MLASpec(kv_lora_rank=24, qk_nope_head_dim=16, qk_rope_head_dim=8, v_head_d
 class Truths:
     """A folder, and caches over it that count what they compute."""
 
-    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self, folder, monkeypatch):
         self.folder, self.computed = folder, 0
 
-        def count(*args: Any, **options: Any) -> Truth:
+        def count(*args, **options):
             self.computed += 1
             return truth_of(*args, **options)
 
         monkeypatch.setattr(truth_module, "truth_of", count)
 
-    def of(self, case: Case, seed: int = 0, *, machine: str = "m", stores: bool = True, **options: bool) -> Truth:
+    def of(self, case, seed=0, *, machine="m", stores=True, **options):
         """The truth, by a cache of a process's own."""
         cache = TruthCache(CPU, self.folder, machine=machine, stores=stores)
         return cache.truth_of(build_problem(case, seed), **options)
 
-    def files(self) -> list[Path]:
+    def files(self):
         """The entries."""
         return list(SharedFolder(self.folder).sizes())
 
 
 @pytest.fixture
-def truths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Truths:
+def truths(tmp_path, monkeypatch):
     return Truths(tmp_path / "truths", monkeypatch)
 
 
-def numbers(truth: Truth) -> list[Tensor]:
+def numbers(truth):
     return [truth.out, truth.lse, truth.budget.norm, truth.budget.peak, truth.budget.lse]
 
 
-def assert_same(truth: Truth, other: Truth) -> None:
+def assert_same(truth, other):
     for one, two in zip(numbers(truth), numbers(other), strict=True):
         assert one.dtype == two.dtype == torch.float64
         assert one.shape == two.shape
@@ -63,7 +61,7 @@ def assert_same(truth: Truth, other: Truth) -> None:
     assert torch.equal(truth.rows.values, other.rows.values)
 
 
-LAYERS: dict[str, dict[str, Any]] = {
+LAYERS = {
     "plain": {},
     "value-head-size": {"head_size_v": 24, "dtype": "float32"},
     "no-visible-key": {"requests": ((5, 3), (1, 40))},
@@ -75,7 +73,7 @@ LAYERS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("name", LAYERS)
-def test_a_stored_truth_is_the_computed_one(name: str, make_case: Any, truths: Truths) -> None:
+def test_a_stored_truth_is_the_computed_one(name, make_case, truths):
     layer = dict(LAYERS[name])
     case = make_case(*layer.pop("requests", SMALL), **layer)
     expected = truth_of(build_problem(case, 0), CPU, refuse_blindness=False)
@@ -85,7 +83,7 @@ def test_a_stored_truth_is_the_computed_one(name: str, make_case: Any, truths: T
     assert truths.computed == 1
 
 
-def test_another_question_has_another_truth(make_case: Any, truths: Truths, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_question_has_another_truth(make_case, truths, monkeypatch):
     case = make_case(*SMALL)
     plain = truths.of(case)
     wide = truths.of(replace(case, tolerance=Tolerance(factor=2.0, reason="a test")))
@@ -113,7 +111,7 @@ def test_another_question_has_another_truth(make_case: Any, truths: Truths, monk
 
 
 @pytest.mark.parametrize("damage", ["garbage", "truncated", "empty"])
-def test_a_damaged_entry_is_computed_and_stored_again(damage: str, make_case: Any, truths: Truths) -> None:
+def test_a_damaged_entry_is_computed_and_stored_again(damage, make_case, truths):
     case = make_case(*SMALL)
     expected = truths.of(case)
     (file,) = truths.files()
@@ -128,7 +126,7 @@ def test_a_damaged_entry_is_computed_and_stored_again(damage: str, make_case: An
 @pytest.mark.parametrize(
     "wrong", ["zero budget", "negative budget", "nan output", "inf output", "nan lse", "inf lse", "negative duration"]
 )
-def test_numbers_that_no_truth_has_are_computed_again(wrong: str, make_case: Any, truths: Truths) -> None:
+def test_numbers_that_no_truth_has_are_computed_again(wrong, make_case, truths):
     case = make_case(*SMALL)
     expected = truths.of(case)
     (file,) = truths.files()
@@ -143,7 +141,7 @@ def test_numbers_that_no_truth_has_are_computed_again(wrong: str, make_case: Any
     assert truths.computed == 2
 
 
-def test_a_process_that_may_not_store_reads_and_learns_how_long_the_truth_took(make_case: Any, truths: Truths) -> None:
+def test_a_process_that_may_not_store_reads_and_learns_how_long_the_truth_took(make_case, truths):
     case = make_case(*SMALL)
     truths.of(case, stores=False)
     assert not truths.folder.exists()
@@ -152,7 +150,7 @@ def test_a_process_that_may_not_store_reads_and_learns_how_long_the_truth_took(m
     assert 0 < stored.computed_s == read.computed_s
 
 
-def test_a_blind_case_is_refused_every_time(make_case: Any, truths: Truths) -> None:
+def test_a_blind_case_is_refused_every_time(make_case, truths):
     case = make_case((1, 9), sliding_window=64)
     truths.of(case, refuse_blindness=False)
     for _ in range(2):
@@ -161,9 +159,7 @@ def test_a_blind_case_is_refused_every_time(make_case: Any, truths: Truths) -> N
     assert len(truths.files()) == 1
 
 
-def test_a_folder_that_cannot_be_used_changes_nothing(
-    make_case: Any, truths: Truths, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_folder_that_cannot_be_used_changes_nothing(make_case, truths, monkeypatch):
     case = make_case(*SMALL)
     expected = truths.of(case)
     (file,) = truths.files()
@@ -178,8 +174,8 @@ def test_a_folder_that_cannot_be_used_changes_nothing(
         assert_same(cache.truth_of(build_problem(case, 0)), expected)
 
 
-def test_a_full_disk_is_tried_once(make_case: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    tried: list[str] = []
+def test_a_full_disk_is_tried_once(make_case, tmp_path, monkeypatch):
+    tried = []
     monkeypatch.setattr(SharedFolder, "write", lambda self, key, content: bool(tried.append(key)))
     cache = TruthCache(CPU, tmp_path / "truths", stores=True)
     for seed in (0, 1):
@@ -188,8 +184,8 @@ def test_a_full_disk_is_tried_once(make_case: Any, tmp_path: Path, monkeypatch: 
     assert len(tried) == 1
 
 
-def test_the_folder_is_trimmed_as_it_fills(make_case: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    trims: list[SharedFolder] = []
+def test_the_folder_is_trimmed_as_it_fills(make_case, tmp_path, monkeypatch):
+    trims = []
     monkeypatch.setattr(SharedFolder, "trim", lambda self: trims.append(self))  # noqa: PLW0108 (a bound method)
     for seed, most_bytes, expected in ((0, 2**30, 1), (3, 16, 4)):
         monkeypatch.setattr(truth_module, "MOST_BYTES", most_bytes)
@@ -199,7 +195,7 @@ def test_the_folder_is_trimmed_as_it_fills(make_case: Any, tmp_path: Path, monke
         assert len(trims) == expected
 
 
-def test_the_sources_are_all_that_truths_are_computed_by() -> None:
+def test_the_sources_are_all_that_truths_are_computed_by():
     """Every module of attncheck's that problem and truth import, and those import, is in the digest."""
     package = Path(truth_module.__file__).parents[2]
     due, seen = [path for room in ("problem", "truth") for path in (package / "harness" / room).glob("*.py")], set()
@@ -219,7 +215,7 @@ def test_the_sources_are_all_that_truths_are_computed_by() -> None:
     assert {name for name in names if not name.startswith((*SOURCES, *others))} == set()
 
 
-def _imported(node: ast.AST) -> list[str]:
+def _imported(node):
     if isinstance(node, ast.ImportFrom) and str(node.module).startswith("attncheck."):
         return [str(node.module), *(f"{node.module}.{each.name}" for each in node.names)]
     return []

@@ -1,7 +1,5 @@
 """The process of a backend gets the variables it may need, and a secret only where it is named."""
 
-from pathlib import Path
-
 import pytest
 
 from attncheck.harness.run.options import read_given
@@ -13,7 +11,7 @@ SECRET = ("VLLM_API_KEY", "ATTNCHECK_TOKEN", "NVIDIA_PASSWORD", "XDG_SECRET", "C
 ALL = dict.fromkeys((*NEEDED, *OTHERS, *SECRET), "x")
 
 
-def test_what_is_usual_is_passed_but_for_secrets() -> None:
+def test_what_is_usual_is_passed_but_for_secrets():
     assert tuple(passed_environment(ALL)) == NEEDED
 
 
@@ -27,11 +25,11 @@ def test_what_is_usual_is_passed_but_for_secrets() -> None:
         ("NOWHERE", set()),
     ],
 )
-def test_a_pattern_adds_all_that_it_matches(pattern: str, added: set[str]) -> None:
+def test_a_pattern_adds_all_that_it_matches(pattern, added):
     assert set(passed_environment(ALL, read_given("pass_env", pattern.split()))) == {*NEEDED, *added}
 
 
-def test_the_variables_that_a_file_and_the_modules_beside_it_look_up_are_named(tmp_path: Path) -> None:
+def test_the_variables_that_a_file_and_the_modules_beside_it_look_up_are_named(tmp_path):
     (tmp_path / "mine.py").write_text(
         "import helper.part\nfrom os import environ, getenv\nimport os  # os.getenv('COMMENT')\n"
         "a = os.environ['ITEM']; b = os.environ.get('GET', ''); c = environ.pop('POP'); d = 'IN' in environ\n"

@@ -2,7 +2,6 @@
 
 import os
 import threading
-from collections.abc import Iterator
 
 import pytest
 
@@ -11,13 +10,13 @@ from attncheck.harness.workers.process import KEPT, KEPT_OF_EARLIER, PrintedOutp
 
 
 @pytest.fixture
-def pipe() -> Iterator[tuple[int, int]]:
+def pipe():
     reading, writing = os.pipe()
     yield reading, writing
     os.close(writing)
 
 
-def test_cases_that_were_begun_ahead_keep_what_is_theirs(pipe: tuple[int, int]) -> None:
+def test_cases_that_were_begun_ahead_keep_what_is_theirs(pipe):
     printed = PrintedOutput(pipe[0], "mine")
     os.write(pipe[1], b"loading\n" + mark_of("smoke/a") + b"one\n" + mark_of("smoke/b") + b"two\n")
     assert [printed.of(case) for case in ("", "smoke/a", "smoke/b", "smoke/c")] == ["loading\n", "one\n", "two\n", ""]
@@ -27,7 +26,7 @@ def test_cases_that_were_begun_ahead_keep_what_is_theirs(pipe: tuple[int, int]) 
     printed.close()
 
 
-def test_a_mark_may_come_in_pieces_and_what_looks_like_one_is_text(pipe: tuple[int, int]) -> None:
+def test_a_mark_may_come_in_pieces_and_what_looks_like_one_is_text(pipe):
     printed = PrintedOutput(pipe[0], "mine")
     for byte in b"a\0attn\0b" + mark_of("s/c") + b"d\0":
         os.write(pipe[1], bytes([byte]))
@@ -37,7 +36,7 @@ def test_a_mark_may_come_in_pieces_and_what_looks_like_one_is_text(pipe: tuple[i
     printed.close()
 
 
-def test_little_is_kept_of_earlier_cases_and_the_rest_is_counted(pipe: tuple[int, int]) -> None:
+def test_little_is_kept_of_earlier_cases_and_the_rest_is_counted(pipe):
     printed = PrintedOutput(pipe[0], "mine")
     line = b"x" * 99 + b"\n"
     os.write(pipe[1], line * 1000 + mark_of("s/next"))
@@ -49,11 +48,11 @@ def test_little_is_kept_of_earlier_cases_and_the_rest_is_counted(pipe: tuple[int
     printed.close()
 
 
-def test_whole_lines_are_shown_as_they_come_and_the_last_at_the_end(pipe: tuple[int, int]) -> None:
-    shown: list[tuple[str, str]] = []
+def test_whole_lines_are_shown_as_they_come_and_the_last_at_the_end(pipe):
+    shown = []
     came = threading.Event()
 
-    def show(label: str, text: str) -> None:
+    def show(label, text):
         shown.append((label, text))
         came.set()
 
@@ -66,11 +65,9 @@ def test_whole_lines_are_shown_as_they_come_and_the_last_at_the_end(pipe: tuple[
     assert shown[1:] == [("mine", "\u00fc!")]
 
 
-def test_of_more_than_a_case_may_show_the_rest_is_dropped_and_the_next_case_is_shown(
-    pipe: tuple[int, int], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_of_more_than_a_case_may_show_the_rest_is_dropped_and_the_next_case_is_shown(pipe, monkeypatch):
     monkeypatch.setattr(process, "SHOWN", 1000)
-    shown: list[str] = []
+    shown = []
     printed = PrintedOutput(pipe[0], "mine", lambda _label, text: shown.extend(text.split("\n")))
     os.write(pipe[1], mark_of("s/a") + b"x" * 99 + b"\n" + b"\xc3\xbc" * 600 + b"\nthe end\n")
     os.write(pipe[1], mark_of("s/b") + b"short\n")
@@ -82,8 +79,8 @@ def test_of_more_than_a_case_may_show_the_rest_is_dropped_and_the_next_case_is_s
     assert printed.of("s/b") == "short\n"
 
 
-def test_a_line_without_end_is_shown_in_pieces_and_takes_no_memory(pipe: tuple[int, int]) -> None:
-    shown: list[str] = []
+def test_a_line_without_end_is_shown_in_pieces_and_takes_no_memory(pipe):
+    shown = []
     printed = PrintedOutput(pipe[0], "mine", lambda _label, text: shown.append(text))
     block = b"x" * 2**20
     for _ in range(8):

@@ -1,7 +1,6 @@
 """Values come back as they were sent, and nothing else is taken for an answer."""
 
 import math
-from typing import Any
 
 import pytest
 
@@ -39,8 +38,8 @@ INFINITE = Passed.model_validate(WHO | {"figures": {"budget_share": math.inf}})
 ERROR = {"stage": "s", "error_type": "E", "message": "two\nlines \x00", "traceback": "é"}
 
 
-def test_an_answer_is_one_line_and_comes_back() -> None:
-    answers: list[tuple[Any, bytes, object]] = [
+def test_an_answer_is_one_line_and_comes_back():
+    answers = [
         (CaseServer.describe, RESULT, BackendDescription(info=INFO, is_mla=True)),
         (CaseServer.describe, REFUSED, Refused(reason="unknown backend 'b'")),
         (CaseServer.examine, EVENT, Stage(name="check lse")),
@@ -57,7 +56,7 @@ def test_an_answer_is_one_line_and_comes_back() -> None:
         assert read_answer(b"token", method, line[:-1]) == (kind, value)
 
 
-def test_a_call_has_the_arguments_of_its_method() -> None:
+def test_a_call_has_the_arguments_of_its_method():
     line = write_call(b"token", CaseServer.examine, ("smoke/decode", ("timing",), 3, None))
     assert line == b'token examine ["smoke/decode",["timing"],3,null]\n'
     arguments = signature_of(CaseServer.examine).arguments.validate_json(line.split(b" ", 2)[2])
@@ -75,6 +74,6 @@ def test_a_call_has_the_arguments_of_its_method() -> None:
         b"token event {}",
     ],
 )
-def test_what_is_no_answer_to_the_call_is_refused(line: bytes) -> None:
+def test_what_is_no_answer_to_the_call_is_refused(line):
     with pytest.raises(ValueError):
         read_answer(b"token", CaseServer.examine, line)

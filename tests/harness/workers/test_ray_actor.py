@@ -1,8 +1,5 @@
 """What runs on a node, without a cluster: whom it refuses, and that it examines as a run does."""
 
-from collections.abc import Callable, Iterator
-from pathlib import Path
-
 import pytest
 from inline_snapshot import snapshot
 
@@ -30,7 +27,7 @@ class Mine(SDPABackend):
 REF = "./mine.py:Mine"
 
 
-def joined(actor: RayActor, *, folder: Path, version: str = attncheck.__version__, device: str = "cpu") -> object:
+def joined(actor, *, folder, version=attncheck.__version__, device="cpu"):
     answer = actor.join(version, str(folder), Imports().model_dump_json(), (device, []))
     assert answer["name"]
     if "refused" in answer:
@@ -39,22 +36,20 @@ def joined(actor: RayActor, *, folder: Path, version: str = attncheck.__version_
 
 
 @pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mine.py").write_text(MINE)
     return tmp_path
 
 
 @pytest.fixture
-def actor() -> Iterator[RayActor]:
+def actor():
     made = RayActor()
     yield made
     made._pool.close()
 
 
-def test_a_node_examines_questions_to_backends_of_the_same_files(
-    plain: Callable[[str], str], actor: RayActor, folder: Path
-) -> None:
+def test_a_node_examines_questions_to_backends_of_the_same_files(plain, actor, folder):
     chosen = joined(actor, folder=folder)
     assert isinstance(chosen, DeviceChosen)
     selection = select_cases(["smoke"], ["decode.float32", "decode.float16"], ["numerics", "lse"])
@@ -94,7 +89,7 @@ def test_a_node_examines_questions_to_backends_of_the_same_files(
     assert plain(reason) == snapshot("ROOT/src/attncheck/cases/suites/smoke.yaml has changed since the run began")
 
 
-def test_a_node_with_another_attncheck_folder_or_device_takes_no_part(actor: RayActor, folder: Path) -> None:
+def test_a_node_with_another_attncheck_folder_or_device_takes_no_part(actor, folder):
     reasons = []
     for fields in ({"version": "9.9.9"}, {"folder": folder / "elsewhere"}, {"device": "xpu"}):
         answer = joined(actor, **{"folder": folder, **fields})

@@ -2,9 +2,6 @@
 
 import subprocess
 import sys
-from collections.abc import Callable, Iterable, Iterator
-from pathlib import Path
-from typing import Any
 
 import pytest
 from inline_snapshot import snapshot
@@ -43,14 +40,14 @@ class Needy(ReferenceBackend):
 
 
 @pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def folder(tmp_path, monkeypatch):
     (tmp_path / "small.yaml").write_text(SUITE)
     (tmp_path / "mine.py").write_text(MINE)
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
 
-def assignment() -> Assignment:
+def assignment():
     selection = select_cases(["small.yaml"])
     return Assignment(
         suites=selection.refs,
@@ -63,7 +60,7 @@ def assignment() -> Assignment:
     )
 
 
-def loading(ref: str, checks: tuple[str, ...] = BACKEND_CHECKS) -> WorkerProcess:
+def loading(ref, checks=BACKEND_CHECKS):
     """A process that loads the backend ``ref``; to be closed."""
     process = WorkerProcess()
     process.send(CaseServer.prepare, Imports(checks=checks))
@@ -71,12 +68,12 @@ def loading(ref: str, checks: tuple[str, ...] = BACKEND_CHECKS) -> WorkerProcess
     return process
 
 
-def described(process: WorkerProcess, assigned: Assignment) -> BackendDescription:
+def described(process, assigned):
     process.send(CaseServer.assign, assigned)
     return process.call(None, CaseServer.describe)
 
 
-def examined(process: WorkerProcess, case: str, *checks: str, number: int = 0) -> Iterator[Any]:
+def examined(process, case, *checks, number=0):
     """Everything up to the end of a case."""
     process.send(CaseServer.examine, case, checks, number, None)
     while not isinstance(answer := process.receive(), Examined):
@@ -84,11 +81,11 @@ def examined(process: WorkerProcess, case: str, *checks: str, number: int = 0) -
     yield answer
 
 
-def records_of(answers: Iterable[Any]) -> list[Any]:
+def records_of(answers):
     return [answer for answer in answers if not isinstance(answer, Stage | Examined)]
 
 
-def test_cases_are_examined_as_requested(folder: Path) -> None:
+def test_cases_are_examined_as_requested(folder):
     assigned = assignment()
     with loading("reference") as process:
         assert described(process, assigned).name == "reference"
@@ -119,7 +116,7 @@ def test_cases_are_examined_as_requested(folder: Path) -> None:
         assert str(refused.value) == snapshot("exited with code 0")
 
 
-def test_a_second_assignment_takes_the_place_of_the_first(folder: Path) -> None:
+def test_a_second_assignment_takes_the_place_of_the_first(folder):
     first = assignment()
     (ref,) = first.suites
     changed = f"{ref}{{cache.block_size: 32}}"
@@ -144,7 +141,7 @@ def test_a_second_assignment_takes_the_place_of_the_first(folder: Path) -> None:
     assert len(list(truths.glob("*"))) == 1
 
 
-def test_probes_are_shared_over_the_cases_of_the_run(folder: Path) -> None:
+def test_probes_are_shared_over_the_cases_of_the_run(folder):
     description = BackendDescription(info=BackendInfo(name="reference", ref="reference"))
     for update, shared in (
         ({}, ["decode", "blind"]),
@@ -156,7 +153,7 @@ def test_probes_are_shared_over_the_cases_of_the_run(folder: Path) -> None:
         assert [case.id for case in cases] == shared
 
 
-def test_probes_are_shared_over_the_suite_that_suits_the_backend(folder: Path) -> None:
+def test_probes_are_shared_over_the_suite_that_suits_the_backend(folder):
     selection = select_cases([])
     assigned = assignment().model_copy(
         update={
@@ -172,7 +169,7 @@ def test_probes_are_shared_over_the_suite_that_suits_the_backend(folder: Path) -
         assert {case.suite for case in cases} == {suite}
 
 
-def test_the_clock_is_imported_before_the_backend_whose_process_stores_no_truth(folder: Path) -> None:
+def test_the_clock_is_imported_before_the_backend_whose_process_stores_no_truth(folder):
     truths = folder / "truths"
     (folder / "late.py").write_text(
         "import sys\n"
@@ -192,7 +189,7 @@ def test_the_clock_is_imported_before_the_backend_whose_process_stores_no_truth(
     assert here.stdout == "clock first: True\n"
 
 
-def test_a_process_chooses_the_device_before_it_has_a_backend_and_after(folder: Path) -> None:
+def test_a_process_chooses_the_device_before_it_has_a_backend_and_after(folder):
     with WorkerProcess() as process:
         process.send(CaseServer.prepare, Imports(checks=(), functions=False))
         chosen = process.call(None, CaseServer.choose_device, "cpu:0", ())
@@ -207,7 +204,7 @@ def test_a_process_chooses_the_device_before_it_has_a_backend_and_after(folder: 
         assert described(process, assignment()).name == "reference"
 
 
-def test_what_is_no_backend_is_refused_in_the_same_words(plain: Callable[[str], str], folder: Path) -> None:
+def test_what_is_no_backend_is_refused_in_the_same_words(plain, folder):
     with loading("mine.py:Other") as process, pytest.raises(RefusedError) as refused:
         described(process, assignment())
     assert plain(str(refused.value)) == snapshot(
@@ -215,7 +212,7 @@ def test_what_is_no_backend_is_refused_in_the_same_words(plain: Callable[[str], 
     )
 
 
-def test_a_suite_that_changed_in_the_meantime_is_refused(folder: Path) -> None:
+def test_a_suite_that_changed_in_the_meantime_is_refused(folder):
     assigned = assignment()
     (folder / "small.yaml").write_text(SUITE.replace("q1s9", "q1s8"))
     with loading("reference") as process:
@@ -224,7 +221,7 @@ def test_a_suite_that_changed_in_the_meantime_is_refused(folder: Path) -> None:
         assert str(refused.value) == snapshot("small.yaml has changed since the run began")
 
 
-def test_a_description_has_the_required_environment_and_why_it_cannot_run(folder: Path) -> None:
+def test_a_description_has_the_required_environment_and_why_it_cannot_run(folder):
     with loading("mine.py:Needy") as process:
         found = described(process, assignment())
         assert found.info.required_environment == {"ATTNCHECK_TEST_NEED": "cpu"}

@@ -24,7 +24,7 @@ from attncheck.harness.workers.process import (
 from attncheck.harness.workers.worker import CaseServer
 
 
-def start(monkeypatch: pytest.MonkeyPatch, code: str) -> WorkerProcess:
+def start(monkeypatch, code):
     """A process that runs ``code`` where the worker would be.
 
     ``send(text)`` writes a line into its pipe; ``answer(kind, value)`` waits for a call, and answers it.
@@ -38,11 +38,11 @@ def start(monkeypatch: pytest.MonkeyPatch, code: str) -> WorkerProcess:
     return WorkerProcess({"ATTNCHECK_TEST": "given"})
 
 
-def descriptors() -> set[str]:
+def descriptors():
     return {path.name for path in Path("/proc/self/fd").iterdir()}
 
 
-def ended(process: int) -> bool:
+def ended(process):
     """Whether it is gone, or a zombie that its parent has yet to look after."""
     try:
         return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
@@ -50,7 +50,7 @@ def ended(process: int) -> bool:
         return True
 
 
-def wait_for(condition: object, limit: float = 20) -> bool:
+def wait_for(condition, limit=20):
     deadline = time.monotonic() + limit
     while not (found := condition()) and time.monotonic() < deadline:  # type: ignore[operator]
         time.sleep(0.02)
@@ -72,7 +72,7 @@ INTRUDED = "stopped, since it wrote into attncheck's own pipe"
         ("os.closerange(3, 256); time.sleep(60)", "stopped, since it closed attncheck's own pipe", {"_GRACE_S": 0.2}),
     ],
 )
-def test_how_a_process_ended(monkeypatch: pytest.MonkeyPatch, code: str, cause: str, smaller: dict[str, float]) -> None:
+def test_how_a_process_ended(monkeypatch, code, cause, smaller):
     for name, value in smaller.items():
         monkeypatch.setattr(process_module, name, value)
     text = f"import time\nprint('last words', flush=True)\n{code}"
@@ -81,7 +81,7 @@ def test_how_a_process_ended(monkeypatch: pytest.MonkeyPatch, code: str, cause: 
     assert (caught.value.end.cause, caught.value.end.output) == (cause, "last words\n")
 
 
-def test_what_was_sent_before_is_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_was_sent_before_is_not_lost(monkeypatch):
     reason = "x" * 200_000
     text = """answer('refused', '{"reason":"' + "x" * 200_000 + '"}'); os.abort()"""
     with start(monkeypatch, text) as process:
@@ -106,7 +106,7 @@ hang()
 """
 
 
-def test_a_silent_process_is_killed_at_its_limit_with_what_it_started(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_silent_process_is_killed_at_its_limit_with_what_it_started(monkeypatch):
     monkeypatch.setattr(process_module, "native_stack", lambda pid: f"frames of {pid}")
     with start(monkeypatch, SILENT) as process:
         process.send(CaseServer.examine, "smoke/decode", ("lse",), 0, None)
@@ -127,7 +127,7 @@ def test_a_silent_process_is_killed_at_its_limit_with_what_it_started(monkeypatc
         assert again.value.end == end
 
 
-def test_a_stopped_process_is_killed_and_described_as_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stopped_process_is_killed_and_described_as_stopped(monkeypatch):
     monkeypatch.setattr(process_module, "_STACK_S", 0.2)
     with start(monkeypatch, "import signal; os.kill(os.getpid(), signal.SIGSTOP)") as process:
         with pytest.raises(
@@ -137,7 +137,7 @@ def test_a_stopped_process_is_killed_and_described_as_stopped(monkeypatch: pytes
         assert process.has_ended
 
 
-def test_a_process_that_nothing_ends_is_left_and_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_that_nothing_ends_is_left_and_named(monkeypatch):
     monkeypatch.setattr(process_module, "_STACK_S", 0.1)
     monkeypatch.setattr(process_module, "_TERM_S", 0.1)
     monkeypatch.setattr(process_module, "_KILL_S", 0.1)
@@ -155,7 +155,7 @@ def test_a_process_that_nothing_ends_is_left_and_named(monkeypatch: pytest.Monke
     process._process.wait()
 
 
-def test_a_process_that_prints_without_end_does_not_block_and_fills_no_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_that_prints_without_end_does_not_block_and_fills_no_disk(monkeypatch):
     code = "for _ in range(200): os.write(1, b'x' * 2**20)\nos._exit(0)"
     with start(monkeypatch, code) as process:
         assert wait_for(lambda: process.has_ended)  # nothing reads its output meanwhile
@@ -169,9 +169,7 @@ def test_a_process_that_prints_without_end_does_not_block_and_fills_no_disk(monk
 @pytest.mark.parametrize(
     ("kills", "words"), [((1, 1), "out of memory?"), ((1, 2), "out of memory, as the kernel counts")]
 )
-def test_a_killed_process_is_reported_with_its_memory(
-    monkeypatch: pytest.MonkeyPatch, kills: tuple[int, int], words: str
-) -> None:
+def test_a_killed_process_is_reported_with_its_memory(monkeypatch, kills, words):
     counts = iter(kills)
     monkeypatch.setattr(process_module, "oom_kills", lambda: next(counts))
     monkeypatch.setattr(process_module, "free_host_bytes", lambda: 3 * 2**29)
@@ -188,9 +186,7 @@ def test_a_killed_process_is_reported_with_its_memory(
     assert 0.5 <= float(found[1]) <= max(0.6, own + 0.1)
 
 
-def test_the_interpreter_is_this_one_with_its_path_and_the_environment(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_the_interpreter_is_this_one_with_its_path_and_the_environment(monkeypatch, tmp_path):
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.chdir(tmp_path)
     Path("json.py").write_text("raise RuntimeError('taken from the current directory')")
@@ -201,7 +197,7 @@ def test_the_interpreter_is_this_one_with_its_path_and_the_environment(
     assert caught.value.end.output.split() == [sys.executable, "given", sys.path[0]]
 
 
-def test_processes_leave_no_descriptor_and_no_process(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_processes_leave_no_descriptor_and_no_process(monkeypatch):
     before = descriptors()
     for _ in range(10):
         with start(monkeypatch, "import time; time.sleep(60)") as process:
@@ -211,7 +207,7 @@ def test_processes_leave_no_descriptor_and_no_process(monkeypatch: pytest.Monkey
     assert descriptors() == before
 
 
-def test_a_process_that_cannot_be_started_leaves_no_descriptor(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_that_cannot_be_started_leaves_no_descriptor(monkeypatch):
     before = descriptors()
     monkeypatch.setattr(sys, "executable", "/nothing/of/that/name")
     with pytest.raises(FileNotFoundError):
@@ -219,7 +215,7 @@ def test_a_process_that_cannot_be_started_leaves_no_descriptor(monkeypatch: pyte
     assert descriptors() == before
 
 
-def test_closing_twice_and_sending_to_a_dead_process_do_no_harm(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_closing_twice_and_sending_to_a_dead_process_do_no_harm(monkeypatch):
     with start(monkeypatch, "os._exit(1)") as process:
         with pytest.raises(ProcessEndedError):
             process.receive()
@@ -229,7 +225,7 @@ def test_closing_twice_and_sending_to_a_dead_process_do_no_harm(monkeypatch: pyt
         process.close()
 
 
-def test_when_the_run_is_killed_its_process_ends_even_if_it_is_busy(tmp_path: Path) -> None:
+def test_when_the_run_is_killed_its_process_ends_even_if_it_is_busy(tmp_path):
     (tmp_path / "endless.py").write_text("import pathlib, time\npathlib.Path('began').touch()\ntime.sleep(1000)")
     code = (
         "import pathlib, sys, time\nfrom attncheck.harness.workers.worker import CaseServer, Imports\n"
@@ -273,7 +269,7 @@ print(*started, hidden, flush=True)
     [("time.sleep(60)", False), ("os.read(int(sys.argv[1]), 1)", False), ("os._exit(1)", True)],
     ids=["killed", "finished", "ends"],
 )
-def test_no_process_outlives_its_worker(monkeypatch: pytest.MonkeyPatch, then: str, are_adopted: bool) -> None:
+def test_no_process_outlives_its_worker(monkeypatch, then, are_adopted):
     with ending_orphans():
         process = start(monkeypatch, STRAYS + then)
         assert wait_for(lambda: process.output().endswith("\n"))
@@ -285,14 +281,14 @@ def test_no_process_outlives_its_worker(monkeypatch: pytest.MonkeyPatch, then: s
     assert wait_for(lambda: all(map(ended, strays)))
 
 
-def test_an_import_of_torch_that_fails_is_a_fault_of_ours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_import_of_torch_that_fails_is_a_fault_of_ours(tmp_path, monkeypatch):
     (tmp_path / "torch.py").write_text("raise ImportError('libtorch is damaged')\n")
     monkeypatch.syspath_prepend(tmp_path)
     with WorkerProcess() as process, pytest.raises(WorkerError, match="libtorch is damaged"):
         process.call(None, CaseServer.describe)
 
 
-def test_a_process_that_cannot_be_killed_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_that_cannot_be_killed_is_left(monkeypatch):
     monkeypatch.setattr(process_module, "_KILL_S", 0.1)
     with ending_orphans():
         held = subprocess.Popen(["sleep", "60"], start_new_session=True)
@@ -304,7 +300,7 @@ def test_a_process_that_cannot_be_killed_is_left(monkeypatch: pytest.MonkeyPatch
     held.wait()
 
 
-def test_a_pause_of_the_machine_does_not_count() -> None:
+def test_a_pause_of_the_machine_does_not_count():
     readings = iter([0.0, 0.2, 0.4, 9.4, 9.6])
     clock = AwakeClock(lambda: next(readings))
     assert [clock.now() for _ in range(4)] == pytest.approx([0.2, 0.4, 1.4, 1.6])

@@ -5,14 +5,11 @@ functions, because tests are no packages and cannot import each other.
 """
 
 import math
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import pytest
 import torch
 from hypothesis import strategies as st
-from hypothesis.strategies import DrawFn, SearchStrategy
 from torch import Tensor
 
 from attncheck.reference import AttentionParams, paged_attention
@@ -33,7 +30,7 @@ class PagedBatch:
     keys: tuple[Tensor, ...]
     values: tuple[Tensor, ...]
 
-    def attend(self, params: AttentionParams, **options: Any) -> tuple[Tensor, Tensor]:
+    def attend(self, params, **options):
         """Paged attention; no argument is modified, in any test."""
         arguments = (
             self.query,
@@ -48,10 +45,10 @@ class PagedBatch:
         assert [x._version for x in arguments] == versions
         return state
 
-    def rows(self, request: int) -> slice:
+    def rows(self, request):
         return slice(int(self.query_start_loc[request]), int(self.query_start_loc[request + 1]))
 
-    def places(self) -> list[tuple[int, int, int]]:
+    def places(self):
         """(row, request, position) of every row of a request."""
         return [
             (row, r, len(self.keys[r]) - self.rows(r).stop + row)
@@ -59,7 +56,7 @@ class PagedBatch:
             for row in range(self.rows(r).start, self.rows(r).stop)
         ]
 
-    def only(self, requests: Sequence[int]) -> "PagedBatch":
+    def only(self, requests):
         """The given requests, in the given order, over the same cache."""
         parts = [self.query[self.rows(r)] for r in requests]
         starts = torch.tensor([0, *(len(part) for part in parts)]).cumsum(0)
@@ -75,9 +72,7 @@ class PagedBatch:
         )
 
 
-def _page_out(
-    keys: Sequence[Tensor], values: Sequence[Tensor], block_size: int, seed: int = 0, spare: int = 3
-) -> tuple[Tensor, Tensor, Tensor]:
+def _page_out(keys, values, block_size, seed=0, spare=3):
     """(key_cache, value_cache, block_table) that hold the given tokens at random places, NaN everywhere else."""
     generator = torch.Generator().manual_seed(seed)
     pages = [-(-len(k) // block_size) for k in keys]
@@ -94,20 +89,10 @@ def _page_out(
     return caches[0], caches[1], table
 
 
-def _make_batch(
-    query_lens: Sequence[int],
-    seq_lens: Sequence[int],
-    params: AttentionParams,
-    *,
-    block_size: int = 4,
-    seed: int = 0,
-    gain: float = 1.0,
-    dtype: torch.dtype = torch.float64,
-    unowned_rows: int = 2,
-) -> PagedBatch:
+def _make_batch(query_lens, seq_lens, params, *, block_size=4, seed=0, gain=1.0, dtype=torch.float64, unowned_rows=2):
     generator = torch.Generator().manual_seed(seed)
 
-    def draw(*shape: int) -> Tensor:
+    def draw(*shape):
         return torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype)
 
     starts = torch.tensor([0, *query_lens]).cumsum(0)
@@ -121,12 +106,12 @@ def _make_batch(
 
 
 @st.composite
-def _layers(draw: DrawFn, **fixed: Any) -> AttentionParams:
+def _layers(draw, **fixed):
     kv_heads, group = draw(st.integers(1, 3)), draw(st.integers(1, 4))
     kv_heads = fixed.pop("num_kv_heads", kv_heads)
     heads = fixed.pop("num_heads", kv_heads * group)
     unbounded = st.just(-1)
-    choices: dict[str, SearchStrategy[Any]] = {
+    choices = {
         "head_size": st.sampled_from((3, 8, 1)),
         "head_size_v": st.sampled_from((None, 1, 5)),
         "scale": st.none() | st.floats(-2, 2),
@@ -145,14 +130,14 @@ def _layers(draw: DrawFn, **fixed: Any) -> AttentionParams:
 
 @st.composite
 def _batches(
-    draw: DrawFn,
-    params: AttentionParams,
+    draw,
+    params,
     *,
-    context_lens: SearchStrategy[int] = st.integers(0, 17),  # noqa: B008 (immutable)
-    fitting: bool = True,
-    shared_pages: SearchStrategy[int] = st.integers(0, 3),  # noqa: B008 (immutable)
-    block_size: int | None = None,
-) -> PagedBatch:
+    context_lens=st.integers(0, 17),  # noqa: B008 (immutable)
+    fitting=True,
+    shared_pages=st.integers(0, 3),  # noqa: B008 (immutable)
+    block_size=None,
+):
     pairs = draw(st.lists(st.tuples(st.integers(0, 7), context_lens), min_size=1, max_size=4))
     pairs = [(q, q + c) for q, c in pairs]
     if not fitting:
@@ -169,7 +154,7 @@ def _batches(
     return _with_shared_pages(batch, draw(shared_pages))
 
 
-def _with_shared_pages(batch: PagedBatch, pages: int) -> PagedBatch:
+def _with_shared_pages(batch, pages):
     """The first pages of request 0 are in the tables of all requests that are long enough; theirs become unowned."""
     size = batch.key_cache.shape[1]
     keys, values, table = list(batch.keys), list(batch.values), batch.block_table.clone()
@@ -191,7 +176,7 @@ def _with_shared_pages(batch: PagedBatch, pages: int) -> PagedBatch:
     )
 
 
-def _seen_keys(params: AttentionParams, q: int, num_keys: int) -> set[int]:
+def _seen_keys(params, q, num_keys):
     """The keys a row at position ``q`` sees, by striking out; nothing here is shared with ``visible``."""
     seen = set(range(num_keys))
     if params.causal:
@@ -208,15 +193,7 @@ def _seen_keys(params: AttentionParams, q: int, num_keys: int) -> set[int]:
     return seen
 
 
-def _dense(
-    batch: PagedBatch,
-    params: AttentionParams,
-    *,
-    include_sinks: bool = True,
-    kv_range: tuple[int, int] | None = None,
-    tree_mask: Tensor | None = None,
-    sees: Callable[[int, int, int], bool] | None = None,
-) -> tuple[Tensor, Tensor]:
+def _dense(batch, params, *, include_sinks=True, kv_range=None, tree_mask=None, sees=None):
     """Whole score matrices in float64, K and V repeated a head, every element of the mask computed by itself.
 
     ``sees(request, q, j)`` replaces the layer's own rule.
@@ -260,7 +237,7 @@ def _dense(
     return out, lse
 
 
-def _same_state(state: tuple[Tensor, Tensor], expected: tuple[Tensor, Tensor], tolerance: float = 1e-12) -> None:
+def _same_state(state, expected, tolerance=1e-12):
     """Output and lse agree to ``tolerance``, relative to the greatest value of the row (lse: or 1)."""
     (out, lse), (want_out, want_lse) = state, expected
     assert out.shape == want_out.shape
@@ -275,43 +252,43 @@ def _same_state(state: tuple[Tensor, Tensor], expected: tuple[Tensor, Tensor], t
 
 
 @pytest.fixture(scope="session")
-def make_batch() -> Callable[..., PagedBatch]:
+def make_batch():
     """``(query_lens, seq_lens, params, ...) -> PagedBatch``, random, with two rows of no request behind."""
     return _make_batch
 
 
 @pytest.fixture(scope="session")
-def page_out() -> Callable[..., tuple[Tensor, Tensor, Tensor]]:
+def page_out():
     """``(keys, values, block_size, seed) -> (key_cache, value_cache, block_table)``, pages in random order."""
     return _page_out
 
 
 @pytest.fixture(scope="session")
-def dense() -> Callable[..., tuple[Tensor, Tensor]]:
+def dense():
     """``(batch, params) -> (out, lse)`` by the dense formulation."""
     return _dense
 
 
 @pytest.fixture(scope="session")
-def seen() -> Callable[[AttentionParams, int, int], set[int]]:
+def seen():
     """``(params, q, num_keys) -> the keys the row at q sees``."""
     return _seen_keys
 
 
 @pytest.fixture(scope="session")
-def same_state() -> Callable[..., None]:
+def same_state():
     """``(state, expected, tolerance)``: asserts that two ``(out, lse)`` agree."""
     return _same_state
 
 
 @pytest.fixture(scope="session")
-def layers() -> Callable[..., SearchStrategy[AttentionParams]]:
+def layers():
     """``(**fixed) -> strategy`` of layers: GQA, sizes, scale, and every modifier that is not fixed by name."""
     return _layers
 
 
 @pytest.fixture(scope="session")
-def batches() -> Callable[..., SearchStrategy[PagedBatch]]:
+def batches():
     """``(params, ...) -> strategy`` of batches: any residues, empty rows, shuffled tables, shared first pages.
 
     ``fitting=False`` also draws requests with more rows than keys, and with none.
@@ -320,16 +297,16 @@ def batches() -> Callable[..., SearchStrategy[PagedBatch]]:
 
 
 @pytest.fixture(scope="session")
-def tiles() -> SearchStrategy[dict[str, int]]:
+def tiles():
     """Small tiles, so that their edges fall anywhere."""
     return st.fixed_dictionaries({"q_tile": st.integers(1, 9), "kv_tile": st.integers(1, 25)})
 
 
 @pytest.fixture(scope="session")
-def same_bits() -> Callable[..., None]:
+def same_bits():
     """``(tensors, expected)``: the same bits, NaNs and signs of zeros included."""
 
-    def check(state: Sequence[Tensor], expected: Sequence[Tensor]) -> None:
+    def check(state, expected):
         assert len(state) == len(expected)
         for a, b in zip(state, expected, strict=True):
             assert a.shape == b.shape

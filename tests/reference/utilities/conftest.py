@@ -1,9 +1,7 @@
 """Batches in vLLM's words from query and sequence lengths, a watch over what must not change, and refusals."""
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import is_dataclass
-from typing import Any
 
 import pytest
 import torch
@@ -13,24 +11,14 @@ from attncheck.errors import ReferenceArgumentError
 from attncheck.reference import CommonAttentionMetadata
 
 
-def _common(
-    query_lens: Sequence[int],
-    seq_lens: Sequence[int],
-    /,
-    *,
-    table: Sequence[Sequence[int]] | None = None,
-    extra_tokens: int = 0,
-    dtype: torch.dtype = torch.int32,
-    one_object: bool = False,
-    **others: Any,
-) -> CommonAttentionMetadata:
+def _common(query_lens, seq_lens, /, *, table=None, extra_tokens=0, dtype=torch.int32, one_object=False, **others):
     """Blocks ``10 * r + page`` and slots from 100 on; ``one_object``: device tensors are their host twins."""
     starts = torch.tensor([sum(query_lens[:i]) for i in range(len(query_lens) + 1)], dtype=dtype)
     lens = torch.tensor(list(seq_lens), dtype=dtype)
     computed = [s - q for q, s in zip(query_lens, seq_lens, strict=True)]
     rows = [[10 * r + page for page in range(4)] for r in range(len(query_lens))] if table is None else table
     slots = list(range(100, 100 + sum(query_lens))) + [-1] * extra_tokens
-    given: dict[str, Any] = {
+    given = {
         "query_start_loc": starts,
         "query_start_loc_cpu": starts if one_object else starts.clone(),
         "seq_lens": lens,
@@ -47,7 +35,7 @@ def _common(
 
 
 @contextmanager
-def _unchanged(*objects: Any) -> Iterator[None]:
+def _unchanged(*objects):
     """Every value of the objects (metadata, tensors) is the same object, and no tensor is written to."""
     before = [dict(_parts(thing)) for thing in objects]
     versions = [value._version for parts in before for value in parts.values() if isinstance(value, Tensor)]
@@ -57,11 +45,11 @@ def _unchanged(*objects: Any) -> Iterator[None]:
     assert [x._version for parts in before for x in parts.values() if isinstance(x, Tensor)] == versions
 
 
-def _parts(thing: Any) -> dict[str, Any]:
+def _parts(thing):
     return vars(thing) if is_dataclass(thing) else {"itself": thing}
 
 
-def _refused(function: Callable[..., Any], *arguments: Any) -> str | None:
+def _refused(function, *arguments):
     with _unchanged(*arguments):
         try:
             function(*arguments)
@@ -71,34 +59,34 @@ def _refused(function: Callable[..., Any], *arguments: Any) -> str | None:
 
 
 @pytest.fixture(scope="session")
-def common() -> Callable[..., CommonAttentionMetadata]:
+def common():
     """``(query_lens, seq_lens, *, table, extra_tokens, dtype, one_object, **fields) -> metadata``."""
     return _common
 
 
 @pytest.fixture(scope="session")
-def unchanged() -> Callable[..., AbstractContextManager[None]]:
+def unchanged():
     """``with unchanged(*objects)``: their tensors are the same objects with the same values afterwards."""
     return _unchanged
 
 
 @pytest.fixture(scope="session")
-def refused() -> Callable[..., str | None]:
+def refused():
     """``(function, *arguments)``: the argument that the refusal names, None without one; nothing is changed."""
     return _refused
 
 
 @pytest.fixture(scope="session")
-def same_storage() -> Callable[[Tensor, Tensor], bool]:
+def same_storage():
     """Whether two tensors share memory."""
     return lambda a, b: a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()
 
 
 @pytest.fixture(scope="session")
-def plain() -> Callable[[CommonAttentionMetadata], dict[str, Any]]:
+def plain():
     """Metadata as a dictionary of lists, integers and None; every number is a Python integer."""
 
-    def flatten(metadata: CommonAttentionMetadata) -> dict[str, Any]:
+    def flatten(metadata):
         values = {k: v.tolist() if isinstance(v, Tensor) else v for k, v in vars(metadata).items()}
         assert all(type(v) is int for k, v in values.items() if k.startswith(("num_reqs", "num_actual", "max")))
         return values

@@ -17,8 +17,6 @@ from attncheck.backends.candidates.triton_unified.tiling import SplitScratch
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SCALE = 0.4
 
-Requests = tuple[tuple[int, int], ...]
-
 
 @dataclass
 class Step:
@@ -31,7 +29,7 @@ class Step:
     out: Tensor
     lse: Tensor
 
-    def answer(self, **options: Any) -> tuple[Tensor, Tensor]:
+    def answer(self, **options):
         """Output and LSE, with NaN where nothing was written."""
         output = torch.full(self.latent.shape, torch.nan, dtype=self.latent.dtype, device=DEVICE)
         lse = torch.full(self.latent.shape[:2], torch.nan, device=DEVICE)
@@ -39,13 +37,13 @@ class Step:
         latent_attention(self.latent, self.rotary, self.kv_cache, **given)
         return given["output"], given["output_lse"]
 
-    def check(self, **options: Any) -> None:
+    def check(self, **options):
         out, lse = self.answer(**options)
         torch.testing.assert_close(out.double(), self.out, rtol=2e-6, atol=2e-6, equal_nan=True)
         torch.testing.assert_close(lse.double(), self.lse, rtol=2e-6, atol=2e-6, equal_nan=True)
 
 
-def make_step(requests: Requests, *, heads: int = 3) -> Step:
+def make_step(requests, *, heads=3):
     """Latent parts of 20 and rotary ones of 6 numbers in float32, on pages of 4 tokens; two rows of no request."""
     rank, rotary, page = 20, 6, 4
     generator = torch.Generator().manual_seed(len(requests) + heads)
@@ -73,7 +71,7 @@ def make_step(requests: Requests, *, heads: int = 3) -> Step:
         "query_start_loc": torch.tensor(starts, dtype=torch.int32),
         "k_scale": torch.ones(1),
     }
-    placed: dict[str, Any] = {name: tensor.to(DEVICE) for name, tensor in numbers.items()}
+    placed = {name: tensor.to(DEVICE) for name, tensor in numbers.items()}
     unseen = unowned.double()
     return Step(
         *query.split([rank, rotary], -1),
@@ -84,7 +82,7 @@ def make_step(requests: Requests, *, heads: int = 3) -> Step:
     )
 
 
-def dense(query: Tensor, keys: Tensor, rank: int) -> tuple[Tensor, Tensor]:
+def dense(query, keys, rank):
     """The formula, row by row; the last row is at the last key."""
     out, lse = torch.zeros(*query.shape[:2], rank).double(), torch.full(query.shape[:2], -torch.inf).double()
     for row in range(len(query)):
@@ -96,7 +94,7 @@ def dense(query: Tensor, keys: Tensor, rank: int) -> tuple[Tensor, Tensor]:
     return out, lse
 
 
-def scratch(results: int, rank: int, segments: int) -> SplitScratch:
+def scratch(results, rank, segments):
     """Full of NaN, and wanted by any step."""
     out, lse = (torch.full((size,), torch.nan, device=DEVICE) for size in (results * rank, results))
     return SplitScratch(out, lse, programs=10_000, most=segments)

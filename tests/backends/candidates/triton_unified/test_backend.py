@@ -1,6 +1,4 @@
-from collections.abc import Callable
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -17,7 +15,7 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 DECODE = BatchSpec(requests=(RequestSpec(query_len=1),))
 
 
-def test_the_scratch_is_the_same_in_every_step() -> None:
+def test_the_scratch_is_the_same_in_every_step():
     config = SimpleNamespace(
         model_config=SimpleNamespace(get_num_attention_heads=lambda _: 4),
         parallel_config=None,
@@ -34,7 +32,7 @@ def test_the_scratch_is_the_same_in_every_step() -> None:
     assert len(first.scratch.out) == 24 * len(first.scratch.lse)  # the size of a value
 
 
-def test_heads_that_fit_no_tile_are_not_supported_and_refused() -> None:
+def test_heads_that_fit_no_tile_are_not_supported_and_refused():
     layer = LayerSpec(num_heads=2, num_kv_heads=1, head_size=256)
     assert UnifiedBackend.unsupported_reasons(layer, CacheSpec(), DECODE) == []
     assert UnifiedBackend.get_impl_cls()(2, 256, 0.1, 1).head_size == 256
@@ -46,16 +44,16 @@ def test_heads_that_fit_no_tile_are_not_supported_and_refused() -> None:
             UnifiedBackend.get_impl_cls()(2, layer.head_size, 0.1, 1, head_size_v=layer.value_head_size)
 
 
-def rows(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+def rows(*shape, dtype=torch.float32):
     return torch.zeros(shape, device=DEVICE).to(dtype)
 
 
-def indices(*numbers: int) -> torch.Tensor:
+def indices(*numbers):
     return torch.tensor(numbers, dtype=torch.int32, device=DEVICE)
 
 
-def test_what_does_not_go_together_is_refused(refusals: Callable[..., list[str]]) -> None:
-    arguments: dict[str, Any] = {
+def test_what_does_not_go_together_is_refused(refusals):
+    arguments = {
         "query": rows(3, 2, 16),
         "key_cache": rows(4, 16, 1, 16),
         "value_cache": rows(4, 16, 1, 16),
@@ -66,7 +64,7 @@ def test_what_does_not_go_together_is_refused(refusals: Callable[..., list[str]]
         "max_query_len": 3,
         "params": AttentionParams(2, 1, 16),
     }
-    wrong: list[tuple[str, dict[str, Any]]] = [
+    wrong = [
         ("query is torch.float64, keys are torch.float32", {"query": rows(3, 2, 16, dtype=torch.float64)}),
         ("keys have shape (4, 16, 2, 16), not [..., 1, 16]; keys are", {"key_cache": rows(4, 16, 2, 16)}),
         (

@@ -1,8 +1,5 @@
-from collections.abc import Callable
-
 import pytest
 import torch
-from torch import Tensor
 
 pytest.importorskip("triton")
 
@@ -12,11 +9,11 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 HEADS, SIZE, BLOCKS, PAGE = 3, 24, 5, 6
 
 
-def numbers(*shape: int) -> Tensor:
+def numbers(*shape):
     return torch.rand(*shape, generator=torch.Generator().manual_seed(sum(shape))).to(DEVICE)
 
 
-def test_nothing_is_written_for_no_rows_nor_beyond_the_cache() -> None:
+def test_nothing_is_written_for_no_rows_nor_beyond_the_cache():
     cache = numbers(BLOCKS, PAGE, HEADS, SIZE)
     before = cache.clone()
     key = numbers(2, HEADS, SIZE)
@@ -25,7 +22,7 @@ def test_nothing_is_written_for_no_rows_nor_beyond_the_cache() -> None:
     assert torch.equal(cache, before)
 
 
-def test_offsets_beyond_32_bits_are_reached() -> None:
+def test_offsets_beyond_32_bits_are_reached():
     # Memory without a write is never backed by pages.
     memory = torch.empty(2**31 + 12, dtype=torch.uint8, device=DEVICE).view(torch.float8_e4m3fn)
     cache = memory.as_strided((3, 1, 1, 4), (2**30 + 4, 4, 4, 1))
@@ -35,7 +32,7 @@ def test_offsets_beyond_32_bits_are_reached() -> None:
     assert cache[2].float().flatten().tolist() == [1.0, 2.0, -3.0, 448.0]
 
 
-def test_what_does_not_fit_is_refused(refusals: Callable[..., list[str]]) -> None:
+def test_what_does_not_fit_is_refused(refusals):
     cache = torch.zeros(BLOCKS, PAGE, HEADS, SIZE)
     given = {"key": torch.ones(2, HEADS, SIZE), "value": torch.ones(2, HEADS, SIZE), "key_cache": cache}
     given |= {"value_cache": cache, "slot_mapping": torch.tensor([1, 2])}
@@ -57,8 +54,8 @@ def test_what_does_not_fit_is_refused(refusals: Callable[..., list[str]]) -> Non
     assert not cache.any()
 
 
-def test_a_compiled_step_writes_the_same_into_views_of_one_tensor() -> None:
-    def step(pool: Tensor, key: Tensor, slots: Tensor) -> Tensor:
+def test_a_compiled_step_writes_the_same_into_views_of_one_tensor():
+    def step(pool, key, slots):
         reshape_and_cache(key, key + 1, pool[0], pool[1], slots)
         return pool.sum()
 

@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from torch import Tensor
 
 pytest.importorskip("triton")
 
@@ -14,11 +13,11 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 formats = pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2], ids=["e4m3fn", "e5m2"])
 
 
-def all_codes(dtype: torch.dtype) -> Tensor:
+def all_codes(dtype):
     return torch.arange(256, dtype=torch.uint8, device=DEVICE).view(dtype)
 
 
-def stored(x: Tensor, dtype: torch.dtype) -> Tensor:
+def stored(x, dtype):
     """What the writer makes of float32 numbers in a cache of this dtype, whose rows have 256 numbers."""
     rows = torch.nn.functional.pad(x, (0, -len(x) % 256)).view(-1, 1, 256).to(DEVICE)
     cache = torch.zeros(len(rows), 1, 1, 256, device=DEVICE).to(dtype)
@@ -29,7 +28,7 @@ def stored(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 @formats
-def test_every_code_is_read_as_torch_reads_it(dtype: torch.dtype) -> None:
+def test_every_code_is_read_as_torch_reads_it(dtype):
     """A row sees a single key, so that the output is its value."""
     key, value = (torch.zeros(1, 16, 1, size, dtype=torch.uint8, device=DEVICE).view(dtype) for size in (16, 256))
     value[0, 0, 0] = all_codes(dtype)
@@ -53,7 +52,7 @@ def test_every_code_is_read_as_torch_reads_it(dtype: torch.dtype) -> None:
 
 
 @formats
-def test_ties_go_to_the_even_code_and_their_neighbours_to_the_nearest(dtype: torch.dtype) -> None:
+def test_ties_go_to_the_even_code_and_their_neighbours_to_the_nearest(dtype):
     values = all_codes(dtype)[:128].float().cpu()
     values = values[values.isfinite()]
     ties = (values[1:] + values[:-1]) / 2  # exact: one more bit of mantissa
@@ -69,7 +68,7 @@ def test_ties_go_to_the_even_code_and_their_neighbours_to_the_nearest(dtype: tor
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
-def test_rounding_goes_to_the_nearest_and_ties_to_even(dtype: torch.dtype) -> None:
+def test_rounding_goes_to_the_nearest_and_ties_to_even(dtype):
     bits = torch.arange(-(2**31), 2**31, 2**17 - 1, dtype=torch.int64).to(torch.int32)
     ties = torch.arange(0x3F800000, 0x3F900000, 0x1000, dtype=torch.int32)  # of bfloat16 and float16, and their codes
     x = torch.cat([bits, ties]).view(torch.float32)

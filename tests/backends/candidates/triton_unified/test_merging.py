@@ -13,7 +13,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 INF = math.inf
 
 
-def one(lse_a: float, lse_b: float, out_a: float = 3.0, out_b: float = -1.0) -> tuple[float, float]:
+def one(lse_a, lse_b, out_a=3.0, out_b=-1.0):
     """Of states of a single number."""
     outs = [torch.tensor([[[out]]], device=DEVICE) for out in (out_a, out_b)]
     lses = [torch.tensor([[lse]], device=DEVICE) for lse in (lse_a, lse_b)]
@@ -21,12 +21,12 @@ def one(lse_a: float, lse_b: float, out_a: float = 3.0, out_b: float = -1.0) -> 
     return out.item(), lse.item()
 
 
-def test_a_logarithm_that_is_nan_is_no_mark() -> None:
+def test_a_logarithm_that_is_nan_is_no_mark():
     for lses in ((math.nan, 0.0), (0.0, math.nan), (math.nan, -INF)):
         assert all(math.isnan(x) for x in one(*lses))
 
 
-def test_more_rows_than_one_program_takes() -> None:
+def test_more_rows_than_one_program_takes():
     out = torch.arange(700.0, device=DEVICE).view(700, 1, 1)
     lse = torch.zeros(700, 1, device=DEVICE)
     merged, log = merge_attn_states(out, lse, torch.full_like(out, torch.nan), torch.full_like(lse, -INF))
@@ -34,7 +34,7 @@ def test_more_rows_than_one_program_takes() -> None:
     assert torch.equal(log, lse)
 
 
-def test_no_rows_are_no_rows_and_what_does_not_fit_is_refused() -> None:
+def test_no_rows_are_no_rows_and_what_does_not_fit_is_refused():
     state = torch.zeros(9, 3, 40, device=DEVICE), torch.zeros(9, 3, device=DEVICE)
     out, lse = merge_attn_states(*(x[:0] for x in (*state, *state)))
     assert (out.shape, lse.shape) == ((0, 3, 40), (0, 3))
@@ -50,7 +50,7 @@ def test_no_rows_are_no_rows_and_what_does_not_fit_is_refused() -> None:
             merge_attn_states(*given)
 
 
-def test_fake_tensors_have_the_shapes() -> None:
+def test_fake_tensors_have_the_shapes():
     with FakeTensorMode():
         out, lse = torch.zeros(4, 2, 8, dtype=torch.float16), torch.zeros(4, 2)
         merged, log = merge_attn_states(out, lse, out, lse)

@@ -1,7 +1,5 @@
 """The batches that come before: larger and smaller ones, which need nothing beyond the case's layer."""
 
-from typing import Any
-
 import pytest
 
 from attncheck.cases.loader import load_suite
@@ -9,7 +7,7 @@ from attncheck.harness.checks import history as batches
 from attncheck.reference.spec import AttentionType
 
 
-def lengths(batch: Any) -> list[tuple[int, int]] | None:
+def lengths(batch):
     return batch and [(r.query_len, r.total_len) for r in batch.case.batch]
 
 
@@ -26,13 +24,13 @@ def lengths(batch: Any) -> list[tuple[int, int]] | None:
         (batches.many_keys, [(1, 601)]),
     ],
 )
-def test_the_lengths_of_each_kind(make_case: Any, make: Any, expected: list[tuple[int, int]]) -> None:
+def test_the_lengths_of_each_kind(make_case, make, expected):
     batch = make(make_case((1, 37), (5, 40), (33, 33), padding=(1, 2)))
     assert lengths(batch) == expected
     assert batch.case.batch.padding.tokens == (2 if make is batches.alike else 0)
 
 
-def test_a_batch_that_would_be_the_case_s_own_kind_is_left_out(make_case: Any) -> None:
+def test_a_batch_that_would_be_the_case_s_own_kind_is_left_out(make_case):
     assert batches.decodes(make_case((1, 37), (1, 5))) is None
     assert batches.prompts(make_case((33, 33), (1, 1))) is None
     assert batches.fewer(make_case((33, 33))) is None
@@ -41,7 +39,7 @@ def test_a_batch_that_would_be_the_case_s_own_kind_is_left_out(make_case: Any) -
     assert lengths(batches.longer(encoder)) == [(18, 18), (6, 6)]
 
 
-def test_one_is_larger_and_one_smaller_and_all_occur_in_smoke() -> None:
+def test_one_is_larger_and_one_smaller_and_all_occur_in_smoke():
     kinds, orders = set(), set()
     for case in load_suite("smoke"):
         pair = batches.earlier_batches(case)

@@ -1,7 +1,6 @@
 """What an impl and builder saw before, or see beside a step: the finding names the batch or the layer that matters."""
 
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
@@ -30,7 +29,7 @@ from attncheck.reference.spec import TreeOptions
 CPU = torch.device("cpu")
 
 
-def begun(backend: Any, case: Any) -> tuple[RightRows, Session]:
+def begun(backend, case):
     """Run the first step of a backend class, or of the mutant of this name."""
     if isinstance(backend, str):
         backend = load(f"mutants:{backend}").backend
@@ -39,7 +38,7 @@ def begun(backend: Any, case: Any) -> tuple[RightRows, Session]:
     return RightRows.of(problem, truth_of(problem, CPU), session.run(), backend.conventions), session  # type: ignore[arg-type]
 
 
-def everything(rows: RightRows, session: Session) -> dict[str, History]:
+def everything(rows, session):
     """One thing at a time."""
     problem, backend, case = rows.problem, session.backend, rows.problem.case
     other, sharing = other_kind_of_layer(problem, backend), sharing_layer(rows, backend)
@@ -71,7 +70,7 @@ class Claims(ReferenceBackend):
         (Claims, {}),
     ],
 )
-def test_a_right_backend_is_right_after_and_beside_everything(make_case: Any, backend: Any, layer: Any) -> None:
+def test_a_right_backend_is_right_after_and_beside_everything(make_case, backend, layer):
     rows, session = begun(backend, make_case(**layer))
     for name, history in everything(rows, session).items():
         assert check_step(rows, session, history) is None, name
@@ -118,7 +117,7 @@ LAST = "1 of 41 rows is wrong, the first is row 40 (request 2, position 129)"
         ),
     ],
 )
-def test_the_finding_names_what_makes_the_difference(make_case: Any, mutant: str, history: str, how: str) -> None:
+def test_the_finding_names_what_makes_the_difference(make_case, mutant, history, how):
     rows, session = begun(mutant, make_case((33, 33), (7, 61), (1, 130)))
     one = everything(rows, session)[history]
     # Much more is played; what does not matter is left out of the words.
@@ -129,7 +128,7 @@ def test_the_finding_names_what_makes_the_difference(make_case: Any, mutant: str
     assert how in found.summary
 
 
-def test_a_field_that_a_layer_changes_is_named(make_case: Any) -> None:
+def test_a_field_that_a_layer_changes_is_named(make_case):
     rows, session = begun("shortens-the-metadata", make_case((5, 40), (1, 130)))
     found = check_step(rows, session, everything(rows, session)["mirror"])
     assert isinstance(found, Broken)
@@ -137,9 +136,9 @@ def test_a_field_that_a_layer_changes_is_named(make_case: Any) -> None:
     assert found.meaning == "a layer changes the metadata, which all layers of the group share"
 
 
-def test_metadata_that_cannot_be_compared_leave_the_finding(make_case: Any) -> None:
+def test_metadata_that_cannot_be_compared_leave_the_finding(make_case):
     class Uncomparable:
-        def __eq__(self, _: object) -> bool:
+        def __eq__(self, _):
             raise RuntimeError("no")
 
         __hash__ = None  # type: ignore[assignment]
@@ -147,7 +146,7 @@ def test_metadata_that_cannot_be_compared_leave_the_finding(make_case: Any) -> N
     base = load("mutants:shortens-the-metadata").backend
 
     class Impl(base.get_impl_cls()):  # type: ignore[misc]
-        def forward(self, *args: Any, **keywords: Any) -> Any:
+        def forward(self, *args, **keywords):
             vars(args[5])["odd"] = Uncomparable()
             return super().forward(*args, **keywords)
 
@@ -158,7 +157,7 @@ def test_metadata_that_cannot_be_compared_leave_the_finding(make_case: Any) -> N
     assert found.summary.startswith("right in a first step, wrong ")
 
 
-def test_requests_that_go_on_are_judged_in_a_decode_loop(make_case: Any) -> None:
+def test_requests_that_go_on_are_judged_in_a_decode_loop(make_case):
     rows, session = begun("keeps-the-pages-of-a-request", make_case((1, 33), (5, 40), (33, 33), (1, 129)))
     found = histories.check_decode_loop(rows, session)
     assert isinstance(found, Broken)
@@ -166,7 +165,7 @@ def test_requests_that_go_on_are_judged_in_a_decode_loop(make_case: Any) -> None
     assert any("new tokens" in line for line in found.details)
 
 
-def test_a_decode_loop_brings_every_row_of_the_case_once_and_ends_as_the_case_does(make_case: Any) -> None:
+def test_a_decode_loop_brings_every_row_of_the_case_once_and_ends_as_the_case_does(make_case):
     problem = build_problem(make_case((1, 33), (1, 15), (5, 40), (33, 33), (1, 130)), 0)
     rows = torch.cat([step.rows for step in loop_steps(problem)])
     assert rows[rows >= 0].sort().values.tolist() == list(range(len(problem.query)))
@@ -183,30 +182,28 @@ def test_a_decode_loop_brings_every_row_of_the_case_once_and_ends_as_the_case_do
         ("encoder_only", None, {"attn_type": "encoder_only"}),
     ],
 )
-def test_there_is_no_decode_loop_where_rows_would_see_other_keys(
-    make_case: Any, path: str, options: Any, layer: dict[str, Any]
-) -> None:
+def test_there_is_no_decode_loop_where_rows_would_see_other_keys(make_case, path, options, layer):
     assert loop_steps(build_problem(make_case((3, 3), (3, 3), path=path, options=options, **layer), 0)) == ()
 
 
-def test_a_group_that_a_builder_refuses_is_examined_without_the_other_kind_of_layer(make_case: Any) -> None:
+def test_a_group_that_a_builder_refuses_is_examined_without_the_other_kind_of_layer(make_case):
     class Refuses(ReferenceBackend):
         class Builder(ReferenceBackend.get_builder_cls()):  # type: ignore[misc]
-            def __init__(self, spec: Any, names: Any, config: Any, device: Any) -> None:
+            def __init__(self, spec, names, config, device):
                 super().__init__(spec, names, config, device)
                 layers = config.compilation_config.static_forward_context
                 if len({layers[name].impl.scale for name in names}) > 1:
                     raise NotImplementedError("layers of one scale only")
 
         @staticmethod
-        def get_builder_cls() -> Any:
+        def get_builder_cls():
             return Refuses.Builder
 
     rows, session = begun(Refuses, make_case())
     assert check_step(rows, session, everything(rows, session)["other"]) is None
 
 
-def test_every_way_is_chosen(make_case: Any) -> None:
+def test_every_way_is_chosen(make_case):
     cases = [make_case((1, length), (2, 9)) for length in range(20, 40)]
     chosen = [histories.history_of(*begun(ReferenceBackend, case)) for case in cases]
     assert {len(history.before) for history in chosen} == {1, 2}
@@ -226,7 +223,7 @@ cases:
 
 
 @pytest.mark.parametrize("backend", [ReferenceBackend, SDPABackend, "writes-for-sharing-layers"])
-def test_a_case_names_the_batches_before_and_the_layers_beside(tmp_path: Any, backend: Any) -> None:
+def test_a_case_names_the_batches_before_and_the_layers_beside(tmp_path, backend):
     (tmp_path / "named.yaml").write_text(NAMED)
     (case,) = load_suite(str(tmp_path / "named.yaml"))
     rows, session = begun(backend, case)

@@ -1,65 +1,63 @@
 """Custom operators are watched inside, and taped as what they are made of; where part of that is hidden, as one step."""
 
 import ctypes
-from collections.abc import Callable
 from types import ModuleType
 
 import numpy as np
 import pytest
 import torch
 from inline_snapshot import snapshot
-from torch import Tensor
 
 from attncheck.harness.checks.cudagraph.emulation import EmulatedRecorder
-from attncheck.harness.checks.cudagraph.recorder import CaptureError, Recording
+from attncheck.harness.checks.cudagraph.recorder import CaptureError
 
 CONTEXT = {"factor": 2.0}
 """What a model runner keeps for its operators, and changes every step."""
 
 
 @torch.library.custom_op("attncheck_custom::scale", mutates_args={"out"})
-def scale(out: Tensor, x: Tensor) -> None:
+def scale(out, x):
     out.copy_(x * CONTEXT["factor"])
 
 
 @torch.library.custom_op("attncheck_custom::by_numpy", mutates_args={"out"})
-def by_numpy(out: Tensor, x: Tensor) -> None:
+def by_numpy(out, x):
     np.multiply(x.numpy(), 3.0, out=out.numpy())
 
 
 @torch.library.custom_op("attncheck_custom::by_address", mutates_args={"out"})
-def by_address(out: Tensor, x: Tensor) -> None:
+def by_address(out, x):
     out.zero_()
     ctypes.memmove(out.data_ptr(), x.data_ptr(), x.numel() * x.element_size())
 
 
 @torch.library.custom_op("attncheck_custom::both", mutates_args={"out"})
-def both(out: Tensor, x: Tensor) -> None:
+def both(out, x):
     by_numpy(out, x)
     out.mul_(CONTEXT["factor"])
 
 
-def buffers() -> tuple[Tensor, Tensor]:
+def buffers():
     return torch.zeros(3), torch.ones(3)
 
 
-def recorded(operator: Callable[[Tensor, Tensor], object], out: Tensor, x: Tensor) -> Recording:
+def recorded(operator, out, x):
     CONTEXT["factor"] = 2.0
     return EmulatedRecorder().record(lambda: lambda: operator(out, x))
 
 
 @torch.library.custom_op("attncheck_custom::converts", mutates_args={"out"})
-def converts(out: Tensor, x: Tensor) -> None:
+def converts(out, x):
     out.copy_(x.view(1, 3).transpose(0, 1).contiguous().to(torch.float64).reshape(3).float())
 
 
 @torch.inference_mode()
-def converts_in_inference_mode(out: Tensor, x: Tensor) -> None:
+def converts_in_inference_mode(out, x):
     out.copy_(x.to(torch.float64).contiguous().float())
 
 
 @torch.library.custom_op("attncheck_custom::add", mutates_args=("out",))
-def add(out: Tensor, x: Tensor) -> None:
+def add(out, x):
     out.add_(torch.ones(3, device=out.device))
 
 
@@ -75,7 +73,7 @@ def add(out: Tensor, x: Tensor) -> None:
         (add, [3.0, 3.0, 3.0]),  # once in the warm-up, the recording and the replay
     ],
 )
-def test_an_operator_is_repeated_and_what_it_looked_up_is_frozen(operator, result) -> None:
+def test_an_operator_is_repeated_and_what_it_looked_up_is_frozen(operator, result):
     out, x = buffers()
     recording = recorded(operator, out, x)
     assert recording.released() == ()
@@ -85,7 +83,7 @@ def test_an_operator_is_repeated_and_what_it_looked_up_is_frozen(operator, resul
     assert out.tolist() == result
 
 
-def test_host_arguments_of_a_hidden_operator_are_frozen_and_reported() -> None:
+def test_host_arguments_of_a_hidden_operator_are_frozen_and_reported():
     recorder, (out, twin) = EmulatedRecorder(), buffers()
     recorder.mark_host(twin)
     recording = recorder.record(lambda: lambda: by_address(out, twin))
@@ -97,7 +95,7 @@ def test_host_arguments_of_a_hidden_operator_are_frozen_and_reported() -> None:
     assert read.startswith("attncheck_custom.by_address at ")
 
 
-def test_forgetting_what_was_taped_inside_forgets_its_references() -> None:
+def test_forgetting_what_was_taped_inside_forgets_its_references():
     for operator in (scale, by_numpy, by_address, both):
         out, x = buffers()
         recording = recorded(operator, out, x)
@@ -108,15 +106,15 @@ def test_forgetting_what_was_taped_inside_forgets_its_references() -> None:
 
 
 @torch.library.custom_op("attncheck_custom::sines", mutates_args=())
-def sines(x: Tensor) -> tuple[Tensor, Tensor]:
+def sines(x):
     array = np.asarray(x)
     return torch.from_numpy(np.sin(array)), torch.empty_like(x).copy_(torch.from_numpy(np.cos(array)))
 
 
-def test_the_outputs_of_an_operator_keep_their_order() -> None:
+def test_the_outputs_of_an_operator_keep_their_order():
     out, x = buffers()
 
-    def forward() -> None:
+    def forward():
         sine, cosine = sines(x)
         out.copy_(sine * sine + cosine)
 
@@ -127,12 +125,12 @@ def test_the_outputs_of_an_operator_keep_their_order() -> None:
 
 
 @torch.library.custom_op("attncheck_custom::planned", mutates_args=())
-def planned(x: Tensor, plan: Tensor) -> Tensor:
+def planned(x, plan):
     return x * sum(plan.tolist()) * plan.max().item()
 
 
 @pytest.mark.parametrize("is_on_host", [True, False])
-def test_an_operator_may_read_a_host_argument_and_no_other(is_on_host) -> None:
+def test_an_operator_may_read_a_host_argument_and_no_other(is_on_host):
     (out, x), plan = buffers(), torch.tensor([1, 2, 1])
     recorder = EmulatedRecorder()
     if is_on_host:
@@ -150,10 +148,10 @@ def test_an_operator_may_read_a_host_argument_and_no_other(is_on_host) -> None:
 
 
 @pytest.mark.parametrize("key", ["CPU", "CompositeExplicitAutograd"])
-def test_operators_registered_by_hand_are_watched_as_well(plain, key) -> None:
+def test_operators_registered_by_hand_are_watched_as_well(plain, key):
     reads = False
 
-    def double(out: Tensor, x: Tensor, factor: float = 2) -> None:
+    def double(out, x, factor=2):
         out.copy_(x * factor)
         if reads:
             int(x.sum())
@@ -174,7 +172,7 @@ def test_operators_registered_by_hand_are_watched_as_well(plain, key) -> None:
     )
 
 
-def interpreter() -> ModuleType:
+def interpreter():
     """A module in place of Triton's interpreter: it fetches arguments, runs the kernel, and writes them back."""
     module = ModuleType("triton.runtime.pretended")
     source = (
@@ -189,11 +187,11 @@ def interpreter() -> ModuleType:
     return module
 
 
-def test_what_tritons_interpreter_reads_is_the_kernels_own_work() -> None:
+def test_what_tritons_interpreter_reads_is_the_kernels_own_work():
     out, one = torch.zeros(3), torch.tensor([5])
     launch = interpreter().launch
 
-    def kernel(out: np.ndarray, one: np.ndarray) -> None:
+    def kernel(out, one):
         out += one
 
     recording = EmulatedRecorder().record(lambda: lambda: launch(kernel, out, one))
