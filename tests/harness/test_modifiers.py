@@ -62,7 +62,7 @@ def extended(monkeypatch):
         ),
     }
     for name, modifier in added.items():
-        monkeypatch.setitem(MODIFIERS, name, modifier)  # type: ignore[arg-type]
+        monkeypatch.setitem(MODIFIERS, name, modifier)
         # The layers that fixtures make are of the base class.
         monkeypatch.setattr(LayerSpec, name, Extended.__dataclass_fields__[name].default, raising=False)
 

@@ -155,7 +155,7 @@ def test_a_convolution_that_rounds_on_its_way_is_within_the_budget(conv_case, dt
         tape = torch.cat([past, problem.x[first:last]])
         carried = problem.dtype if rounds == "products" else torch.float32
         terms = [tape[k : k + last - first].to(carried) * problem.weight[:, k].to(carried) for k in range(4)]
-        z = problem.bias.float() + sum(term.float() for term in terms)  # type: ignore[union-attr]
+        z = problem.bias.float() + sum(term.float() for term in terms)
         z = z.to(problem.dtype).float() if rounds == "sums" else z
         y[first:last, 0] = torch.nn.functional.silu(z).to(problem.dtype).double()
     assert float(share_of_budget(y - truth.y, truth.budget).max()) < 0.8

@@ -39,7 +39,7 @@ def storage(kind="fp8", scale=0.3):
 @pytest.mark.parametrize("kind", ["fp8_e4m3", "fp8_e5m2"])
 def test_dividing_and_multiplying_by_the_reciprocal_are_both_right(judge, backend_of, make_case, kind):
     class Impl(ReferenceImpl):
-        def write(self, layer, key, value, key_cache, value_cache, slot_mapping):  # type: ignore[no-untyped-def]
+        def write(self, layer, key, value, key_cache, value_cache, slot_mapping):
             limit = torch.finfo(key_cache.dtype).max
             slots = slot_mapping[slot_mapping >= 0]
             for new, cache, scale in ((key, key_cache, layer._k_scale), (value, value_cache, layer._v_scale)):
@@ -62,7 +62,7 @@ def test_dividing_and_multiplying_by_the_reciprocal_are_both_right(judge, backen
 )
 def test_a_writer_that_makes_numbers_of_nan_is_named(judge, backend_of, make_case, kind, is_cut, meaning):
     class Impl(ReferenceImpl):
-        def write(self, layer, key, value, key_cache, value_cache, slot_mapping):  # type: ignore[no-untyped-def]
+        def write(self, layer, key, value, key_cache, value_cache, slot_mapping):
             limit = torch.finfo(key_cache.dtype).max
             for new, cache in ((key, key_cache), (value, value_cache)):
                 scaled = (new.double() / 0.25).nan_to_num(nan=limit).clamp(-limit, limit)

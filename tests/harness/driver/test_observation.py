@@ -45,19 +45,19 @@ def unpacking():
 def signature_of_an_impl():
     def construct(num_heads): ...
 
-    construct(8, sinks=None)  # type: ignore[call-arg]
+    construct(8, sinks=None)
 
 
 def signature_of_a_latent_impl():
     def construct(num_heads, *, kv_lora_rank): ...
 
-    construct(8)  # type: ignore[call-arg]
+    construct(8)
 
 
 def signature_of_a_kernel():
     def kernel(query): ...
 
-    kernel(8, window=3)  # type: ignore[call-arg]
+    kernel(8, window=3)
 
 
 def raised_by(call):

@@ -36,13 +36,13 @@ cases:
 def sized(base, *, has_codec=True):
     """Return ``base`` with a ``forward`` that refuses a pool of another size than its metadata's builder was given."""
 
-    class Builder(base.get_builder_cls()):  # type: ignore[misc]
+    class Builder(base.get_builder_cls()):
         def build(self, *args, **keywords):
             made = super().build(*args, **keywords)
             made.num_gpu_blocks = self.vllm_config.cache_config.num_gpu_blocks
             return made
 
-    class Impl(base.get_impl_cls()):  # type: ignore[misc]
+    class Impl(base.get_impl_cls()):
         def __init__(self, *args, **keywords):
             super().__init__(*args, **keywords)
             assert get_current_vllm_config().cache_config.num_gpu_blocks is None
@@ -54,7 +54,7 @@ def sized(base, *, has_codec=True):
                 assert metadata.num_gpu_blocks == pages, f"{metadata.num_gpu_blocks} of {tuple(cache.shape)}"
             return super().forward(layer, query, key, value, cache, metadata, **more)
 
-    class Sized(base):  # type: ignore[misc]
+    class Sized(base):
         get_builder_cls = staticmethod(lambda: Builder)
         get_impl_cls = staticmethod(lambda: Impl)
 

@@ -86,10 +86,10 @@ class CrossedCodec:
     def write(self, kv_cache, slots, key, value):
         if key.isnan().any():
             raise OSError("no NaN here")
-        self.codec.write(kv_cache, slots, key, value)  # type: ignore[union-attr]
+        self.codec.write(kv_cache, slots, key, value)
 
     def read(self, *args):
-        rows = self.codec.read(*args)  # type: ignore[union-attr]
+        rows = self.codec.read(*args)
         return rows[::-1] if self.crosses else rows
 
 
@@ -235,7 +235,7 @@ def test_the_kernels_that_an_impl_names_are_sorted_and_known_after_a_step(make_c
     tried.run()
     assert tried.chosen_kernels == ("flash", "math")
     for wrong in ("flash", None, 3, ["flash", None], [""]):
-        tried.impl.chosen_kernels = wrong  # type: ignore[union-attr]
+        tried.impl.chosen_kernels = wrong
         with pytest.raises(StageError) as caught:
             _ = tried.chosen_kernels
         assert caught.value.raised.in_words == (

@@ -39,7 +39,7 @@ def test_files_of_the_same_name_in_two_folders_share_a_digest_of_both(tmp_path, 
         module.__file__ = str(file)
         monkeypatch.setitem(sys.modules, f"{file.parent.name}_of_this_test", module)
         monkeypatch.syspath_prepend(file.parent)
-    monkeypatch.setitem(sys.modules, "lazy_of_this_test", Lazy())  # type: ignore[arg-type]
+    monkeypatch.setitem(sys.modules, "lazy_of_this_test", Lazy())
     digests = {loaded_files()["kernel.so"]}
     for file in files:
         file.write_text("edited")

@@ -103,7 +103,7 @@ def test_weights_belong_to_the_layer(make_latent):
     assert one is not None
     assert other is not None
     assert torch.equal(one.w_uk, other.w_uk)
-    assert torch.equal(build_problem(case, 0).up_projections.w_uv, build_problem(case, 7).up_projections.w_uv)  # type: ignore[union-attr]
+    assert torch.equal(build_problem(case, 0).up_projections.w_uv, build_problem(case, 7).up_projections.w_uv)
     assert not torch.equal(one.w_uk[:, 0], one.w_uk[:, 1]), "heads differ"
 
 

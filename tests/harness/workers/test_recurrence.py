@@ -13,7 +13,7 @@ BACKEND = BackendDescription(info=BackendInfo(name="a", ref="a"))
 
 
 def question(name, *checks):
-    return BackendQuestion(BACKEND, SimpleNamespace(key=f"smoke/{name}"), checks)  # type: ignore[arg-type]
+    return BackendQuestion(BACKEND, SimpleNamespace(key=f"smoke/{name}"), checks)
 
 
 EARLIER = [question(str(number), "lse") for number in range(10)]

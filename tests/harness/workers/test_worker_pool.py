@@ -207,7 +207,7 @@ def test_a_host_with_little_memory_holds_few_and_the_next_starts_while_one_works
         assert [fake.ref for fake in started] == ["a", "b", "c", "d", "e", "b"]
         assert processes.process("b") is None  # it has not described itself again
         again = processes.restart("b")
-        assert again is started[-1] is processes.process("b")  # type: ignore[comparison-overlap]
+        assert again is started[-1] is processes.process("b")
         processes.restart("b")
         assert len(started) == 7
 

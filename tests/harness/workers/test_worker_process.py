@@ -52,7 +52,7 @@ def ended(process):
 
 def wait_for(condition, limit=20):
     deadline = time.monotonic() + limit
-    while not (found := condition()) and time.monotonic() < deadline:  # type: ignore[operator]
+    while not (found := condition()) and time.monotonic() < deadline:
         time.sleep(0.02)
     return bool(found)
 

@@ -35,7 +35,7 @@ def begun(backend, case):
         backend = load(f"mutants:{backend}").backend
     problem = build_problem(case, 0)
     session = Session(backend, problem, CPU)
-    return RightRows.of(problem, truth_of(problem, CPU), session.run(), backend.conventions), session  # type: ignore[arg-type]
+    return RightRows.of(problem, truth_of(problem, CPU), session.run(), backend.conventions), session
 
 
 def everything(rows, session):
@@ -141,11 +141,11 @@ def test_metadata_that_cannot_be_compared_leave_the_finding(make_case):
         def __eq__(self, _):
             raise RuntimeError("no")
 
-        __hash__ = None  # type: ignore[assignment]
+        __hash__ = None
 
     base = load("mutants:shortens-the-metadata").backend
 
-    class Impl(base.get_impl_cls()):  # type: ignore[misc]
+    class Impl(base.get_impl_cls()):
         def forward(self, *args, **keywords):
             vars(args[5])["odd"] = Uncomparable()
             return super().forward(*args, **keywords)
@@ -188,7 +188,7 @@ def test_there_is_no_decode_loop_where_rows_would_see_other_keys(make_case, path
 
 def test_a_group_that_a_builder_refuses_is_examined_without_the_other_kind_of_layer(make_case):
     class Refuses(ReferenceBackend):
-        class Builder(ReferenceBackend.get_builder_cls()):  # type: ignore[misc]
+        class Builder(ReferenceBackend.get_builder_cls()):
             def __init__(self, spec, names, config, device):
                 super().__init__(spec, names, config, device)
                 layers = config.compilation_config.static_forward_context
