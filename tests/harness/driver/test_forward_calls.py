@@ -1,9 +1,15 @@
-"""Which calls a path is played by: hand-made pieces, their order, and bounds that stay true."""
+"""The calls of a step: pieces of a path, the strides of their operands, and their results put together."""
+
+import math
+from dataclasses import replace
+from typing import get_args
 
 import pytest
 import torch
 
-from attncheck.harness.driver.step import forward_calls_of, make_step, num_builders
+from attncheck.backends.conventions import Conventions
+from attncheck.harness.driver.outputs import CallResult, GuardedBuffer, merged, placed
+from attncheck.harness.driver.step import ForwardCall, forward_calls_of, make_step, num_builders, operand_views
 from attncheck.harness.problem.problem import build_problem
 from attncheck.reference.spec import (
     AttentionType,
@@ -12,6 +18,8 @@ from attncheck.reference.spec import (
     MicroBatchOptions,
     RequestSpec,
     SplitKVOptions,
+    StrideForm,
+    StridesSpec,
 )
 
 
@@ -158,3 +166,137 @@ def test_fast_prefill_hands_over_the_last_rows_and_the_metadata_of_all(make_case
     assert call.common.num_logits_indices == call.num_rows == 3
     assert call.position.tolist() == [38, 39, 8]
     assert (step.slot_mapping >= 0).tolist() == [True] * 7 + [False] * 2
+
+
+CPU = torch.device("cpu")
+
+
+def rows(count=5, heads=3, size=4):
+    return torch.arange(count * heads * size, dtype=torch.float32).view(count, heads, size)
+
+
+@pytest.mark.parametrize(
+    ("form", "heads", "strides"),
+    [
+        ("contiguous", 3, (12, 4, 1, False)),
+        ("padded", 3, (28, 4, 1, False)),
+        ("offset", 3, (12, 4, 1, True)),
+        ("transposed", 3, (4, 20, 1, True)),
+        ("odd", 1, (4, 7, 1, True)),
+    ],
+)
+def test_each_form_holds_the_values_with_the_strides_it_is_named_for(form, heads, strides):
+    given = rows(heads=heads)
+    view, *_ = operand_views([given] * 3, StridesSpec(query=form, key="contiguous", value="contiguous"))
+    assert torch.equal(view, given)
+    assert (*view.stride(), view.storage_offset() > 0) == strides
+    if form == "padded":
+        whole = view.as_strided((5, 28), (28, 1))
+        assert bool(torch.isnan(whole[:, 12:]).all())  # room between rows is no number
+
+
+def test_fused_operands_share_memory_and_others_do_not():
+    given = rows(), rows() + 100, rows() + 200
+    views = operand_views(given, StridesSpec(query="fused", key="transposed", value="fused"))
+    assert all(torch.equal(view, own) for view, own in zip(views, given, strict=True))
+    query, key, value = [each.untyped_storage().data_ptr() for each in views]
+    assert query == value != key
+
+
+@pytest.mark.parametrize("form", get_args(StrideForm))
+def test_writes_beside_the_rows_of_a_buffer_are_found_in_any_form(form):
+    for shape in ((5, 3, 4), (5, 3)):
+        buffer = GuardedBuffer(shape, 4, torch.float32, CPU, form)
+        assert bool(buffer.unwritten_rows()[:4].all())
+        assert not buffer.touched()
+        buffer.handed_out()[:] = 2.0
+        assert buffer.touched()
+        assert not bool(buffer.unwritten_rows().any())
+        assert not buffer.breached()
+        behind = buffer.rows.as_strided(
+            shape, buffer.rows.stride(), buffer.rows.storage_offset() + buffer.rows.stride(0)
+        )
+        behind[:] = 2.0
+        assert buffer.breached()
+
+
+def test_what_lies_between_padded_rows_is_guarded():
+    buffer = GuardedBuffer((5, 3, 4), 5, torch.float32, CPU, "padded")
+    out = buffer.rows
+    out.as_strided((5,), (out.stride(0),), out.storage_offset() + 12).fill_(9.0)
+    assert buffer.breached()
+
+
+def test_a_step_takes_the_strides_of_its_case_before_what_its_inputs_plant(make_case):
+    problem = build_problem(make_case(), 0)
+    fused = make_step(problem, CPU)
+    assert fused.query.stride(0) == (8 + 2 + 2) * 64 + 16
+    strided = replace(problem, case=replace(problem.case, strides=StridesSpec(query="transposed", output="padded")))
+    step = make_step(strided, CPU)
+    assert step.query.stride() == (64, 40 * 64, 1)
+    assert step.output_form == "padded"
+    assert torch.equal(step.query, fused.query)
+
+
+PAD, OTHER_PAD = 7.0, 8.0
+
+
+def result(rows, output, lse, unwritten=-1):
+    """One head of size 1; what follows ``rows`` is padding."""
+    index = torch.tensor(rows)
+    call = ForwardCall(
+        common=None,  # not looked at
+        query=torch.zeros(len(output), 1, 1),
+        key=None,
+        value=None,
+        rows=index,
+        nth=torch.zeros_like(index),
+        position=index * 10,
+        num_key_rows=0,
+    )
+    missing = torch.arange(len(output)) == unwritten
+    numbers = None if lse is None else torch.tensor(lse)[:, None]
+    return CallResult(call, torch.tensor(output)[:, None, None], numbers, missing, None if lse is None else missing)
+
+
+def flat(rows):
+    assert rows is not None
+    return [round(x, 6) for x in rows.flatten().tolist()]
+
+
+def test_rows_go_to_their_places_and_padding_behind_them():
+    one = result([2, 0], [20.0, 0.0, PAD], [2.5, 0.5, PAD], unwritten=1)
+    whole = placed([one, result([3, 1], [30.0, 10.0, OTHER_PAD], [3.5, 1.5, OTHER_PAD])])
+    assert flat(whole.output) == [0.0, 10.0, 20.0, 30.0, PAD, OTHER_PAD]
+    assert flat(whole.lse) == [0.5, 1.5, 2.5, 3.5, PAD, OTHER_PAD]
+    assert whole.lse_unwritten is not None
+    assert whole.unwritten.tolist() == whole.lse_unwritten.tolist() == [True, False, False, False]
+    assert whole.position.tolist() == [0, 10, 20, 30]
+    without = placed([result([1, 0], [1.0, 0.0], None)])
+    assert flat(without.output) == [0.0, 1.0]
+    assert (without.lse, without.lse_unwritten) == (None, None)
+
+
+@pytest.mark.parametrize(("base", "unit"), [("e", 1.0), ("2", math.log(2))])
+def test_parts_are_weighted_by_their_lse(base, unit):
+    """Row 0: weights 3 and 1. Row 1: nothing in the second part, whose output is anything finite."""
+    first = result([0, 1], [1.0, 5.0, PAD], [math.log(3) / unit, 0.25, PAD], unwritten=1)
+    second = result([0, 1], [9.0, 77.0, OTHER_PAD], [0.0, -math.inf, OTHER_PAD])
+    whole = merged([first, second], Conventions(lse_base=base))
+    assert flat(whole.output) == [3.0, 5.0, PAD, OTHER_PAD]
+    assert flat(whole.lse) == [round(math.log(4) / unit, 6), 0.25, PAD, OTHER_PAD]
+    assert whole.output.dtype == torch.float64
+    assert whole.unwritten.tolist() == [False, True]
+
+
+@pytest.mark.parametrize("rubbish", [math.nan, math.inf])
+def test_rubbish_of_a_part_that_saw_nothing_is_seen(rubbish):
+    parts = [result([0, 1], [1.0, 1.0], [0.0, 0.0]), result([0, 1], [1.0, rubbish], [0.0, -math.inf])]
+    output = merged(parts, Conventions()).output.flatten().tolist()
+    assert output[0] == 1.0
+    assert math.isnan(output[1])
+
+
+def test_parts_without_an_lse_cannot_be_merged():
+    with pytest.raises(ValueError, match="without an LSE"):
+        merged([result([0], [1.0], None)] * 2, Conventions())

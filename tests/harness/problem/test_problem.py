@@ -1,4 +1,4 @@
-"""Problems: laid out as an engine would, and the same bits everywhere."""
+"""Problems: laid out as an engine would, the same bits everywhere, with queries that reveal faults."""
 
 import hashlib
 
@@ -7,9 +7,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from attncheck.backends.paged_metadata import tree_mask
 from attncheck.cases.model import Case
 from attncheck.errors import SpecError
+from attncheck.harness.problem import queries as inputs
 from attncheck.harness.problem.problem import build_problem
+from attncheck.harness.problem.queries import CHANNELS, Coordinate, ancestors, decode, sign, token_tree
 from attncheck.reference.spec import AttentionType, BatchSpec, CacheSpec, LayerSpec, RequestSpec
 
 
@@ -104,3 +107,129 @@ def test_names_for_people(make_case):
     slot = int(problem.key_slots[41])
     assert problem.slot_name(slot).endswith("request 1, position 1)")
     assert "owned by no request" in problem.slot_name(0)
+
+
+def weights(problem, request):
+    """Dense softmax weights ``[H, rows, keys]`` of one request, and of keys beyond what a row sees."""
+    layer, r = problem.layer, problem.requests[request]
+    query = problem.query[r.first_row : r.first_row + r.rows].double()
+    group = layer.num_heads // layer.num_kv_heads
+    keys = problem.keys[r.base : r.base + r.num_keys].double().repeat_interleave(group, 1)
+    scores = torch.einsum("qhd,khd->hqk", query, keys) * layer.softmax_scale
+    position = torch.arange(r.rows) + r.first_position
+    distance = position[:, None] - torch.arange(r.num_keys)[None, :]
+    left, right = layer.window
+    hidden = torch.zeros_like(distance, dtype=torch.bool)
+    if layer.is_causal:
+        hidden |= distance < 0
+    if left >= 0:
+        hidden |= distance > left
+    if right >= 0:
+        hidden |= distance < -right
+    return scores.masked_fill(hidden, float("-inf")).softmax(dim=-1)
+
+
+@pytest.mark.parametrize(("keys", "head_size"), [(37, 64), (1000, 64), (9000, 128), (300, 16), (5000, 256)])
+def test_decode_needles_weigh_about_half(make_case, keys, head_size):
+    problem = build_problem(make_case((1, keys), head_size=head_size, num_heads=16), 0)
+    heaviest = weights(problem, 0).amax(dim=-1).flatten()
+    # Some heads point at keys of no request, some have large or equal scores; most carry a visible needle.
+    assert int((heaviest > 0.15).sum()) >= 8
+    assert int(((heaviest > 0.15) & (heaviest < 0.95)).sum()) >= 6
+
+
+def test_needles_are_at_both_ends_and_at_page_edges(make_case):
+    problem = build_problem(make_case((1, 1000), num_heads=16), 0)
+    heavy = {int(i) for i in weights(problem, 0)[:, 0].argmax(dim=-1)}
+    assert {0, 999, 998} <= heavy
+    assert heavy & {992, 991}, "the last page begins at 992"
+
+
+def test_large_and_equal_scores_are_among_the_rows(make_case):
+    problem = build_problem(make_case((64, 64)), 0)
+    scores = torch.einsum("qhd,khd->hqk", problem.query.double(), problem.keys.double().repeat_interleave(4, 1))
+    largest = (scores * problem.layer.softmax_scale).abs().amax(dim=-1)
+    assert float(largest.max()) > 1000
+    assert bool((largest == 0).any())
+    plain = build_problem(make_case((64, 64), inputs=("needles",)), 0)
+    scores = torch.einsum("qhd,khd->hqk", plain.query.double(), plain.keys.double().repeat_interleave(4, 1))
+    assert float((scores * plain.layer.softmax_scale).abs().max()) < 100
+
+
+def test_soft_capped_layers_meet_scores_around_and_far_above_the_cap(make_case):
+    problem = build_problem(make_case((40, 200), logits_soft_cap=50.0), 0)
+    scores = torch.einsum("qhd,khd->hqk", problem.query.double(), problem.keys.double().repeat_interleave(4, 1))
+    ratio = (scores * problem.layer.softmax_scale).abs().amax(dim=-1) / 50.0
+    assert float(ratio.max()) > 50
+    assert int(((ratio > 0.9) & (ratio < 1.3)).sum()) > 20
+
+
+def test_float16_queries_stay_finite(make_case):
+    problem = build_problem(make_case((9, 100), dtype="float16", scale=1e-4, logits_soft_cap=50.0), 0)
+    assert bool(torch.isfinite(problem.query).all())
+
+
+@pytest.mark.parametrize("layer", [{}, {"sliding_window": 9, "alibi": True}, {"logits_soft_cap": 20.0, "sinks": True}])
+def test_how_many_rows_are_taken_at_once_changes_nothing(make_case, monkeypatch, layer):
+    case = make_case((1, 40), (17, 30), (5, 3), (9, 9), **layer)
+    whole = build_problem(case, 0).query
+    monkeypatch.setattr(inputs, "_ROWS_AT_ONCE", 4)
+    assert torch.equal(build_problem(case, 0).query, whole)
+
+
+# Signatures
+
+
+@given(
+    kind=st.sampled_from(["key", "value"]),
+    request=st.integers(0, 1023),
+    position=st.integers(0, 131071),
+    heads=st.integers(1, 32),
+)
+def test_a_signature_reads_back(kind, request, position, heads):
+    rows = 0.3 * torch.ones(1, heads, 64, dtype=torch.float64)
+    sign(rows, kind, torch.tensor([request]), torch.tensor([position]))
+    for head in range(heads):
+        assert Coordinate(kind, request, position, head) in decode(rows[0, head])
+
+
+def test_no_channel_is_constant_and_no_row_repeats():
+    rows = 0.3 * torch.ones(512, 2, CHANNELS, dtype=torch.float64)
+    sign(rows, "value", torch.arange(512) // 128, torch.arange(512) % 128)
+    assert rows.flatten(0, 1).unique(dim=0).shape[0] == 1024
+    assert float(rows.sign().mean(dim=(0, 1)).abs().max()) < 0.25
+
+
+def test_magnitudes_stay_and_short_rows_carry_nothing():
+    rows = torch.linspace(-2, 2, CHANNELS, dtype=torch.float64).reshape(1, 1, -1)
+    before = rows.clone()
+    sign(rows, "key", torch.tensor([1]), torch.tensor([2]))
+    assert torch.equal(rows.abs(), before.abs())
+    assert decode(torch.ones(CHANNELS - 1)) == ()
+
+
+# Trees, as a problem has them by parents, equal those that a builder reads.
+
+
+@st.composite
+def parents(draw):
+    """Of up to nine rows, listed by depth."""
+    chosen, depths = [-1], [0]
+    for row in range(1, draw(st.integers(1, 9))):
+        parent = draw(st.sampled_from([i for i in range(row) if depths[i] + 1 >= depths[-1]]))
+        chosen.append(parent)
+        depths.append(depths[parent] + 1)
+    return tuple(chosen)
+
+
+@settings(max_examples=100, deadline=None)
+@given(parents())
+def test_a_row_sees_itself_and_its_ancestors_here_and_in_what_a_builder_reads(tree):
+    mask = ancestors(tree)
+    assert torch.equal(tree_mask(token_tree(tree)), mask)
+    for row, parent in enumerate(tree):
+        line, node = {row}, parent
+        while node >= 0:
+            line.add(node)
+            node = tree[node]
+        assert set(mask[row].nonzero().flatten().tolist()) == line

@@ -1,4 +1,4 @@
-"""The process of a backend, from outside: its start, the report of its end, and that nothing is left behind."""
+"""The process of a backend: how it starts and ends, its environment, and what it prints."""
 
 import os
 import re
@@ -6,20 +6,27 @@ import resource
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
 import pytest
 
+from attncheck.harness.run.options import read_given
+from attncheck.harness.workers import process
 from attncheck.harness.workers import process as process_module
-from attncheck.harness.workers.limits import Limit
+from attncheck.harness.workers.limits import Limit, passed_environment, variables_read
 from attncheck.harness.workers.process import (
+    KEPT,
+    KEPT_OF_EARLIER,
     AwakeClock,
+    PrintedOutput,
     ProcessEndedError,
     RefusedError,
     WorkerError,
     WorkerProcess,
     ending_orphans,
+    mark_of,
 )
 from attncheck.harness.workers.worker import CaseServer
 
@@ -304,3 +311,124 @@ def test_a_pause_of_the_machine_does_not_count():
     readings = iter([0.0, 0.2, 0.4, 9.4, 9.6])
     clock = AwakeClock(lambda: next(readings))
     assert [clock.now() for _ in range(4)] == pytest.approx([0.2, 0.4, 1.4, 1.6])
+
+
+@pytest.fixture
+def pipe():
+    reading, writing = os.pipe()
+    yield reading, writing
+    os.close(writing)
+
+
+def test_cases_that_were_begun_ahead_keep_what_is_theirs(pipe):
+    printed = PrintedOutput(pipe[0], "mine")
+    os.write(pipe[1], b"loading\n" + mark_of("smoke/a") + b"one\n" + mark_of("smoke/b") + b"two\n")
+    assert [printed.of(case) for case in ("", "smoke/a", "smoke/b", "smoke/c")] == ["loading\n", "one\n", "two\n", ""]
+    os.write(pipe[1], b"three")
+    assert printed.of() == "two\nthree"
+    printed.close()
+    printed.close()
+
+
+def test_a_mark_may_come_in_pieces_and_what_looks_like_one_is_text(pipe):
+    printed = PrintedOutput(pipe[0], "mine")
+    for byte in b"a\0attn\0b" + mark_of("s/c") + b"d\0":
+        os.write(pipe[1], bytes([byte]))
+        printed.of()
+    os.write(pipe[1], b"\xffe")
+    assert (printed.of(""), printed.of("s/c")) == ("a\0attn\0b", "d\0\ufffde")
+    printed.close()
+
+
+def test_little_is_kept_of_earlier_cases_and_the_rest_is_counted(pipe):
+    printed = PrintedOutput(pipe[0], "mine")
+    line = b"x" * 99 + b"\n"
+    os.write(pipe[1], line * 1000 + mark_of("s/next"))
+    whole = KEPT_OF_EARLIER // 100
+    assert printed.of("") == f"[{100_000 - 100 * whole} bytes before this are not kept]\n" + line.decode() * whole
+    os.write(pipe[1], line * 1000)
+    assert len(printed.of().encode()) <= KEPT + 60
+    assert printed.of("s/next", 250).endswith("kept]\n" + line.decode() * 2)
+    printed.close()
+
+
+def test_whole_lines_are_shown_as_they_come_and_the_last_at_the_end(pipe):
+    shown = []
+    came = threading.Event()
+
+    def show(label, text):
+        shown.append((label, text))
+        came.set()
+
+    printed = PrintedOutput(pipe[0], "mine", show)
+    os.write(pipe[1], "a\nb\n\u00fc".encode()[:-1])
+    assert came.wait(20)
+    assert shown == [("mine", "a\nb")]
+    os.write(pipe[1], "\u00fc".encode()[-1:] + mark_of("s/c") + b"!")
+    printed.close()
+    assert shown[1:] == [("mine", "\u00fc!")]
+
+
+def test_of_more_than_a_case_may_show_the_rest_is_dropped_and_the_next_case_is_shown(pipe, monkeypatch):
+    monkeypatch.setattr(process, "SHOWN", 1000)
+    shown = []
+    printed = PrintedOutput(pipe[0], "mine", lambda _label, text: shown.extend(text.split("\n")))
+    os.write(pipe[1], mark_of("s/a") + b"x" * 99 + b"\n" + b"\xc3\xbc" * 600 + b"\nthe end\n")
+    os.write(pipe[1], mark_of("s/b") + b"short\n")
+    printed.close()
+    assert shown[0] == "x" * 99
+    assert set(shown[1]) == {"\u00fc"}
+    assert shown[2:] == [process._DROPPED.strip(), "short"]
+    assert printed.of("s/a").endswith("\nthe end\n")
+    assert printed.of("s/b") == "short\n"
+
+
+def test_a_line_without_end_is_shown_in_pieces_and_takes_no_memory(pipe):
+    shown = []
+    printed = PrintedOutput(pipe[0], "mine", lambda _label, text: shown.append(text))
+    block = b"x" * 2**20
+    for _ in range(8):
+        rest = memoryview(block)
+        while rest:
+            rest = rest[os.write(pipe[1], rest) :]
+    assert len(printed._line) <= process._LONGEST_LINE
+    printed.close()
+    assert "".join(shown) == "x" * 2**23
+
+
+NEEDED = ("PATH", "HOME", "LC_ALL", "PYTHONPATH", "CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "VLLM_CACHE_ROOT", "CC")
+OTHERS = ("GITHUB_TOKEN", "AWS_SECRET_ACCESS_KEY", "https_proxy", "DATABASE_URL", "PATHS")
+SECRET = ("VLLM_API_KEY", "ATTNCHECK_TOKEN", "NVIDIA_PASSWORD", "XDG_SECRET", "CUDA_CREDENTIALS", "TORCH_hub_token")
+ALL = dict.fromkeys((*NEEDED, *OTHERS, *SECRET), "x")
+
+
+def test_what_is_usual_is_passed_but_for_secrets():
+    assert tuple(passed_environment(ALL)) == NEEDED
+
+
+@pytest.mark.parametrize(
+    ("pattern", "added"),
+    [
+        ("DATABASE_URL", {"DATABASE_URL"}),
+        ("GITHUB_*", {"GITHUB_TOKEN"}),
+        ("VLLM_API_KEY,https_proxy ,", {"VLLM_API_KEY", "https_proxy"}),
+        ("*", {*OTHERS, *SECRET}),
+        ("NOWHERE", set()),
+    ],
+)
+def test_a_pattern_adds_all_that_it_matches(pattern, added):
+    assert set(passed_environment(ALL, read_given("pass_env", pattern.split()))) == {*NEEDED, *added}
+
+
+def test_the_variables_that_a_file_and_the_modules_beside_it_look_up_are_named(tmp_path):
+    (tmp_path / "mine.py").write_text(
+        "import helper.part\nfrom os import environ, getenv\nimport os  # os.getenv('COMMENT')\n"
+        "a = os.environ['ITEM']; b = os.environ.get('GET', ''); c = environ.pop('POP'); d = 'IN' in environ\n"
+        "e = os.getenv('GETENV'); f = getenv('BARE'); g = {}.get('OTHER'); os.environ[a] = os.environ['STORED'] = ''\n"
+    )
+    (tmp_path / "helper.py").write_text("import mine, os\nos.getenv('HELPER')\n")
+    (tmp_path / "stranger.py").write_text("import os\nos.getenv('STRANGER')\n")
+    read = variables_read(tmp_path / "mine.py")
+    assert read == {"ITEM", "GET", "POP", "IN", "GETENV", "BARE", "HELPER"}
+    (tmp_path / "broken.py").write_text("def (")
+    assert variables_read(tmp_path / "broken.py") == variables_read(tmp_path / "none.py") == set()
