@@ -1,7 +1,4 @@
-"""Malformed case files: each error states the place, the key, and what is allowed.
-
-Each file of ``bad/`` has one mistake. Its first line states what the error must name: ``# line:column key: phrase``.
-"""
+"""Malformed case files: each error states the place, the key, and what is allowed."""
 
 import re
 import time
@@ -15,18 +12,40 @@ from attncheck.cases import yaml_tree
 from attncheck.cases.loader import load_file, load_suite
 from attncheck.errors import CaseFileError, QuestionError, SeveralMistakesError
 
-BAD = Path(__file__).parent / "bad"
-
-FILES = sorted(BAD.iterdir())
+HEAD = "suite: bad\ndefaults:\n  layer: {num_heads: 8, num_kv_heads: 2, head_size: 64}\ncases:\n"
 
 
-def expected(path):
-    """The line, column, key and phrase that the first line of a file states."""
-    first = path.read_bytes().partition(b"\n")[0].decode()
-    stated = re.fullmatch(r"# (\d+):(\d+) (\S*): (.+)", first)
-    assert stated, f"{path} states no error in its first line"
-    line, column, key, phrase = stated.groups()
-    return int(line), int(column), key, phrase
+def bad_files():
+    """Return the files of ``bad_files.txt``, which describes itself, by their names."""
+    found = {}
+    for entry in Path(__file__).with_name("bad_files.txt").read_text().split("=== ")[1:]:
+        name, _, text = entry.partition(" ")
+        first, _, rest = text.partition("\n")
+        if rest.startswith("    "):
+            rest = f"  - id: a\n{rest}"
+        if rest.startswith("  - "):
+            rest = HEAD + rest
+        found[name] = f"{first}\n{rest}".encode().replace(b"<NUL>", b"\0").replace(b"<E9>", b"\xe9")
+    return found
+
+
+FILES = bad_files()
+
+
+@pytest.fixture
+def write(tmp_path):
+    """``write(name)``: the path of that bad file, and the line, column, key and phrase that its error must state."""
+
+    def write(name):
+        path = tmp_path / f"{name}.yaml"
+        path.write_bytes(FILES[name])
+        first = FILES[name].partition(b"\n")[0].decode()
+        stated = re.fullmatch(r"# (\d+):(\d+) (\S*): (.+)", first)
+        assert stated, f"{name} states no error in its first line"
+        line, column, key, phrase = stated.groups()
+        return path, int(line), int(column), key, phrase
+
+    return write
 
 
 def refusal_of(path):
@@ -35,9 +54,9 @@ def refusal_of(path):
     return caught.value
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
-def test_refusal(path):
-    line, column, key, phrase = expected(path)
+@pytest.mark.parametrize("name", FILES)
+def test_refusal(write, name):
+    path, line, column, key, phrase = write(name)
     error = refusal_of(path)
     assert phrase in str(error)
     assert (error.line, error.column, error.key) == (line, column, key)
@@ -48,19 +67,20 @@ def test_refusal(path):
     assert "\n" not in str(error)
 
 
-def test_without_libyaml_the_same_is_refused(monkeypatch):
+def test_without_libyaml_the_same_is_refused(write, monkeypatch):
     monkeypatch.delattr(yaml, "CSafeLoader", raising=False)
-    for path in FILES:
-        line, _, key, phrase = expected(path)
+    for name in FILES:
+        path, line, _, key, phrase = write(name)
         error = refusal_of(path)
-        assert phrase in str(error), path.stem
-        assert (error.line, error.key) == (line, key), path.stem
+        assert phrase in str(error), name
+        assert (error.line, error.key) == (line, key), name
 
 
-def test_refusing_takes_no_time():
+def test_refusing_takes_no_time(write):
     for name in ("alias_bomb", "matrix_too_large", "vllm_endless_range", "endless_number", "too_many_tokens_in_all"):
+        path, *_ = write(name)
         start = time.perf_counter()
-        refusal_of(BAD / f"{name}.yaml")
+        refusal_of(path)
         assert time.perf_counter() - start < 2, name
 
 
