@@ -152,7 +152,6 @@ def _make_step(backend, layer, requests, *, cache=DEFAULT_CACHE, padding=(0, 0),
         if kv_cache.is_floating_point():
             kv_cache.fill_(torch.nan)
         codec = backend.kv_cache_codec(layer, cache)
-        assert codec is not None
         old = problem.old_keys
         codec.write(kv_cache, problem.key_slots[old], problem.keys[old], problem.values[old])
     output = torch.full((*given.query.shape[:2], layer.value_head_size), torch.nan, dtype=problem.dtype)

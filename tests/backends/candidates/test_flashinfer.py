@@ -228,13 +228,9 @@ class OnCPU(FlashInferBackend):
 
     supported_devices = ("cpu",)
 
-    @staticmethod
-    def get_impl_cls():
-        return PlainImpl
+    get_impl_cls = staticmethod(lambda: PlainImpl)
 
-    @staticmethod
-    def get_builder_cls():
-        return SmallBuilder
+    get_builder_cls = staticmethod(lambda: SmallBuilder)
 
     @classmethod
     def unavailable_reasons(cls, device):

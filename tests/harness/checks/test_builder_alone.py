@@ -12,7 +12,7 @@ from attncheck.backends.registry import LoadedBackend
 from attncheck.cases.loader import load_suite
 from attncheck.harness.checks.builder import BuilderChecks
 from attncheck.harness.checks.case_checks import finding_of
-from attncheck.harness.checks.findings import Broken, Holds, NotExamined
+from attncheck.harness.checks.findings import Holds, NotExamined
 from attncheck.harness.run.evaluate import Examiner
 from attncheck.harness.run.selection import RunPlan
 
@@ -102,7 +102,6 @@ def test_a_right_builder_passes_and_no_level_is_called_measured(build):
     assert found(build, "builder") == Holds()
     level = found(build, "cudagraph")
     assert isinstance(level, NotExamined)
-    assert level.graph is not None
     assert (level.graph.declared, level.graph.measured) == ("UNIFORM_BATCH", None)
     assert [(probe.level, probe.outcome) for probe in level.graph.probes] == [
         ("UNIFORM_SINGLE_TOKEN_DECODE", "passed"),
@@ -122,16 +121,13 @@ def test_a_right_builder_passes_and_no_level_is_called_measured(build):
 )
 def test_what_a_graph_would_read_wrongly_is_named(build, fault):
     level = found(build, "cudagraph")
-    assert isinstance(level, Broken)
     assert level.summary == f"declared UNIFORM_BATCH: probe 'metadata of decodes' broke: metadata.{fault}"
-    assert level.graph is not None
     assert level.graph.measured is None
 
 
 def test_a_builder_that_promises_no_graph_is_not_captured():
     level = found(moves, "cudagraph", cudagraph_support=AttentionCGSupport.NEVER)
     assert isinstance(level, NotExamined)
-    assert level.graph is not None
     assert level.graph.probes == ()
 
 

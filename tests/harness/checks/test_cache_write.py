@@ -83,13 +83,11 @@ def test_wrong_functions_are_found(make_case):
 
     scaled = make_case(cache={"kv_cache_dtype": "fp8_e5m2", "k_scale": 0.3})
     found = moved(scaled, reshape_and_cache=without_scales)
-    assert isinstance(found, Broken)
     assert found.summary == "reshape_and_cache: 10 of 13 pages of key_cache are wrong, the first is page 0"
     case = make_case()
     assert moved(case, copy_blocks=between_pages) == Broken("copy_blocks wrote between the pages of key_cache")
     assert moved(case, swap_blocks=changes_source) == Broken("swap_blocks changed its argument src")
     found = moved(case, swap_blocks=lambda src, dst, mapping: None)
-    assert isinstance(found, Broken)
     assert found.summary == "swap_blocks: 5 of 13 pages of dst are wrong, the first is page 3"
     assert found.meaning == "no page was written as block_mapping requires"
 

@@ -149,7 +149,6 @@ FOREIGN = "memory that no request owns is read"
 )
 def test_what_is_read_is_called_by_its_name(examine, changes, requests, layer, summary, meaning):
     finding = examine(lambda *args: [change(*args) for change in changes], *requests, **layer)
-    assert isinstance(finding, Broken)
     assert finding.summary.startswith(summary)
     assert (finding.meaning or "").startswith(meaning)
 

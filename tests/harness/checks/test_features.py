@@ -70,7 +70,6 @@ def test_a_value_that_the_first_layer_fixes_is_found(examine, make_case, name, f
         return replace(params, **{name: kept.setdefault(name, getattr(params, name))})
 
     found = examine(frozen, make_case(**fields))
-    assert isinstance(found, Broken)
     assert found.summary.startswith(f"a layer without {name.replace('window', 'sliding_window')}, in the same process")
     assert "fixed at a first call" in (found.meaning or "")
     assert "it has the output of the first layer" in found.details
@@ -78,7 +77,6 @@ def test_a_value_that_the_first_layer_fixes_is_found(examine, make_case, name, f
 
 def test_of_a_first_layer_that_is_wrong_nothing_is_kept(examine, make_case):
     found = examine(lambda _kept, params: replace(params, logits_soft_cap=None), make_case(logits_soft_cap=20.0))
-    assert isinstance(found, Broken)
     assert found.meaning is None
 
 
@@ -108,7 +106,6 @@ def test_a_value_that_the_latest_layer_leaves_to_all_is_found(judge, backend_of,
             return replace(super().params(metadata), logits_soft_cap=latest["cap"])
 
     found = judge("features", backend_of(Impl), make_case(logits_soft_cap=20.0))
-    assert isinstance(found, Broken)
     assert found.summary.startswith(
         "right at first, wrong after a layer without logits_soft_cap was run: 38 of 40 rows are wrong"
     )

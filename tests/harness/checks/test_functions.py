@@ -136,7 +136,6 @@ def test_regions_are_all_that_no_answer_looks_at(conv_case):
     clean = ~torch.isnan(poisoned).any(dim=1)
     assert clean.nonzero().tolist() == [[first, 0], [first, 1], [first, 2]]
     without_state = problem.arguments(CPU, math.nan, ("lines of sequences without a state",))["conv_states"]
-    assert without_state is not None
     assert without_state.isnan().any(dim=(1, 2)).nonzero().flatten().tolist() == [second]
     everywhere = sum(mask.expand(-1, 5, -1).long() for mask in problem.regions().values())
     assert int(everywhere.max()) == 1  # disjoint

@@ -95,7 +95,6 @@ CPU = torch.device("cpu")
 def examine(case, change, conventions=None, *, output=1.0, explained=False):
     problem = build_problem(case, 0)
     seen = Session(ReferenceBackend, problem, CPU).run()
-    assert seen.lse is not None
     changed = replace(seen, lse=change(seen.lse.clone()), output=seen.output * output)
     declared = conventions or Conventions()
     return numerics.check_lse(problem, truth_of(problem, CPU), changed, declared, is_output_explained=explained)
@@ -109,7 +108,6 @@ def test_rows_that_see_nothing_must_have_minus_infinity(make_case):
     case = make_case((5, 3), (2, 4))
     assert isinstance(examine(case, same), Holds)
     found = examine(case, lambda rows: rows.nan_to_num(neginf=-1e30))
-    assert isinstance(found, Broken)
     assert found.summary == snapshot(
         "2 of 7 rows are wrong, the first is row 0 (request 0, position -2), in all heads; the error is NaN or infinite at row 0, head 0; all finite values are right"
     )
@@ -171,7 +169,6 @@ def wrong_in_head_2(rows):
 )
 def test_the_cause_of_a_wrong_lse_is_named(make_case, change, layer, cause):
     found = examine(make_case((1, 30), (5, 40), **layer), change)
-    assert isinstance(found, Broken)
     assert str(found.meaning).startswith(cause)
 
 
@@ -181,7 +178,6 @@ def test_faults_of_both_are_tried_on_the_lse_unless_the_output_is_explained(make
     truth = truth_of(build_problem(case, 0), CPU)
     _, without_cap = truth.rows.attend(replace(truth.params, logits_soft_cap=None))
     found = examine(case, lambda _: without_cap, output=3.0, explained=explained)
-    assert isinstance(found, Broken)
     assert ("the soft cap is ignored" in str(found.meaning)) is not explained
 
 
@@ -211,14 +207,12 @@ def test_a_right_backend_has_the_same_bits(judge, make_case):
 def test_a_backend_that_declares_it_must_stay_within_the_budget(judge, backend_of, make_case):
     case, slightly = make_case(dtype="float32"), moved_by(2.0**-22)
     found = judge("determinism", backend_of(slightly), case)
-    assert isinstance(found, Broken)
     assert "of the output have other bits" in found.summary
     assert "when the step is repeated on the same impl" in found.summary
     found = judge("determinism", backend_of(slightly, conventions=WAVERING), case)
     assert isinstance(found, Holds)
     assert found.notes == snapshot(("compared within the allowed error: the backend declares deterministic=False",))
     found = judge("determinism", backend_of(moved_by(0.1), conventions=WAVERING), case)
-    assert isinstance(found, Broken)
     assert found.summary.startswith(
         "right at first, wrong when the step is repeated on the same impl: 40 of 40 rows are wrong"
     )
@@ -234,7 +228,6 @@ def test_a_cache_that_wavers_is_found_whatever_is_declared(judge, backend_of, ma
             value_cache[0, 0] = self.calls
 
     found = judge("determinism", backend_of(Impl, conventions=WAVERING), make_case())
-    assert isinstance(found, Broken)
     assert found.summary.endswith("the cache holds other bytes than after the first step")
 
 
@@ -281,5 +274,4 @@ def test_a_step_that_is_wrong_without_a_delay_is_not_blamed_on_streams(case, mon
     wrong = replace(seen, output=torch.zeros_like(seen.output))
     monkeypatch.setattr(case, "first_step", lambda: (session, wrong))
     found = check(case, Late(lambda _: 0))
-    assert isinstance(found, NotExamined)
     assert found.reasons[0].startswith("the step is wrong on the default stream without a delay: 4 of 4 rows are wrong")

@@ -29,7 +29,6 @@ def causes_of(asked, lost=None, **changes):
 def test_a_scale_wrong_by_a_factor(ask, dtype, factor):
     (cause,) = causes_of(ask(*BATCH, dtype=dtype), scale=0.125 * factor)
     words = re.fullmatch(r"the scale is (\S+) times the layer's", cause)
-    assert words is not None
     assert float(words[1]) == pytest.approx(factor, rel=2e-3)
 
 
@@ -113,7 +112,6 @@ def test_exchanged_pages_are_named(ask, order, cause):
         pages = order(request.pages)
         slots += [pages[position // size] * size + position % size for position in range(request.num_keys)]
     found = rows_in_pool(problem)(torch.tensor(slots))
-    assert found is not None
     out, _ = replace(truth.rows, keys=found[0], values=found[1]).attend(truth.params)
     assert likely_causes(asked.explained(out))[0].startswith(cause)
 

@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from attncheck.backends.candidates.reference import ReferenceBackend, ReferenceImpl
-from attncheck.harness.checks.findings import Broken
 from attncheck.reference import paged_attention, visible
 from attncheck.reference.spec import (
     DCPOptions,
@@ -28,7 +27,6 @@ BY_PARTS = ReferenceBackend.features - {"cascade", "local"}
 def meaning(finding_of):
     def found(case, features=None, **members):
         finding = finding_of(case, features=features, **members)
-        assert isinstance(finding, Broken)
         return str(finding.meaning).partition(ALTERNATIVE)[0]
 
     return found

@@ -28,9 +28,7 @@ class Bounded(ReferenceBackend):
 
     features = ReferenceBackend.features - {"local", "cascade"}
 
-    @staticmethod
-    def get_builder_cls():
-        return BoundedBuilder
+    get_builder_cls = staticmethod(lambda: BoundedBuilder)
 
 
 class BoundedBuilder(ReferenceBuilder):

@@ -260,7 +260,6 @@ def result(rows, output, lse, unwritten=-1):
 
 
 def flat(rows):
-    assert rows is not None
     return [round(x, 6) for x in rows.flatten().tolist()]
 
 
@@ -269,7 +268,6 @@ def test_rows_go_to_their_places_and_padding_behind_them():
     whole = placed([one, result([3, 1], [30.0, 10.0, OTHER_PAD], [3.5, 1.5, OTHER_PAD])])
     assert flat(whole.output) == [0.0, 10.0, 20.0, 30.0, PAD, OTHER_PAD]
     assert flat(whole.lse) == [0.5, 1.5, 2.5, 3.5, PAD, OTHER_PAD]
-    assert whole.lse_unwritten is not None
     assert whole.unwritten.tolist() == whole.lse_unwritten.tolist() == [True, False, False, False]
     assert whole.position.tolist() == [0, 10, 20, 30]
     without = placed([result([1, 0], [1.0, 0.0], None)])

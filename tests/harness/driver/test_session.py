@@ -158,9 +158,7 @@ def test_rows_unwritten_writes_outside_the_output_and_changed_inputs_are_seen(ma
 def test_poison_reaches_every_foreign_slot_and_nothing_else(make_case):
     problem = build_problem(make_case(sliding_window=16), 0)
     pool = Session(ReferenceBackend, problem, CPU).pool
-    assert pool is not None
     cache = pool.filled(float("nan"))
-    assert pool.codec is not None
     key, value = pool.codec.read(cache, torch.arange(problem.num_blocks * 16))
     poisoned = torch.isnan(key).all(dim=(1, 2)) & torch.isnan(value).all(dim=(1, 2))
     clean = torch.isfinite(key).all(dim=(1, 2)) & torch.isfinite(value).all(dim=(1, 2))
@@ -213,8 +211,6 @@ def test_a_session_beside_has_the_codec_of_the_first_and_memory_of_its_own(make_
     problem, other = (build_problem(make_case(*lens), 0) for lens in (((1, 37),), ((1, 40),)))
     first = Session(backend, problem, CPU)
     second = Session(backend, other, CPU, later=(problem,), pool=first.pool)
-    assert first.pool is not None
-    assert second.pool is not None
     assert second.pool.kv_cache.data_ptr() != first.pool.kv_cache.data_ptr()
     assert torch.equal(second.run().output, run(ReferenceBackend, other.case).output)
     assert torch.equal(second.beside(problem).run().output, run(ReferenceBackend, problem.case).output)

@@ -268,7 +268,6 @@ def test_recording_keeps_to_its_time(serve, monkeypatch):
             builder.build(0, metadata([(1, 50)]))
 
     seen = re.search(r"CPU_ATTN: (\d+) of 301 batches", serve(drive).description)
-    assert seen is not None
     assert int(seen[1]) < 30
 
 

@@ -46,7 +46,6 @@ def paged(problem):
     cache[problem.key_slots] = rows
     weights, mla = problem.up_projections, problem.layer.mla
     assert weights is not None
-    assert mla is not None
     q_nope, q_pe = problem.query.split([mla.qk_nope_head_dim, mla.qk_rope_head_dim], dim=-1)
     batch = problem.block_table, torch.tensor([r.num_keys for r in problem.requests]), problem.cu_seqlens_q
     pool = cache.view(problem.num_blocks, size, -1)
@@ -79,7 +78,6 @@ def test_products_are_exact_in_any_order(make_latent, rank):
     mla = replace(SIZES, kv_lora_rank=rank)
     problem = build_problem(make_latent((1, 300), mla=mla, head_size=rank + 16, dtype="float32"), 0)
     weights = problem.up_projections
-    assert weights is not None
     keys = weights.keys(problem.keys, problem.values)
     order = torch.randperm(rank, generator=torch.Generator().manual_seed(0))
     shuffled = replace(weights, w_uk=weights.w_uk[order]).keys(problem.keys[..., order], problem.values)
@@ -92,7 +90,6 @@ def test_products_are_exact_in_any_order(make_latent, rank):
 def test_the_same_case_and_seed_give_the_same_bits_on_every_machine(make_latent, dtype, digest):
     # Pinned: if this changes, GENERATOR_VERSION has to change with it.
     problem = build_problem(make_latent(dtype=dtype), 3)
-    assert problem.up_projections is not None
     tensors = (problem.query, problem.keys, problem.values, problem.up_projections.fused())
     assert hashlib.sha256(b"".join(t.float().numpy().tobytes() for t in tensors)).hexdigest()[:16] == digest
 
@@ -100,8 +97,6 @@ def test_the_same_case_and_seed_give_the_same_bits_on_every_machine(make_latent,
 def test_weights_belong_to_the_layer(make_latent):
     case = make_latent()
     one, other = (make_up_projections(layer, torch.bfloat16) for layer in (case.layer, replace(case.layer, scale=0.7)))
-    assert one is not None
-    assert other is not None
     assert torch.equal(one.w_uk, other.w_uk)
     assert torch.equal(build_problem(case, 0).up_projections.w_uv, build_problem(case, 7).up_projections.w_uv)
     assert not torch.equal(one.w_uk[:, 0], one.w_uk[:, 1]), "heads differ"
@@ -179,7 +174,6 @@ def test_a_layer_is_driven_as_the_contract_requires(make_latent):
     arguments, keywords = seen["init"]
     assert arguments == (3, 80, 48**-0.5, 1, None, None, "auto", None, "decoder", None)
     weight, weights = keywords.pop("kv_b_proj").weight, problem.up_projections
-    assert weights is not None
     assert weight.shape == (3 * (32 + 24), 64)
     assert torch.equal(weight[56 + 5], weights.w_uk[:, 1, 5])  # keys and values alternate by head
     assert torch.equal(weight[2 * 56 + 32 + 7], weights.w_uv[:, 2, 7])
@@ -201,7 +195,6 @@ def test_a_latent_cache_is_filled_by_slots_or_by_the_backends_own_writer(make_la
     assert float(shares(truth_of(problem, CPU), seen.output).max()) <= 1
     layer, cache = make_latent(dtype="float32").layer, CacheSpec(block_size=4)
     codec = packed_codec(TorchMLABackend, layer, cache)
-    assert codec is not None
     pool = torch.zeros(3, 4, 80)
     latent, rotary = torch.arange(128.0).view(2, 64) + 1, torch.arange(32.0).view(2, 16) + 500
     codec.write(pool, torch.tensor([11, 5]), latent, rotary)
@@ -230,7 +223,6 @@ def test_memory_counts_what_latent_rows_become(make_latent):
 def test_a_dump_holds_the_weights(make_latent, tmp_path):
     problem = build_problem(make_latent(), 0)
     content = torch.load(dump_case(tmp_path, problem, truth_of(problem, CPU), "b", None), weights_only=True)
-    assert problem.up_projections is not None
     assert torch.equal(content["w_uk"], problem.up_projections.w_uk)
     assert torch.equal(content["w_uv"], problem.up_projections.w_uv)
 
@@ -250,7 +242,6 @@ def test_the_truth_is_that_of_the_codes(make_latent, name, dtype):
     scale = torch.tensor(0.3)
     mla_write_cache(problem.keys[:, 0], problem.values[:, 0], pool, problem.key_slots, k_scale=scale)
     weights = problem.up_projections
-    assert weights is not None
     out, lse = mla_attention_naive(
         *problem.query.split([32, 16], -1),
         pool,
@@ -277,7 +268,6 @@ def test_kernels_may_read_codes_exactly_or_rounded(make_latent):
 def test_one_scale_stores_the_whole_row(make_latent):
     layer = make_latent(dtype="float32").layer
     codec = packed_codec(TorchMLABackend, layer, CacheSpec(kv_cache_dtype="fp8_e4m3", k_scale=0.5, v_scale=3.0))
-    assert codec is not None
     pool = torch.zeros(1, 16, 80, dtype=torch.uint8)
     codec.write(pool, torch.tensor([3]), torch.full((1, 64), 2.0), torch.full((1, 16), 6.0))
     stored = pool[0, 3].view(torch.float8_e4m3fn).float()

@@ -156,7 +156,6 @@ def test_a_second_assignment_takes_the_place_of_the_first(folder):
         records = records_of(examined(process, "small/decode", "numerics", "timing", number=2))
     assert [(record.outcome, record.case_hash, record.round) for record in records] == [("passed", changed_hash, 2)] * 2
     timing = timing_of(records[1])
-    assert timing is not None
     assert {len(latency.samples_ns) for latency in timing.latencies} == {3}
     assert len(list(truths.glob("*"))) == 1
 

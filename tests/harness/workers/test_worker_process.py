@@ -13,7 +13,6 @@ from pathlib import Path
 import pytest
 
 from attncheck.harness.run.options import read_given
-from attncheck.harness.workers import process
 from attncheck.harness.workers import process as process_module
 from attncheck.harness.workers.limits import Limit, passed_environment, variables_read
 from attncheck.harness.workers.process import (
@@ -187,7 +186,6 @@ def test_a_killed_process_is_reported_with_its_memory(monkeypatch, kills, words)
         rf"killed by SIGKILL; {re.escape(words)} \(peak memory of the process (\d+\.\d) GiB, free memory 1\.5 GiB\)"
     )
     found = re.fullmatch(pattern, caught.value.end.cause)
-    assert found is not None
     # Linux counts what this process held when it forked, as the peak of its child.
     own = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
     assert 0.5 <= float(found[1]) <= max(0.6, own + 0.1)
@@ -244,7 +242,6 @@ def test_when_the_run_is_killed_its_process_ends_even_if_it_is_busy(tmp_path):
     )
     run = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, cwd=tmp_path)
     try:
-        assert run.stdout is not None
         process = int(run.stdout.readline())
         run.send_signal(signal.SIGKILL)
         run.wait()
@@ -370,7 +367,7 @@ def test_whole_lines_are_shown_as_they_come_and_the_last_at_the_end(pipe):
 
 
 def test_of_more_than_a_case_may_show_the_rest_is_dropped_and_the_next_case_is_shown(pipe, monkeypatch):
-    monkeypatch.setattr(process, "SHOWN", 1000)
+    monkeypatch.setattr(process_module, "SHOWN", 1000)
     shown = []
     printed = PrintedOutput(pipe[0], "mine", lambda _label, text: shown.extend(text.split("\n")))
     os.write(pipe[1], mark_of("s/a") + b"x" * 99 + b"\n" + b"\xc3\xbc" * 600 + b"\nthe end\n")
@@ -378,7 +375,7 @@ def test_of_more_than_a_case_may_show_the_rest_is_dropped_and_the_next_case_is_s
     printed.close()
     assert shown[0] == "x" * 99
     assert set(shown[1]) == {"\u00fc"}
-    assert shown[2:] == [process._DROPPED.strip(), "short"]
+    assert shown[2:] == [process_module._DROPPED.strip(), "short"]
     assert printed.of("s/a").endswith("\nthe end\n")
     assert printed.of("s/b") == "short\n"
 
@@ -391,7 +388,7 @@ def test_a_line_without_end_is_shown_in_pieces_and_takes_no_memory(pipe):
         rest = memoryview(block)
         while rest:
             rest = rest[os.write(pipe[1], rest) :]
-    assert len(printed._line) <= process._LONGEST_LINE
+    assert len(printed._line) <= process_module._LONGEST_LINE
     printed.close()
     assert "".join(shown) == "x" * 2**23
 

@@ -192,9 +192,7 @@ def test_an_unknown_override_is_refused_and_not_stored(value):
 class Bk:
     word = "inherited"
 
-    @staticmethod
-    def get_builder_cls():
-        return int
+    get_builder_cls = staticmethod(lambda: int)
 
 
 @dataclass

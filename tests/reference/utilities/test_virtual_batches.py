@@ -213,9 +213,7 @@ class Builder(AttentionMetadataBuilder[Built]):
 
 
 class Bk2:
-    @staticmethod
-    def get_builder_cls():
-        return Builder
+    get_builder_cls = staticmethod(lambda: Builder)
 
 
 def make_builder(prefix="FastPrefill", backend=Bk2):

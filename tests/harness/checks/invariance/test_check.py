@@ -45,7 +45,6 @@ def examine(judge, backend_of):
 def test_a_finding_names_the_one_thing_that_matters(judge, make_case, mutant, layer, what, meaning):
     case = make_case((1, 37), (5, 40), (33, 43), (1, 130), **layer)
     found = judge("invariance", load(f"mutants:{mutant}").backend, case)
-    assert isinstance(found, Broken)
     assert found.summary.startswith("right at first, wrong with ")
     assert what in found.summary
     assert " and " not in found.summary.partition(":")[0]
@@ -64,7 +63,6 @@ def test_a_finding_names_the_one_thing_that_matters(judge, make_case, mutant, la
 )
 def test_a_batch_of_decodes_stays_one_while_its_room_grows(judge, make_case, mutant, what):
     found = judge("invariance", load(f"mutants:{mutant}").backend, make_case((1, 37), (1, 40), (1, 130)))
-    assert isinstance(found, Broken)
     assert what in found.summary
 
 
@@ -125,7 +123,6 @@ def test_batch_invariance_is_held_to_the_bits(examine, make_case):
     case = make_case(dtype="float32")
     assert isinstance(examine(depends, case, conventions=HONEST), Holds)
     found = examine(depends, case, conventions=replace(HONEST, batch_invariant=True))
-    assert isinstance(found, Broken)
     assert found.summary == snapshot(
         "right at first, wrong with request 3 alone: 1 of 1 rows have other bits, the first is row 39 (request 3, position 129); the backend declares batch_invariant"
     )
@@ -148,7 +145,6 @@ def test_a_cache_that_differs_is_found_though_the_answer_is_right(judge, backend
                 value_cache[0, 0] = 1.0
 
     found = judge("invariance", backend_of(Impl), make_case())
-    assert isinstance(found, Broken)
     assert found.summary.endswith(
         "wrong with strides.key: transposed: the cache holds other bytes than after the first step"
     )
