@@ -261,7 +261,7 @@ def test_what_a_backend_raises_on_purpose_is_a_refusal(call, is_refusal):
 
 def test_an_operator_refuses_for_its_backend():
     @torch.library.custom_op("attncheck_tests::refusing", mutates_args=())
-    def refusing(rows):
+    def refusing(rows: torch.Tensor) -> torch.Tensor:
         raise NotImplementedError(f"rows of {rows.dtype}")
 
     assert raised_by(lambda: refusing(TENSOR)).is_refusal

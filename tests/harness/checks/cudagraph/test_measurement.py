@@ -238,9 +238,6 @@ def test_one_that_refuses_only_to_be_captured_measures_never(questions):
     assert isinstance(judge_level(measurement), Holds)
 
 
-CPU = torch.device("cpu")
-
-
 def backend_of(builder=SDPABuilder, impl=SDPAImpl, **declarations):
     parts = {"get_builder_cls": staticmethod(lambda: builder), "get_impl_cls": staticmethod(lambda: impl)}
     return type("Backend", (SDPABackend,), parts | declarations)
@@ -426,7 +423,6 @@ def test_a_fault_that_shows_without_a_graph_too_gets_a_cause():
     )
 
 
-CPU = torch.device("cpu")
 NEVER, SINGLE, UNIFORM, ALWAYS = (AttentionCGSupport[name] for name in GRAPH_LEVELS)
 
 

@@ -170,7 +170,6 @@ def test_ceilings_are_measured_once_a_dtype_and_memory_is_taken_at_the_first_bat
     assert made == [CPU]
 
 
-CPU = torch.device("cpu")
 BENCH = TimingConditions(
     CPU, TimingSettings(limit_s=60, min_samples=1, max_samples=1), lambda _part, *take: sample(*take)
 )

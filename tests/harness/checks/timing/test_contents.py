@@ -165,9 +165,6 @@ def test_some_rows_are_chosen_anew_each_time(make_case):
     assert made.random_indices(7, 10).tolist() == list(range(7))
 
 
-CPU = torch.device("cpu")
-
-
 class Bench:
     """A judge of one batch, and right answers to its contents."""
 

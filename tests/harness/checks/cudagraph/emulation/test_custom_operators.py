@@ -7,32 +7,34 @@ import numpy as np
 import pytest
 import torch
 from inline_snapshot import snapshot
+from torch import Tensor
 
 from attncheck.harness.checks.cudagraph.emulation import EmulatedRecorder
 from attncheck.harness.checks.cudagraph.recorder import CaptureError
 
 CONTEXT = {"factor": 2.0}
 """What a model runner keeps for its operators, and changes every step."""
+# torch makes the schema of an operator of its annotations.
 
 
 @torch.library.custom_op("attncheck_custom::scale", mutates_args={"out"})
-def scale(out, x):
+def scale(out: Tensor, x: Tensor) -> None:
     out.copy_(x * CONTEXT["factor"])
 
 
 @torch.library.custom_op("attncheck_custom::by_numpy", mutates_args={"out"})
-def by_numpy(out, x):
+def by_numpy(out: Tensor, x: Tensor) -> None:
     np.multiply(x.numpy(), 3.0, out=out.numpy())
 
 
 @torch.library.custom_op("attncheck_custom::by_address", mutates_args={"out"})
-def by_address(out, x):
+def by_address(out: Tensor, x: Tensor) -> None:
     out.zero_()
     ctypes.memmove(out.data_ptr(), x.data_ptr(), x.numel() * x.element_size())
 
 
 @torch.library.custom_op("attncheck_custom::both", mutates_args={"out"})
-def both(out, x):
+def both(out: Tensor, x: Tensor) -> None:
     by_numpy(out, x)
     out.mul_(CONTEXT["factor"])
 
@@ -47,7 +49,7 @@ def recorded(operator, out, x):
 
 
 @torch.library.custom_op("attncheck_custom::converts", mutates_args={"out"})
-def converts(out, x):
+def converts(out: Tensor, x: Tensor) -> None:
     out.copy_(x.view(1, 3).transpose(0, 1).contiguous().to(torch.float64).reshape(3).float())
 
 
@@ -57,7 +59,7 @@ def converts_in_inference_mode(out, x):
 
 
 @torch.library.custom_op("attncheck_custom::add", mutates_args=("out",))
-def add(out, x):
+def add(out: Tensor, x: Tensor) -> None:
     out.add_(torch.ones(3, device=out.device))
 
 
@@ -106,7 +108,7 @@ def test_forgetting_what_was_taped_inside_forgets_its_references():
 
 
 @torch.library.custom_op("attncheck_custom::sines", mutates_args=())
-def sines(x):
+def sines(x: Tensor) -> tuple[Tensor, Tensor]:
     array = np.asarray(x)
     return torch.from_numpy(np.sin(array)), torch.empty_like(x).copy_(torch.from_numpy(np.cos(array)))
 
@@ -125,7 +127,7 @@ def test_the_outputs_of_an_operator_keep_their_order():
 
 
 @torch.library.custom_op("attncheck_custom::planned", mutates_args=())
-def planned(x, plan):
+def planned(x: Tensor, plan: Tensor) -> Tensor:
     return x * sum(plan.tolist()) * plan.max().item()
 
 

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from inline_snapshot import snapshot
+from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from attncheck.harness.checks.cudagraph.emulation import EmulatedRecorder
@@ -26,7 +27,7 @@ LIBRARY.impl("undeclared", lambda x, out: np.copyto(out.numpy(), x.numpy()), "CP
 
 
 @torch.library.custom_op("attncheck_unseen::calls_one", mutates_args={"out"})
-def calls_one(out, x):
+def calls_one(out: Tensor, x: Tensor) -> None:
     out.copy_(leaky_relu(x, 0.25))
 
 
