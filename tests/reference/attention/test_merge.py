@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from paged_batches import TILES, dense, drawn_batches, drawn_layers, make_batch, same_state
 
 from attncheck.reference import AttentionParams, Precision, dcp_rank_attention, merge_attn_states, merge_many
 
@@ -20,14 +21,14 @@ def merged(states):
 
 @settings(max_examples=40)
 @given(data=st.data())
-def test_parts_merge_to_the_whole_in_any_order_and_grouping(data, layers, batches, tiles, same_state):
+def test_parts_merge_to_the_whole_in_any_order_and_grouping(data):
     """Consecutive key ranges, empty ones included; the sinks are in one of them."""
-    params = data.draw(layers())
-    batch = data.draw(batches(params, fitting=False))
+    params = data.draw(drawn_layers())
+    batch = data.draw(drawn_batches(params, fitting=False))
     edges = [0, *sorted(data.draw(st.lists(st.integers(0, 26), max_size=5))), ENDLESS]
     carrier = data.draw(st.integers(0, len(edges) - 2))
     states = [
-        batch.attend(params, kv_range=pair, include_sinks=i == carrier, **data.draw(tiles))
+        batch.attend(params, kv_range=pair, include_sinks=i == carrier, **data.draw(TILES))
         for i, pair in enumerate(pairwise(edges))
     ]
     whole = batch.attend(params)
@@ -46,7 +47,7 @@ def state(seed=0):
 
 @pytest.mark.parametrize("mark", [-math.inf, math.inf])
 @pytest.mark.parametrize("rubbish", [0.0, 1e30, math.inf, math.nan])
-def test_an_empty_state_counts_for_nothing(same_state, mark, rubbish):
+def test_an_empty_state_counts_for_nothing(mark, rubbish):
     out, lse = state()
     empty = torch.full_like(out, rubbish), torch.full_like(lse, mark)
     same_state(merge_attn_states(out, lse, *empty), (out, lse))
@@ -128,7 +129,7 @@ def attend_rank(batch, params, size, rank, interleave=1, block_size=4, **options
 
 @settings(max_examples=30)
 @given(data=st.data(), size=st.integers(1, 4), interleave=st.integers(1, 3), pages=st.integers(1, 3))
-def test_merged_ranks_are_the_whole(data, size, interleave, pages, make_batch, dense, same_state):
+def test_merged_ranks_are_the_whole(data, size, interleave, pages):
     """Any ranks, interleave and block size; lengths run through every residue of a round."""
     layer = data.draw(st.sampled_from(list(LAYERS.values())))
     first = data.draw(st.integers(0, 9))
@@ -140,7 +141,7 @@ def test_merged_ranks_are_the_whole(data, size, interleave, pages, make_batch, d
     same_state(merge_many(*zip(*states, strict=True)), dense(batch, layer))
 
 
-def test_the_sinks_are_on_rank_0(make_batch):
+def test_the_sinks_are_on_rank_0():
     layer = replace(PLAIN, sinks=SINKS)
     batch = make_batch((2, 1), (3, 1), layer)
     out, lse = attend_rank(batch, layer, 4, 3, block_size=2)
@@ -152,7 +153,7 @@ def test_the_sinks_are_on_rank_0(make_batch):
     assert lse.tolist() == [list(SINKS)] * 2
 
 
-def test_scales_of_codes(make_batch, same_state):
+def test_scales_of_codes():
     """Per token and head, at the slots where the rank holds the tokens; a query of codes too."""
     batch, e4m3 = make_batch((2, 1), (9, 6), PLAIN, unowned_rows=0), torch.float8_e4m3fn
     key_cache, value_cache, table = share(batch, 2, 1, 1, 4)

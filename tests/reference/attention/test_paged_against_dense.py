@@ -6,6 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from paged_batches import TILES, dense, drawn_batches, drawn_layers, make_batch, same_bits, same_state, seen_keys
 
 from attncheck.errors import ReferenceArgumentError
 from attncheck.reference import (
@@ -38,43 +39,43 @@ def parts(draw):
 
 @settings(max_examples=120)
 @given(data=st.data(), part=parts())
-def test_random_questions(data, part, layers, batches, tiles, dense, same_state):
-    params = data.draw(layers())
-    batch = data.draw(batches(params, fitting=False))
-    same_state(batch.attend(params, **part, **data.draw(tiles)), dense(batch, params, **part))
+def test_random_questions(data, part):
+    params = data.draw(drawn_layers())
+    batch = data.draw(drawn_batches(params, fitting=False))
+    same_state(batch.attend(params, **part, **data.draw(TILES)), dense(batch, params, **part))
 
 
 @settings(max_examples=60)
 @given(data=st.data(), include_sinks=st.booleans())
-def test_random_packed_sequences(data, include_sinks, layers, batches, tiles, dense, same_state):
-    params = data.draw(layers())
-    batch = data.draw(batches(params, fitting=False))
+def test_random_packed_sequences(data, include_sinks):
+    params = data.draw(drawn_layers())
+    batch = data.draw(drawn_batches(params, fitting=False))
     ends = torch.tensor([0, *map(len, batch.keys)]).cumsum(0).int()
     behind = [x[0].new_full((3, *x[0].shape[1:]), torch.nan) for x in (batch.keys, batch.values)]
     keys, values = torch.cat([*batch.keys, behind[0]]), torch.cat([*batch.values, behind[1]])
     packed = (batch.query, keys, values, batch.query_start_loc.int(), ends, params)
-    state = varlen_attention(*packed, include_sinks=include_sinks, **data.draw(tiles))
+    state = varlen_attention(*packed, include_sinks=include_sinks, **data.draw(TILES))
     same_state(state, dense(batch, params, include_sinks=include_sinks))
 
 
 @settings(max_examples=40)
 @given(data=st.data(), modulus=st.integers(1, 4))
-def test_a_mask_function_replaces_the_rule(data, modulus, layers, batches, tiles, dense, same_state):
+def test_a_mask_function_replaces_the_rule(data, modulus):
     """It gets the request and the absolute position of every key once, also of keys outside of window and chunk."""
-    params = data.draw(layers())
-    batch = data.draw(batches(params, fitting=False))
+    params = data.draw(drawn_layers())
+    batch = data.draw(drawn_batches(params, fitting=False))
     pairs = []
 
     def mask_fn(request, q_pos, k_pos):
         pairs.extend((request, q, k) for q in q_pos[:, 0].tolist() for k in k_pos[0].tolist())
         return (q_pos + k_pos + request) % modulus == 0
 
-    state = batch.attend(params, mask_fn=mask_fn, **data.draw(tiles))
+    state = batch.attend(params, mask_fn=mask_fn, **data.draw(TILES))
     same_state(state, dense(batch, params, sees=lambda request, q, k: (q + k + request) % modulus == 0))
     assert sorted(pairs) == sorted((r, q, k) for _, r, q in batch.places() for k in range(len(batch.keys[r])))
 
 
-def test_no_requests_at_all(make_batch):
+def test_no_requests_at_all():
     params = AttentionParams(4, 2, 8)
     batch = make_batch((1,), (4,), params)
     none = torch.zeros(0, dtype=torch.int32)
@@ -84,7 +85,7 @@ def test_no_requests_at_all(make_batch):
     assert (lse == -torch.inf).all()
 
 
-def test_a_nan_that_is_data_is_not_hidden(make_batch):
+def test_a_nan_that_is_data_is_not_hidden():
     params = AttentionParams(4, 2, 8)
     batch = make_batch((2, 2), (8, 8), params, unowned_rows=0)
     batch.key_cache[batch.block_table[0, 0], 1] = torch.nan
@@ -94,7 +95,7 @@ def test_a_nan_that_is_data_is_not_hidden(make_batch):
     assert out[2:].isfinite().all()
 
 
-def test_scores_up_to_ten_thousand(make_batch, dense, same_state):
+def test_scores_up_to_ten_thousand():
     params = AttentionParams(4, 2, 8, scale=1.0)
     batch = make_batch((30, 2), (60, 47), params, gain=900.0)
     scores = torch.einsum("ihd,jhd->hij", batch.query[:30, ::2], batch.keys[0])
@@ -124,21 +125,19 @@ def slots_of(batch, positions):
 
 @settings(max_examples=80)
 @given(data=st.data(), names=CACHES, poison=POISON, period=st.none() | st.integers(2, 6))
-def test_containment_keys_no_row_of_the_request_sees_change_no_bit(
-    data, names, poison, period, layers, batches, tiles, same_bits, seen
-):
+def test_containment_keys_no_row_of_the_request_sees_change_no_bit(data, names, poison, period):
     """Before every window, in earlier chunks, behind every row; holes that a mask function cuts (every ``period``).
 
     Blocks that lie wholly out of sight are handed to others, one id even twice in one row.
     """
-    params, sizes = data.draw(layers()), data.draw(tiles)
-    batch = data.draw(batches(params, shared_pages=st.just(0)))
+    params, sizes = data.draw(drawn_layers()), data.draw(TILES)
+    batch = data.draw(drawn_batches(params, shared_pages=st.just(0)))
     options = {}
     if period is not None:
         options["mask_fn"] = lambda _, q_pos, k_pos: visible(params, q_pos, k_pos) & (k_pos % period != 0)
     unseen = [set(range(len(keys))) for keys in batch.keys]
     for _, r, q in batch.places():
-        unseen[r] -= {j for j in seen(params, q, len(batch.keys[r])) if period is None or j % period}
+        unseen[r] -= {j for j in seen_keys(params, q, len(batch.keys[r])) if period is None or j % period}
     poisoned = filled(batch, names, slots_of(batch, unseen), poison)
     size, table = batch.key_cache.shape[1], batch.block_table.clone()
     for r, keys in enumerate(batch.keys):
@@ -151,10 +150,10 @@ def test_containment_keys_no_row_of_the_request_sees_change_no_bit(
 
 @settings(max_examples=50)
 @given(data=st.data(), stale=st.sampled_from((0, 1, -1, 2**31 - 1)))
-def test_composition_any_requests_in_any_order_give_their_rows(data, stale, layers, batches, tiles, same_bits):
+def test_composition_any_requests_in_any_order_give_their_rows(data, stale):
     """Alone, permuted, without some, or twice; a request of no rows among them, whatever its length and table hold."""
-    params, sizes = data.draw(layers()), data.draw(tiles)
-    batch = data.draw(batches(params, fitting=False))
+    params, sizes = data.draw(drawn_layers()), data.draw(TILES)
+    batch = data.draw(drawn_batches(params, fitting=False))
     chosen = data.draw(st.lists(st.integers(0, len(batch.keys) - 1), min_size=1, max_size=5))
     out, lse = batch.attend(params, **sizes)
     rows = [row for r in chosen for row in range(batch.rows(r).start, batch.rows(r).stop)]
@@ -183,16 +182,16 @@ def layers(draw):
 
 
 @given(layers(), st.integers(-15, 30), st.integers(0, 25))
-def test_predicate_and_span_are_the_struck_out_set(seen, params, q, num_keys):
-    want = seen(params, q, num_keys)
+def test_predicate_and_span_are_the_struck_out_set(params, q, num_keys):
+    want = seen_keys(params, q, num_keys)
     positions = torch.arange(num_keys)
     assert set(positions[visible(params, torch.tensor(q), positions)].tolist()) == want
     assert set(range(*row_span(params, q, (0, num_keys)))) == want
 
 
 @given(layers(), st.integers(-15, 30), st.integers(0, 8), st.integers(0, 25))
-def test_reach_holds_all_and_common_only_what_all_rows_see(seen, params, first, more, num_keys):
-    rows = [seen(params, q, num_keys) for q in range(first, first + more + 1)]
+def test_reach_holds_all_and_common_only_what_all_rows_see(params, first, more, num_keys):
+    rows = [seen_keys(params, q, num_keys) for q in range(first, first + more + 1)]
     sight = Visibility(params, (0, num_keys), first)
     reach, common = set(range(*sight.reach(first, first + more))), set(range(*sight.common(first, first + more)))
     assert set.union(*rows) <= reach
@@ -289,7 +288,7 @@ DTYPES = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11, torch.float32: 2.0**
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_a_kernel_is_near_the_truth_and_its_output_is_rounded(make_batch, dtype):
+def test_a_kernel_is_near_the_truth_and_its_output_is_rounded(dtype):
     batch = make_batch((30, 1, 7), (90, 64, 7), PARAMS, dtype=dtype, unowned_rows=0)
     truth, truth_lse = batch.attend(PARAMS)
     out, lse = batch.attend(PARAMS, precision=Precision.kernel(dtype))
@@ -319,7 +318,7 @@ def test_probabilities_are_rounded_but_not_their_sum():
     assert torch.allclose(lse, torch.tensor([[1 + 2 * w]], dtype=torch.float64).log(), rtol=1e-15, atol=0)
 
 
-def test_output_rounding_alone(make_batch):
+def test_output_rounding_alone():
     batch = make_batch((5,), (20,), PARAMS)
     truth, truth_lse = batch.attend(PARAMS)
     out, lse = batch.attend(PARAMS, precision=Precision(out=torch.float16))

@@ -3,7 +3,6 @@
 from contextlib import contextmanager
 from dataclasses import is_dataclass
 
-import pytest
 import torch
 from torch import Tensor
 
@@ -11,7 +10,7 @@ from attncheck.errors import ReferenceArgumentError
 from attncheck.reference import CommonAttentionMetadata
 
 
-def _common(query_lens, seq_lens, /, *, table=None, extra_tokens=0, dtype=torch.int32, one_object=False, **others):
+def common(query_lens, seq_lens, /, *, table=None, extra_tokens=0, dtype=torch.int32, one_object=False, **others):
     """Blocks ``10 * r + page`` and slots from 100 on; ``one_object``: device tensors are their host twins."""
     starts = torch.tensor([sum(query_lens[:i]) for i in range(len(query_lens) + 1)], dtype=dtype)
     lens = torch.tensor(list(seq_lens), dtype=dtype)
@@ -35,7 +34,7 @@ def _common(query_lens, seq_lens, /, *, table=None, extra_tokens=0, dtype=torch.
 
 
 @contextmanager
-def _unchanged(*objects):
+def unchanged(*objects):
     """Every value of the objects (metadata, tensors) is the same object, and no tensor is written to."""
     before = [dict(_parts(thing)) for thing in objects]
     versions = [value._version for parts in before for value in parts.values() if isinstance(value, Tensor)]
@@ -49,8 +48,9 @@ def _parts(thing):
     return vars(thing) if is_dataclass(thing) else {"itself": thing}
 
 
-def _refused(function, *arguments):
-    with _unchanged(*arguments):
+def refused(function, *arguments):
+    """Return the argument that the refusal names, or None without one; nothing is changed."""
+    with unchanged(*arguments):
         try:
             function(*arguments)
         except ReferenceArgumentError as refusal:
@@ -58,37 +58,12 @@ def _refused(function, *arguments):
     return None
 
 
-@pytest.fixture(scope="session")
-def common():
-    """``(query_lens, seq_lens, *, table, extra_tokens, dtype, one_object, **fields) -> metadata``."""
-    return _common
+def same_storage(a, b):
+    return a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()
 
 
-@pytest.fixture(scope="session")
-def unchanged():
-    """``with unchanged(*objects)``: their tensors are the same objects with the same values afterwards."""
-    return _unchanged
-
-
-@pytest.fixture(scope="session")
-def refused():
-    """``(function, *arguments)``: the argument that the refusal names, None without one; nothing is changed."""
-    return _refused
-
-
-@pytest.fixture(scope="session")
-def same_storage():
-    """Whether two tensors share memory."""
-    return lambda a, b: a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()
-
-
-@pytest.fixture(scope="session")
-def plain():
+def plain_values(metadata):
     """Metadata as a dictionary of lists, integers and None; every number is a Python integer."""
-
-    def flatten(metadata):
-        values = {k: v.tolist() if isinstance(v, Tensor) else v for k, v in vars(metadata).items()}
-        assert all(type(v) is int for k, v in values.items() if k.startswith(("num_reqs", "num_actual", "max")))
-        return values
-
-    return flatten
+    values = {k: v.tolist() if isinstance(v, Tensor) else v for k, v in vars(metadata).items()}
+    assert all(type(v) is int for k, v in values.items() if k.startswith(("num_reqs", "num_actual", "max")))
+    return values

@@ -1,13 +1,11 @@
 """Layers and batches to compute on, and what must come out: a dense formulation that shares nothing with the tiled one.
 
-Whatever a request does not own is NaN (or, in the block table, nonsense), in every test. Fixtures hand out strategies and
-functions, because tests are no packages and cannot import each other.
+Whatever a request does not own is NaN (or, in the block table, nonsense), in every test.
 """
 
 import math
 from dataclasses import dataclass, replace
 
-import pytest
 import torch
 from hypothesis import strategies as st
 from torch import Tensor
@@ -15,6 +13,8 @@ from torch import Tensor
 from attncheck.reference import AttentionParams, paged_attention
 
 NONSENSE = (-7, 10**6)
+TILES = st.fixed_dictionaries({"q_tile": st.integers(1, 9), "kv_tile": st.integers(1, 25)})
+"""Small tiles, so that their edges fall anywhere."""
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ class PagedBatch:
         )
 
 
-def _page_out(keys, values, block_size, seed=0, spare=3):
+def page_out(keys, values, block_size, seed=0, spare=3):
     """(key_cache, value_cache, block_table) that hold the given tokens at random places, NaN everywhere else."""
     generator = torch.Generator().manual_seed(seed)
     pages = [-(-len(k) // block_size) for k in keys]
@@ -89,7 +89,8 @@ def _page_out(keys, values, block_size, seed=0, spare=3):
     return caches[0], caches[1], table
 
 
-def _make_batch(query_lens, seq_lens, params, *, block_size=4, seed=0, gain=1.0, dtype=torch.float64, unowned_rows=2):
+def make_batch(query_lens, seq_lens, params, *, block_size=4, seed=0, gain=1.0, dtype=torch.float64, unowned_rows=2):
+    """Return a random ``PagedBatch``, with rows of no request behind."""
     generator = torch.Generator().manual_seed(seed)
 
     def draw(*shape):
@@ -101,12 +102,13 @@ def _make_batch(query_lens, seq_lens, params, *, block_size=4, seed=0, gain=1.0,
         query[-unowned_rows:] = torch.nan
     keys = tuple(draw(n, params.num_kv_heads, params.head_size) for n in seq_lens)
     values = tuple(draw(n, params.num_kv_heads, params.value_head_size) for n in seq_lens)
-    caches = _page_out(keys, values, block_size, seed)
+    caches = page_out(keys, values, block_size, seed)
     return PagedBatch(query, *caches, torch.tensor(seq_lens, dtype=torch.int32), starts, keys, values)
 
 
 @st.composite
-def _layers(draw, **fixed):
+def drawn_layers(draw, **fixed):
+    """Layers: GQA, sizes, scale, and every modifier that is not fixed by name."""
     kv_heads, group = draw(st.integers(1, 3)), draw(st.integers(1, 4))
     kv_heads = fixed.pop("num_kv_heads", kv_heads)
     heads = fixed.pop("num_heads", kv_heads * group)
@@ -129,7 +131,7 @@ def _layers(draw, **fixed):
 
 
 @st.composite
-def _batches(
+def drawn_batches(
     draw,
     params,
     *,
@@ -138,11 +140,15 @@ def _batches(
     shared_pages=st.integers(0, 3),  # noqa: B008 (immutable)
     block_size=None,
 ):
+    """Batches: any residues, empty rows, shuffled tables, shared first pages.
+
+    ``fitting=False`` also draws requests with more rows than keys, and with none.
+    """
     pairs = draw(st.lists(st.tuples(st.integers(0, 7), context_lens), min_size=1, max_size=4))
     pairs = [(q, q + c) for q, c in pairs]
     if not fitting:
         pairs = [(q, draw(st.sampled_from((s, s % 6, 0)))) for q, s in pairs]
-    batch = _make_batch(
+    batch = make_batch(
         [q for q, _ in pairs],
         [s for _, s in pairs],
         params,
@@ -176,7 +182,7 @@ def _with_shared_pages(batch, pages):
     )
 
 
-def _seen_keys(params, q, num_keys):
+def seen_keys(params, q, num_keys):
     """The keys a row at position ``q`` sees, by striking out; nothing here is shared with ``visible``."""
     seen = set(range(num_keys))
     if params.causal:
@@ -193,7 +199,7 @@ def _seen_keys(params, q, num_keys):
     return seen
 
 
-def _dense(batch, params, *, include_sinks=True, kv_range=None, tree_mask=None, sees=None):
+def dense(batch, params, *, include_sinks=True, kv_range=None, tree_mask=None, sees=None):
     """Whole score matrices in float64, K and V repeated a head, every element of the mask computed by itself.
 
     ``sees(request, q, j)`` replaces the layer's own rule.
@@ -211,7 +217,7 @@ def _dense(batch, params, *, include_sinks=True, kv_range=None, tree_mask=None, 
         if params.logits_soft_cap:
             scores = params.logits_soft_cap * torch.tanh(scores / params.logits_soft_cap)
         for i in range(len(query)):
-            seen = _seen_keys(params, offset + i, len(keys))
+            seen = seen_keys(params, offset + i, len(keys))
             if sees is not None:
                 seen = {j for j in range(len(keys)) if sees(r, offset + i, j)}
             if kv_range is not None:
@@ -237,7 +243,7 @@ def _dense(batch, params, *, include_sinks=True, kv_range=None, tree_mask=None, 
     return out, lse
 
 
-def _same_state(state, expected, tolerance=1e-12):
+def same_state(state, expected, tolerance=1e-12):
     """Output and lse agree to ``tolerance``, relative to the greatest value of the row (lse: or 1)."""
     (out, lse), (want_out, want_lse) = state, expected
     assert out.shape == want_out.shape
@@ -251,66 +257,10 @@ def _same_state(state, expected, tolerance=1e-12):
     assert (error <= tolerance * want_lse[finite].abs().clamp(min=1.0)).all(), error.max()
 
 
-@pytest.fixture(scope="session")
-def make_batch():
-    """``(query_lens, seq_lens, params, ...) -> PagedBatch``, random, with two rows of no request behind."""
-    return _make_batch
-
-
-@pytest.fixture(scope="session")
-def page_out():
-    """``(keys, values, block_size, seed) -> (key_cache, value_cache, block_table)``, pages in random order."""
-    return _page_out
-
-
-@pytest.fixture(scope="session")
-def dense():
-    """``(batch, params) -> (out, lse)`` by the dense formulation."""
-    return _dense
-
-
-@pytest.fixture(scope="session")
-def seen():
-    """``(params, q, num_keys) -> the keys the row at q sees``."""
-    return _seen_keys
-
-
-@pytest.fixture(scope="session")
-def same_state():
-    """``(state, expected, tolerance)``: asserts that two ``(out, lse)`` agree."""
-    return _same_state
-
-
-@pytest.fixture(scope="session")
-def layers():
-    """``(**fixed) -> strategy`` of layers: GQA, sizes, scale, and every modifier that is not fixed by name."""
-    return _layers
-
-
-@pytest.fixture(scope="session")
-def batches():
-    """``(params, ...) -> strategy`` of batches: any residues, empty rows, shuffled tables, shared first pages.
-
-    ``fitting=False`` also draws requests with more rows than keys, and with none.
-    """
-    return _batches
-
-
-@pytest.fixture(scope="session")
-def tiles():
-    """Small tiles, so that their edges fall anywhere."""
-    return st.fixed_dictionaries({"q_tile": st.integers(1, 9), "kv_tile": st.integers(1, 25)})
-
-
-@pytest.fixture(scope="session")
-def same_bits():
-    """``(tensors, expected)``: the same bits, NaNs and signs of zeros included."""
-
-    def check(state, expected):
-        assert len(state) == len(expected)
-        for a, b in zip(state, expected, strict=True):
-            assert a.shape == b.shape
-            assert a.dtype == b.dtype
-            assert torch.equal(*(x.reshape(-1).contiguous().view(torch.uint8) for x in (a, b)))
-
-    return check
+def same_bits(state, expected):
+    """The same bits, NaNs and signs of zeros included."""
+    assert len(state) == len(expected)
+    for a, b in zip(state, expected, strict=True):
+        assert a.shape == b.shape
+        assert a.dtype == b.dtype
+        assert torch.equal(*(x.reshape(-1).contiguous().view(torch.uint8) for x in (a, b)))
