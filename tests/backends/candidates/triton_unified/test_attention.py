@@ -2,11 +2,10 @@
 
 import itertools
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
 
 import pytest
 import torch
+from paged_batches import make_batch
 
 pytest.importorskip("triton")
 
@@ -24,32 +23,16 @@ from attncheck.reference import AttentionParams, paged_attention
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
-@dataclass
 class Paged:
-    """``lens``: (query_len, seq_len) of each request. Pages of 16 tokens; block 0 is of no request."""
+    """``lens``: (query_len, seq_len) of each request. Pages of 16 tokens."""
 
-    lens: Sequence[tuple[int, int]]
-    params: AttentionParams
-    dtype: torch.dtype = torch.float32
-
-    def __post_init__(self):
-        p, draw = self.params, torch.Generator().manual_seed(0)
-        rows, width = sum(q for q, _ in self.lens), max(-(-s // 16) for _, s in self.lens)
-        blocks = torch.randperm(width * len(self.lens), generator=draw) + 1
-        self.block_table = blocks.reshape(-1, width).to(DEVICE, torch.int32)
-        self.seq_lens = torch.tensor([s for _, s in self.lens], dtype=torch.int32, device=DEVICE)
-        starts = torch.tensor([0, *(q for q, _ in self.lens)]).cumsum(0)
-        self.query_start_loc = starts.to(DEVICE, torch.int32)
-        self.query = torch.randn(rows, p.num_heads, p.head_size, generator=draw).to(DEVICE, self.dtype)
-        owned = torch.zeros(len(blocks) + 1, 16, dtype=torch.bool)
-        for request, (_, seq_len) in enumerate(self.lens):
-            for position in range(seq_len):
-                owned[self.block_table[request, position // 16], position % 16] = True
-        shape = (*owned.shape, p.num_kv_heads, p.head_size)
-        self.key_cache, self.value_cache = (
-            torch.randn(shape, generator=draw).masked_fill(~owned[:, :, None, None], torch.nan).to(DEVICE, self.dtype)
-            for _ in range(2)
-        )
+    def __init__(self, lens, params, dtype):
+        made = make_batch(*zip(*lens, strict=True), params, block_size=16, dtype=dtype, unowned_rows=0)
+        self.lens, self.params = lens, params
+        tensors = made.query, made.key_cache, made.value_cache
+        self.query, self.key_cache, self.value_cache = (tensor.to(DEVICE) for tensor in tensors)
+        tables = made.block_table, made.seq_lens, made.query_start_loc
+        self.block_table, self.seq_lens, self.query_start_loc = (table.to(DEVICE, torch.int32) for table in tables)
 
     def arguments(self):
         return {
