@@ -10,7 +10,9 @@ from attncheck.errors import ReferenceArgumentError
 from attncheck.reference import CommonAttentionMetadata
 
 
-def common(query_lens, seq_lens, /, *, table=None, extra_tokens=0, dtype=torch.int32, one_object=False, **others):
+def common_metadata(
+    query_lens, seq_lens, /, *, table=None, extra_tokens=0, dtype=torch.int32, one_object=False, **others
+):
     """Blocks ``10 * r + page`` and slots from 100 on; ``one_object``: device tensors are their host twins."""
     starts = torch.tensor([sum(query_lens[:i]) for i in range(len(query_lens) + 1)], dtype=dtype)
     lens = torch.tensor(list(seq_lens), dtype=dtype)

@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 import torch
+from common_batches import common_metadata
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
@@ -35,7 +36,7 @@ from attncheck.backends.candidates.flashinfer import (
     page_indices,
     workspace_bytes,
 )
-from attncheck.backends.contract import CommonAttentionMetadata, KVCacheSpec
+from attncheck.backends.contract import KVCacheSpec
 from attncheck.backends.uniform import write_slots
 from attncheck.reference import AttentionParams, paged_attention, varlen_attention
 from attncheck.reference.spec import BatchSpec, CacheSpec, LayerSpec, RequestSpec
@@ -311,30 +312,19 @@ def make_engine(calls):
 
 def make_batch(requests, *, tokens=None, causal=True):
     """Request ``r`` has pages ``10 r + 1``, ``10 r + 2``, ..."""
-
-    def int32(*numbers):
-        return torch.tensor(numbers, dtype=torch.int32)
-
-    starts = [sum(query_len for query_len, _ in requests[:end]) for end in range(len(requests) + 1)]
-    lens = [seq_len for _, seq_len in requests]
-    table = torch.tensor([[10 * request + page + 1 for page in range(6)] for request in range(len(requests))])
+    table = [[10 * request + page + 1 for page in range(6)] for request in range(len(requests))]
     slots = [
-        int(table[request, position // BLOCK]) * BLOCK + position % BLOCK
+        table[request][position // BLOCK] * BLOCK + position % BLOCK
         for request, (query_len, seq_len) in enumerate(requests)
         for position in range(seq_len - query_len, seq_len)
     ]
-    num_tokens = starts[-1] if tokens is None else tokens
-    return CommonAttentionMetadata(
-        query_start_loc=int32(*starts),
-        query_start_loc_cpu=int32(*starts),
-        seq_lens=int32(*lens),
-        seq_lens_cpu=int32(*lens),
-        num_computed_tokens_cpu=int32(*(max(s - q, 0) for q, s in requests)),
-        num_reqs=len(requests),
+    num_tokens = len(slots) if tokens is None else tokens
+    return common_metadata(
+        *zip(*requests, strict=True),
+        table=table,
         num_actual_tokens=num_tokens,
         max_query_len=9,
         max_seq_len=24,
-        block_table_tensor=table.int(),
         slot_mapping=torch.tensor(slots + [-1] * (num_tokens - len(slots)), dtype=torch.int64),
         causal=causal,
     )

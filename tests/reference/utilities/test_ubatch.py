@@ -5,7 +5,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 import torch
-from common_batches import common, plain_values, refused, same_storage, unchanged
+from common_batches import common_metadata, plain_values, refused, same_storage, unchanged
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -67,7 +67,7 @@ def test_a_piece_describes_its_tokens(requests, cuts, padding, dtype, one_object
     query_lens = [q for q, _ in requests] + [0] * padding[0]
     seq_lens = [q + c for q, c in requests] + [0] * padding[0]
     optional = torch.tensor([1])
-    batch = common(
+    batch = common_metadata(
         query_lens,
         seq_lens,
         extra_tokens=padding[1],
@@ -138,7 +138,7 @@ def test_a_piece_describes_its_tokens(requests, cuts, padding, dtype, one_object
     ],
 )
 def test_pieces_that_are_none_are_refused(requests, tokens):
-    batch = common([3, 4, 5], [8, 4, 15])
+    batch = common_metadata([3, 4, 5], [8, 4, 15])
     assert "ubatch_slice" in refused(_make_metadata_with_slice, piece(requests, tokens), batch)
 
 
@@ -152,7 +152,7 @@ def test_pieces_that_are_none_are_refused(requests, tokens):
     ],
 )
 def test_a_batch_that_contradicts_itself_is_refused(field, value):
-    batch = common([3, 4, 5], [8, 4, 15], **{field: value})
+    batch = common_metadata([3, 4, 5], [8, 4, 15], **{field: value})
     assert field in refused(_make_metadata_with_slice, piece((0, 2), (0, 7)), batch)
 
 

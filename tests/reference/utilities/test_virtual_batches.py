@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from common_batches import common, plain_values, refused, same_storage, unchanged
+from common_batches import common_metadata, plain_values, refused, same_storage, unchanged
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -32,7 +32,7 @@ GIVEN = dict.fromkeys(OPTIONAL, torch.tensor([1])) | {"causal": False}
 
 @pytest.mark.parametrize(("chunk", "block", "q", "s", "table", "starts", "lens", "computed", "pages"), LOCAL)
 def test_virtual_requests(chunk, block, q, s, table, starts, lens, computed, pages):
-    batch = common(q, s, table=table, extra_tokens=5, **GIVEN)
+    batch = common_metadata(q, s, table=table, extra_tokens=5, **GIVEN)
     got = make_local_attention_virtual_batches(chunk, batch, block)
     assert plain_values(got) == {
         "query_start_loc": starts,
@@ -53,7 +53,7 @@ def test_virtual_requests(chunk, block, q, s, table, starts, lens, computed, pag
 
 def test_device_values_are_not_read():
     nowhere = torch.empty(2, dtype=torch.int32, device="meta")
-    batch = common([3], [8], query_start_loc=nowhere, seq_lens=nowhere[:1])
+    batch = common_metadata([3], [8], query_start_loc=nowhere, seq_lens=nowhere[:1])
     got = make_local_attention_virtual_batches(4, batch, 4)
     assert got.query_start_loc.device.type == got.seq_lens.device.type == "meta"
     assert got.seq_lens_cpu.tolist() == [4]
@@ -73,7 +73,7 @@ def test_device_values_are_not_read():
     ],
 )
 def test_refused_chunks_name_the_argument(chunk, block, fields, name):
-    batch = common([3, 2], [8, 4], **fields)
+    batch = common_metadata([3, 2], [8, 4], **fields)
     assert refused(make_local_attention_virtual_batches, chunk, batch, block).startswith(name)
 
 
@@ -92,7 +92,7 @@ def test_the_mask_is_that_of_chunks(requests, block, pages, width, dtype, one_ob
     query_lens, seq_lens = [q for q, _ in requests], [q + c for q, c in requests]
     columns = max(1, width + max(-(-s // block) for s in seq_lens))
     table = [[r * columns + page for page in range(columns)] for r in range(len(requests))]
-    batch = common(query_lens, seq_lens, table=table, dtype=dtype, one_object=one_object)
+    batch = common_metadata(query_lens, seq_lens, table=table, dtype=dtype, one_object=one_object)
     with unchanged(batch):
         got = make_local_attention_virtual_batches(chunk, batch, block)
     seen = []
@@ -120,7 +120,9 @@ def test_the_mask_is_that_of_chunks(requests, block, pages, width, dtype, one_ob
 
 def wanting(query_lens, seq_lens, indices, count, index_dtype=torch.int64, **fields):
     padded = None if indices is None else torch.tensor(indices, dtype=index_dtype)
-    return common(query_lens, seq_lens, **{**fields, "logits_indices_padded": padded, "num_logits_indices": count})
+    return common_metadata(
+        query_lens, seq_lens, **{**fields, "logits_indices_padded": padded, "num_logits_indices": count}
+    )
 
 
 @settings(max_examples=60)
