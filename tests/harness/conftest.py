@@ -1,45 +1,22 @@
 """Small cases for the harness's own tests."""
 
+import made_cases
 import pytest
 import torch
 
 from attncheck.backends.candidates.reference import ReferenceBackend
 from attncheck.backends.registry import LoadedBackend
-from attncheck.cases.model import Case
 from attncheck.harness.checks.case_checks import find_check
 from attncheck.harness.checks.findings import FindingError
 from attncheck.harness.checks.interface import CheckedCase, SharedByChecks
 from attncheck.harness.problem.problem import build_problem
 from attncheck.harness.truth.truth import truth_of
-from attncheck.reference.spec import BatchSpec, CacheSpec, LayerSpec, PaddingSpec, PathSpec, RequestSpec
-
-MIXED = ((1, 37), (5, 40), (33, 33), (1, 130))
-"""(query_len, seq_len) of a decode, an extend, a prefill and a decode: 40 rows, 240 keys."""
 
 
 @pytest.fixture
 def make_case():
-    """Return a function from (query_len, seq_len) pairs or RequestSpecs to a case; keywords are fields of the layer."""
-
-    def make(*requests, name="case", padding=(0, 0), cache=None, inputs=None, path="paged", options=None, **layer):
-        fields = {"num_heads": 8, "num_kv_heads": 2, "head_size": 64, "dtype": "bfloat16"} | layer
-        specs = tuple(
-            r if isinstance(r, RequestSpec) else RequestSpec(query_len=r[0], seq_len=r[1]) for r in requests or MIXED
-        )
-        return Case(
-            suite="made",
-            id=name,
-            layer=LayerSpec(**fields),
-            cache=CacheSpec(**(cache or {})),
-            batch=BatchSpec(
-                requests=specs,
-                padding=PaddingSpec(requests=padding[0], tokens=padding[1]),
-                path=PathSpec(name=path, options=options),
-            ),
-            inputs=inputs,
-        )
-
-    return make
+    """Return the function of that name of ``builders/made_cases.py``."""
+    return made_cases.make_case
 
 
 @pytest.fixture

@@ -3,10 +3,10 @@
 from dataclasses import replace
 
 import pytest
+from made_cases import make_case
 
 from attncheck.cases.consistency import implied_path
 from attncheck.cases.loader import load_suite
-from attncheck.cases.model import Case
 from attncheck.harness.fuzz.shrink import shrink, size_in_words
 from attncheck.reference.spec import (
     AttentionType,
@@ -20,23 +20,17 @@ from attncheck.reference.spec import (
     SplitKVOptions,
 )
 
-LARGE = Case(
-    suite="fuzz",
-    id="case-1",
-    layer=LayerSpec(
-        num_heads=12,
-        num_kv_heads=4,
-        head_size=96,
-        dtype="float16",
-        sliding_window=31,
-        logits_soft_cap=30.0,
-        sinks=tuple(float(head) for head in range(12)),
-    ),
-    cache=CacheSpec(block_size=32, layout="HND", kv_cache_dtype="fp8", k_scale=(0.5, 0.25, 1.0, 2.0)),
-    batch=BatchSpec(
-        requests=tuple(RequestSpec(query_len=q, seq_len=s) for q, s in ((1, 90), (5, 64), (40, 40), (1, 200), (2, 33))),
-        padding=PaddingSpec(requests=2, tokens=3),
-    ),
+LARGE = make_case(
+    *((1, 90), (5, 64), (40, 40), (1, 200), (2, 33)),
+    padding=(2, 3),
+    cache={"block_size": 32, "layout": "HND", "kv_cache_dtype": "fp8", "k_scale": (0.5, 0.25, 1.0, 2.0)},
+    num_heads=12,
+    num_kv_heads=4,
+    head_size=96,
+    dtype="float16",
+    sliding_window=31,
+    logits_soft_cap=30.0,
+    sinks=tuple(float(head) for head in range(12)),
 )
 
 
@@ -77,8 +71,7 @@ def test_options_of_a_path_get_smaller():
 def test_a_latent_layer_stays_one_and_gets_smaller():
     mla = MLASpec(kv_lora_rank=64, qk_nope_head_dim=32, qk_rope_head_dim=16, v_head_dim=32)
     layer = LayerSpec(num_heads=4, num_kv_heads=1, head_size=80, mla=mla)
-    batch = BatchSpec(requests=(RequestSpec(query_len=3, seq_len=40),), path=PathSpec(name="mla"))
-    case = Case(suite="fuzz", id="a", layer=layer, cache=CacheSpec(), batch=batch)
+    case = make_case((3, 40), layer=layer, path="mla")
     found = shrink(case, lambda each: each.layer.mla is not None, limit_s=60)
     small = found.case.layer.mla
     assert (found.case.layer.num_heads, small.kv_lora_rank, small.v_head_dim) == (1, 1, 1)
@@ -89,8 +82,8 @@ def test_a_latent_layer_stays_one_and_gets_smaller():
 def test_another_kind_of_layer_becomes_a_decoder(kind):
     layer = LayerSpec(num_heads=4, num_kv_heads=2, head_size=16, attn_type=kind)
     encoder_len = 20 if kind == AttentionType.ENCODER_DECODER else None
-    batch = BatchSpec(requests=(RequestSpec(query_len=5, encoder_len=encoder_len),), path=implied_path(layer))
-    case = Case(suite="fuzz", id="a", layer=layer, cache=CacheSpec(), batch=batch)
+    request = RequestSpec(query_len=5, encoder_len=encoder_len)
+    case = make_case(request, layer=layer, path=implied_path(layer).name)
     keys = encoder_len or 5
     found = shrink(
         case, lambda each: each.batch.max_seq_len + (each.batch.requests[0].encoder_len or 0) >= keys, limit_s=60

@@ -10,15 +10,15 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from made_cases import make_case
 
-from attncheck.cases.model import Case
 from attncheck.harness.driver import pool
 from attncheck.harness.fuzz import stand_alone_process
 from attncheck.harness.fuzz.stand_alone import StandAloneAnswer, StandAloneRequest
 from attncheck.harness.fuzz.stand_alone_process import NotExpressibleError, plain, written
 from attncheck.harness.fuzz.stand_alone_template import restored
 from attncheck.reference import AttentionParams
-from attncheck.reference.spec import BatchSpec, CacheSpec, LayerSpec, PaddingSpec, PathSpec, RequestSpec, SplitKVOptions
+from attncheck.reference.spec import BatchSpec, PaddingSpec, PathSpec, RequestSpec, SplitKVOptions
 
 FUNCTION = """\
 import torch
@@ -97,13 +97,8 @@ sys.argv = sys.argv[1:]
 runpy.run_path(sys.argv[0], run_name="__main__")
 """
 
-CASE = Case(
-    suite="fuzz",
-    id="small",
-    layer=LayerSpec(num_heads=2, num_kv_heads=1, head_size=8, dtype="float32"),
-    cache=CacheSpec(block_size=4),
-    batch=BatchSpec(requests=(RequestSpec(query_len=2, seq_len=6), RequestSpec(query_len=1, seq_len=3))),
-)
+SIZES = {"num_heads": 2, "num_kv_heads": 1, "head_size": 8, "dtype": "float32"}
+CASE = make_case((2, 6), (1, 3), cache={"block_size": 4}, **SIZES)
 
 
 def raising(error):

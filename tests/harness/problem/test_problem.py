@@ -6,14 +6,14 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from made_cases import make_case
 
 from attncheck.backends.paged_metadata import tree_mask
-from attncheck.cases.model import Case
 from attncheck.errors import SpecError
 from attncheck.harness.problem import queries as inputs
 from attncheck.harness.problem.problem import build_problem
 from attncheck.harness.problem.queries import CHANNELS, Coordinate, ancestors, decode, sign, token_tree
-from attncheck.reference.spec import AttentionType, BatchSpec, CacheSpec, LayerSpec, RequestSpec
+from attncheck.reference.spec import AttentionType, LayerSpec, RequestSpec
 
 
 def digest(problem):
@@ -21,13 +21,13 @@ def digest(problem):
     return hashlib.sha256(b"".join(t.numpy().tobytes() for t in tensors)).hexdigest()[:16]
 
 
-def test_the_same_case_and_seed_give_the_same_bits_on_every_machine(make_case):
+def test_the_same_case_and_seed_give_the_same_bits_on_every_machine():
     # Pinned: if this changes, GENERATOR_VERSION has to change with it.
     assert digest(build_problem(make_case(sliding_window=16, alibi=True, sinks=True), 3)) == "cfc92ca503f04aa1"
     assert digest(build_problem(make_case(logits_soft_cap=30.0, dtype="float16"), 3)) == "ecfb69a1e29acf43"
 
 
-def test_rows_of_another_problem_come_in_another_order(make_case):
+def test_rows_of_another_problem_come_in_another_order():
     given, case = build_problem(make_case(name="given"), 0), make_case(name="taken")
     drawn, taken = build_problem(case, 1), build_problem(case, 1, rows_of=given)
     for name in ("query", "keys", "values"):
@@ -40,7 +40,7 @@ def test_rows_of_another_problem_come_in_another_order(make_case):
     assert torch.equal(taken.block_table, build_problem(case, 1, rows_of=given).block_table)
 
 
-def test_seed_and_case_both_matter(make_case):
+def test_seed_and_case_both_matter():
     base = digest(build_problem(make_case(), 0))
     assert digest(build_problem(make_case(), 1)) != base
     assert digest(build_problem(make_case(scale=0.3), 0)) != base
@@ -56,13 +56,8 @@ def test_seed_and_case_both_matter(make_case):
     first_block=st.sampled_from([None, 5, 1000]),
 )
 def test_layout_invariants(lengths, block_size, first_block):
-    case = Case(
-        suite="made",
-        id="layout",
-        layer=LayerSpec(num_heads=2, num_kv_heads=1, head_size=8),
-        cache=CacheSpec(block_size=block_size, first_block=first_block),
-        batch=BatchSpec(requests=tuple(RequestSpec(query_len=q, seq_len=s) for q, s in lengths)),
-    )
+    layer = LayerSpec(num_heads=2, num_kv_heads=1, head_size=8)
+    case = make_case(*lengths, layer=layer, cache={"block_size": block_size, "first_block": first_block})
     problem = build_problem(case, 0)
     pages = [page for r in problem.requests for page in r.pages]
     assert len(set(pages)) == len(pages), "no page has two owners"
@@ -81,7 +76,7 @@ def test_layout_invariants(lengths, block_size, first_block):
     assert sorted(written + problem.old_keys.tolist()) == list(range(len(problem.keys)))
 
 
-def test_cross_attention_brings_encoder_rows_on_the_first_step_only(make_case):
+def test_cross_attention_brings_encoder_rows_on_the_first_step_only():
     first = RequestSpec(query_len=4, seq_len=4, encoder_len=30)
     later = RequestSpec(query_len=1, seq_len=9, encoder_len=21)
     problem = build_problem(make_case(first, later, attn_type=AttentionType.ENCODER_DECODER), 0)
@@ -90,17 +85,17 @@ def test_cross_attention_brings_encoder_rows_on_the_first_step_only(make_case):
     assert problem.old_keys.tolist() == list(range(30, 51))
 
 
-def test_rows_before_position_zero_are_written_nowhere(make_case):
+def test_rows_before_position_zero_are_written_nowhere():
     problem = build_problem(make_case((5, 3), (2, 0)), 0)
     assert problem.new_keys.tolist() == [-1, -1, 0, 1, 2, -1, -1]
 
 
-def test_a_pool_too_small_is_refused_with_what_it_needs(make_case):
+def test_a_pool_too_small_is_refused_with_what_it_needs():
     with pytest.raises(SpecError, match=r"num_blocks = 3: the batch needs 18 pages from page 1 on; at least 19"):
         build_problem(make_case(cache={"num_blocks": 3}), 0)
 
 
-def test_names_for_people(make_case):
+def test_names_for_people():
     problem = build_problem(make_case((5, 40), (1, 7)), 0)
     assert problem.row_name(0) == "request 0, position 35"
     assert problem.row_name(5) == "request 1, position 6"
@@ -130,7 +125,7 @@ def weights(problem, request):
 
 
 @pytest.mark.parametrize(("keys", "head_size"), [(37, 64), (1000, 64), (9000, 128), (300, 16), (5000, 256)])
-def test_decode_needles_weigh_about_half(make_case, keys, head_size):
+def test_decode_needles_weigh_about_half(keys, head_size):
     problem = build_problem(make_case((1, keys), head_size=head_size, num_heads=16), 0)
     heaviest = weights(problem, 0).amax(dim=-1).flatten()
     # Some heads point at keys of no request, some have large or equal scores; most carry a visible needle.
@@ -138,14 +133,14 @@ def test_decode_needles_weigh_about_half(make_case, keys, head_size):
     assert int(((heaviest > 0.15) & (heaviest < 0.95)).sum()) >= 6
 
 
-def test_needles_are_at_both_ends_and_at_page_edges(make_case):
+def test_needles_are_at_both_ends_and_at_page_edges():
     problem = build_problem(make_case((1, 1000), num_heads=16), 0)
     heavy = {int(i) for i in weights(problem, 0)[:, 0].argmax(dim=-1)}
     assert {0, 999, 998} <= heavy
     assert heavy & {992, 991}, "the last page begins at 992"
 
 
-def test_large_and_equal_scores_are_among_the_rows(make_case):
+def test_large_and_equal_scores_are_among_the_rows():
     problem = build_problem(make_case((64, 64)), 0)
     scores = torch.einsum("qhd,khd->hqk", problem.query.double(), problem.keys.double().repeat_interleave(4, 1))
     largest = (scores * problem.layer.softmax_scale).abs().amax(dim=-1)
@@ -156,7 +151,7 @@ def test_large_and_equal_scores_are_among_the_rows(make_case):
     assert float((scores * plain.layer.softmax_scale).abs().max()) < 100
 
 
-def test_soft_capped_layers_meet_scores_around_and_far_above_the_cap(make_case):
+def test_soft_capped_layers_meet_scores_around_and_far_above_the_cap():
     problem = build_problem(make_case((40, 200), logits_soft_cap=50.0), 0)
     scores = torch.einsum("qhd,khd->hqk", problem.query.double(), problem.keys.double().repeat_interleave(4, 1))
     ratio = (scores * problem.layer.softmax_scale).abs().amax(dim=-1) / 50.0
@@ -164,13 +159,13 @@ def test_soft_capped_layers_meet_scores_around_and_far_above_the_cap(make_case):
     assert int(((ratio > 0.9) & (ratio < 1.3)).sum()) > 20
 
 
-def test_float16_queries_stay_finite(make_case):
+def test_float16_queries_stay_finite():
     problem = build_problem(make_case((9, 100), dtype="float16", scale=1e-4, logits_soft_cap=50.0), 0)
     assert bool(torch.isfinite(problem.query).all())
 
 
 @pytest.mark.parametrize("layer", [{}, {"sliding_window": 9, "alibi": True}, {"logits_soft_cap": 20.0, "sinks": True}])
-def test_how_many_rows_are_taken_at_once_changes_nothing(make_case, monkeypatch, layer):
+def test_how_many_rows_are_taken_at_once_changes_nothing(monkeypatch, layer):
     case = make_case((1, 40), (17, 30), (5, 3), (9, 9), **layer)
     whole = build_problem(case, 0).query
     monkeypatch.setattr(inputs, "_ROWS_AT_ONCE", 4)

@@ -8,8 +8,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from made_cases import make_case
 
-from attncheck.cases.model import Case, Tolerance
+from attncheck.cases.model import Tolerance
 from attncheck.errors import BlindCaseError
 from attncheck.harness.device import float64_rate
 from attncheck.harness.problem.problem import build_problem
@@ -26,7 +27,7 @@ from attncheck.harness.truth.truth import (
 )
 from attncheck.harness.truth.unpaged import UnpagedAttention, budget_of, score_bound, share_of_budget
 from attncheck.reference import AttentionParams, visible
-from attncheck.reference.spec import MODIFIERS, BatchSpec, CacheSpec, LayerSpec, RequestSpec
+from attncheck.reference.spec import MODIFIERS
 
 
 def truth(case, seed=0):
@@ -47,7 +48,7 @@ def truth(case, seed=0):
     ],
 )
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
-def test_ordinary_cases_bite_whatever_the_seed(make_case, layer, dtype):
+def test_ordinary_cases_bite_whatever_the_seed(layer, dtype):
     for seed in range(3):
         truth(make_case(dtype=dtype, **layer), seed)
 
@@ -60,22 +61,22 @@ def test_ordinary_cases_bite_whatever_the_seed(make_case, layer, dtype):
         ({"alibi": (1e-6,) * 8}, "blind to alibi"),
     ],
 )
-def test_a_modifier_without_effect_is_blind(make_case, layer, message):
+def test_a_modifier_without_effect_is_blind(layer, message):
     with pytest.raises(BlindCaseError, match=message):
         truth(make_case(**layer))
 
 
-def test_single_rows_are_blind_to_causality(make_case):
+def test_single_rows_are_blind_to_causality():
     with pytest.raises(BlindCaseError, match="blind to causal: no row of the batch has a key it could act on"):
         truth(make_case((1, 40), causal=False))
     truth(make_case((1, 40), (2, 33), causal=False))
 
 
-def test_plain_inputs_take_what_they_get(make_case):
+def test_plain_inputs_take_what_they_get():
     truth(make_case(logits_soft_cap=5000.0, inputs=("views",)))
 
 
-def test_a_case_of_its_own_tolerance_gets_it(make_case):
+def test_a_case_of_its_own_tolerance_gets_it():
     case = make_case()
     wider = replace(case, tolerance=Tolerance(factor=3.0, reason="to be seen here"))
     assert wider.hash == case.hash
@@ -91,7 +92,7 @@ def params_and_rows(case):
 
 
 @pytest.mark.parametrize("name", MODIFIERS)
-def test_a_case_must_notice_each_of_its_modifiers(make_case, name):
+def test_a_case_must_notice_each_of_its_modifiers(name):
     params, rows = params_and_rows(make_case((3, 20), **{name: MODIFIERS[name].ordinary}))
     found = list(toggles(params, rows))
     assert found[0].subject in (name, MODIFIERS[name].feature)
@@ -99,13 +100,13 @@ def test_a_case_must_notice_each_of_its_modifiers(make_case, name):
     assert all(bool((toggle.hypothesis.compute()[0] != out).any()) for toggle in found)
 
 
-def test_a_plain_layer_has_nothing_to_notice(make_case):
+def test_a_plain_layer_has_nothing_to_notice():
     assert list(toggles(*params_and_rows(make_case((3, 20))))) == []
 
 
 @pytest.mark.parametrize("modifiers", [{}, {"sliding_window": 5}, {"attn_chunk_size": 7}, {"causal": False}])
 @pytest.mark.parametrize("tree", [False, True])
-def test_seen_keys_are_counted(make_case, modifiers, tree):
+def test_seen_keys_are_counted(modifiers, tree):
     params, rows = params_and_rows(make_case((3, 20), (3, 3), (3, 2), **modifiers))
     branches = torch.tensor([[1, 0, 0], [1, 1, 0], [1, 0, 1]], dtype=torch.bool)
     if tree:
@@ -131,7 +132,7 @@ H100, RTX_4090, RTX_3050 = gpu(9, 0, 132), gpu(8, 9, 128, clock_rate=2_520_000),
 
 
 @pytest.fixture
-def prefill(make_case):
+def prefill():
     return make_case((4096, 4096), num_heads=8, num_kv_heads=2, head_size=64)
 
 
@@ -153,7 +154,7 @@ def test_the_faster_of_both_computes_a_long_prefill(monkeypatch, prefill, proper
     assert bool(truth_notes(prefill, GPU)) == (place == CPU)
 
 
-def test_a_short_decode_is_not_worth_the_copies(monkeypatch, make_case):
+def test_a_short_decode_is_not_worth_the_copies(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: RTX_3050)
     monkeypatch.setattr(module, "_num_cores", lambda: 16)
     assert truth_device(make_case((1, 33), (1, 17)), GPU) == GPU
@@ -218,13 +219,8 @@ def shares(problem, truth, output):
     seed=st.integers(0, 1000),
 )
 def test_right_kernels_are_never_accused(dtype, keys, rows, head_size, scale, round_p, seed):
-    case = Case(
-        suite="made",
-        id="right",
-        layer=LayerSpec(num_heads=4, num_kv_heads=2, head_size=head_size, dtype=dtype, scale=scale),
-        cache=CacheSpec(),
-        batch=BatchSpec(requests=(RequestSpec(query_len=rows, seq_len=rows + keys - 1),)),
-    )
+    sizes = {"num_heads": 4, "num_kv_heads": 2, "head_size": head_size}
+    case = make_case((rows, rows + keys - 1), dtype=dtype, scale=scale, **sizes)
     problem = build_problem(case, seed)
     truth = truth_of(problem, CPU)
     assert float(shares(problem, truth, float32_kernel(problem, round_p=round_p)).max()) <= 1.0
@@ -232,7 +228,7 @@ def test_right_kernels_are_never_accused(dtype, keys, rows, head_size, scale, ro
 
 @pytest.mark.parametrize("head_size", [1, 2, 3])
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-def test_the_luck_of_few_numbers_fails_no_kernel(make_case, dtype, head_size):
+def test_the_luck_of_few_numbers_fails_no_kernel(dtype, head_size):
     for seed in range(20):
         problem = build_problem(make_case((4, 60), (1, 130), head_size=head_size, dtype=dtype), seed)
         output = float32_kernel(problem, round_p=True, peak=0.7)
@@ -241,7 +237,7 @@ def test_the_luck_of_few_numbers_fails_no_kernel(make_case, dtype, head_size):
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
 @pytest.mark.parametrize("keys", [2, 17, 500, 4096])
-def test_zeros_a_constant_and_the_mean_of_v_are_far_outside(make_case, dtype, keys):
+def test_zeros_a_constant_and_the_mean_of_v_are_far_outside(dtype, keys):
     problem = build_problem(make_case((1, keys), (1, keys), dtype=dtype), 0)
     truth = truth_of(problem, CPU)
     mean = torch.cat([problem.values[r.base : r.base + r.num_keys].double().mean(0)[None] for r in problem.requests])
@@ -276,7 +272,7 @@ def test_the_budget_is_the_formula(second_key, ruled_by):
     assert float(budget.norm) == pytest.approx(8**0.5 * float(budget.peak))
 
 
-def test_score_bound_counts_only_keys_the_row_sees(make_case):
+def test_score_bound_counts_only_keys_the_row_sees():
     keys = torch.tensor([1.0, 100.0, 2.0]).reshape(3, 1, 1)
     rows = UnpagedAttention(torch.ones(2, 1, 1), keys, keys, torch.tensor([0, 2]), torch.tensor([0, 3]))
     windowed = AttentionParams(num_heads=1, num_kv_heads=1, head_size=1, scale=1.0, window=(0, 0))
@@ -297,7 +293,7 @@ def test_a_cap_hides_the_rounding_of_large_scores_and_not_that_of_large_terms():
     assert score_bound(rows, second).flatten().tolist() == pytest.approx([2500.0, 5.0])
 
 
-def test_nan_is_infinitely_wrong_and_no_error_is_right(make_case):
+def test_nan_is_infinitely_wrong_and_no_error_is_right():
     problem = build_problem(make_case((1, 1)), 0)
     truth = truth_of(problem, CPU)
     error = torch.zeros_like(truth.out)
@@ -307,7 +303,7 @@ def test_nan_is_infinitely_wrong_and_no_error_is_right(make_case):
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-def test_a_sum_of_the_rounded_softmax_is_an_honest_lse(make_case, dtype):
+def test_a_sum_of_the_rounded_softmax_is_an_honest_lse(dtype):
     for seed in range(5):
         problem = build_problem(make_case((3, 700), (1, 33), dtype=dtype), seed)
         truth = truth_of(problem, CPU)
@@ -324,7 +320,7 @@ def test_a_sum_of_the_rounded_softmax_is_an_honest_lse(make_case, dtype):
 
 
 @pytest.mark.parametrize("scale", [0.01, 0.4])
-def test_a_tanh_of_exponentials_is_within_the_budget(make_case, scale):
+def test_a_tanh_of_exponentials_is_within_the_budget(scale):
     """Small scores lose most: 2 sigmoid(2x) - 1 is off by some roundings of 1, times the cap."""
     cap = 30.0
     changes = {"dtype": "float32", "scale": scale, "logits_soft_cap": cap, "sliding_window": 3}
@@ -342,7 +338,7 @@ def test_a_tanh_of_exponentials_is_within_the_budget(make_case, scale):
             assert bool(((lse + 1e-4 - truth.lse[rows]).abs() > truth.budget.lse[rows]).any())
 
 
-def test_what_underflows_in_float32_may_vanish(make_case):
+def test_what_underflows_in_float32_may_vanish():
     """A sink far above every score: the keys' weights lie below the smallest float32."""
     keys = torch.full((3, 1, 1), -300.0)
     rows = UnpagedAttention(torch.ones(1, 1, 1), keys, torch.ones(3, 1, 1), torch.tensor([0, 1]), torch.tensor([0, 3]))

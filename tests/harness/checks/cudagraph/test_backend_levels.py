@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
+from made_cases import make_case
 
 from attncheck.backends.candidates.torch_sdpa import SDPABackend, SDPABuilder
 from attncheck.backends.mutants import graphs_layers
-from attncheck.cases.model import Case
 from attncheck.harness.checks.cudagraph import check as check_module
 from attncheck.harness.checks.cudagraph.check import GraphLevelCheck
 from attncheck.harness.checks.cudagraph.probes import ALIKE, probes_of
@@ -18,17 +18,11 @@ from attncheck.harness.checks.cudagraph.replay import ProbeOutcome
 from attncheck.harness.checks.findings import Broken, Holds, NotExamined
 from attncheck.harness.driver.foreign_code import StageError
 from attncheck.harness.driver.observation import Raised
-from attncheck.reference.spec import AttentionCGSupport, BatchSpec, CacheSpec, LayerSpec, MLASpec, RequestSpec
+from attncheck.reference.spec import AttentionCGSupport, LayerSpec, MLASpec
 
 SINGLE, UNIFORM, ALWAYS = (AttentionCGSupport(value) for value in (1, 2, 3))
 LAYER = LayerSpec(num_heads=2, num_kv_heads=1, head_size=16, dtype="float32")
-CASE = Case(
-    suite="s",
-    id="plain",
-    layer=LAYER,
-    cache=CacheSpec(block_size=4),
-    batch=BatchSpec(requests=(RequestSpec(query_len=3, seq_len=9),)),
-)
+CASE = make_case((3, 9), name="plain", layer=LAYER, cache={"block_size": 4})
 WIDE = replace(CASE, id="wide", layer=replace(LAYER, head_size=32))
 WINDOW = replace(CASE, id="window", layer=replace(LAYER, sliding_window=3))
 HALF = replace(CASE, id="half", layer=replace(LAYER, dtype="float16"))
@@ -110,8 +104,8 @@ def mixed_is_wrong(case, probe):
 
 FULL = ("ALWAYS", ALL, "")
 SHARE = ALL - sum(len(each) - 1 for each in ALIKE)
-USUAL = {"plain": FULL, "window": ("ALWAYS", SHARE, "s/plain"), "half": ("ALWAYS", SHARE, "s/plain")}
-USUAL |= {"wide": ("ALWAYS", 1, "s/plain")}
+USUAL = {"plain": FULL, "window": ("ALWAYS", SHARE, "made/plain"), "half": ("ALWAYS", SHARE, "made/plain")}
+USUAL |= {"wide": ("ALWAYS", 1, "made/plain")}
 
 
 @pytest.mark.parametrize(
@@ -142,7 +136,7 @@ USUAL |= {"wide": ("ALWAYS", 1, "s/plain")}
         pytest.param(
             ByWindow,
             passes,
-            {"plain": FULL, "window": FULL, "half": ("ALWAYS", SHARE, "s/plain")},
+            {"plain": FULL, "window": FULL, "half": ("ALWAYS", SHARE, "made/plain")},
             set(),
             id="layers of another declared level share among themselves",
         ),
@@ -206,7 +200,7 @@ def test_cases_that_the_backend_does_not_serve_take_no_part(run_as):
     run_as(passes)
     assert len(examined(Always, WIDE, cases=(WIDE,))["wide"].graph.probes) == ALL  # a case alone
     declines_plain = declining(lambda layer, batch: layer == LAYER)
-    assert examined(declines_plain, HALF)["half"].graph.played_in_full == "s/wide"
+    assert examined(declines_plain, HALF)["half"].graph.played_in_full == "made/wide"
 
 
 def test_claims_are_examined_on_the_layer_on_which_every_probe_runs(run_as):
@@ -225,12 +219,10 @@ CATALOGUE = yaml.safe_load(Path(graphs_layers.__file__).with_suffix(".yaml").rea
 ENTRIES = [entry for entry in CATALOGUE if "case" not in entry]
 MLA = MLASpec(kv_lora_rank=16, qk_nope_head_dim=16, qk_rope_head_dim=8, v_head_dim=16)
 LATENT = LayerSpec(num_heads=2, num_kv_heads=1, head_size=24, dtype="float32", mla=MLA)
-CACHE = CacheSpec(block_size=4)
 
 
 def layer_case(name, layer=LAYER, **cache):
-    batch = BatchSpec(requests=(RequestSpec(query_len=3, seq_len=9),))
-    return Case(suite="s", id=name, layer=layer, cache=replace(CACHE, **cache), batch=batch)
+    return make_case((3, 9), name=name, layer=layer, cache={"block_size": 4} | cache)
 
 
 KINDS = (

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from inline_snapshot import snapshot
+from made_cases import make_case
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from attncheck.backends.candidates.reference import ReferenceBackend, ReferenceBuilder, ReferenceImpl
@@ -14,7 +15,6 @@ from attncheck.backends.candidates.torch_sdpa import SDPABackend, SDPABuilder, S
 from attncheck.backends.mutants import graphs
 from attncheck.backends.paged_metadata import PagedBuilder
 from attncheck.backends.registry import load
-from attncheck.cases.model import Case
 from attncheck.harness.checks.cudagraph import check as check_module
 from attncheck.harness.checks.cudagraph import replay
 from attncheck.harness.checks.cudagraph.check import (
@@ -37,7 +37,6 @@ from attncheck.reference.spec import (
     AttentionCGSupport,
     AttentionType,
     BatchSpec,
-    CacheSpec,
     LayerSpec,
     RequestSpec,
 )
@@ -45,13 +44,7 @@ from attncheck.reports.run_file.graph_levels import GRAPH_LEVELS, GraphLevels
 
 CPU = torch.device("cpu")
 LAYER = LayerSpec(num_heads=2, num_kv_heads=1, head_size=16, dtype="float32")
-CASE = Case(
-    suite="s",
-    id="c",
-    layer=LAYER,
-    cache=CacheSpec(block_size=4),
-    batch=BatchSpec(requests=(RequestSpec(query_len=3, seq_len=9),)),
-)
+CASE = make_case((3, 9), layer=LAYER, cache={"block_size": 4})
 
 
 @pytest.fixture

@@ -11,9 +11,9 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from made_cases import make_case
 
 from attncheck.cases.loader import load_suite
-from attncheck.cases.model import Case
 from attncheck.harness.checks.cudagraph.capture import allocate_inputs, dummy_call, parts_of
 from attncheck.harness.checks.cudagraph.capture import trace as trace_parts
 from attncheck.harness.checks.cudagraph.probes import (
@@ -37,7 +37,6 @@ from attncheck.reference.spec import (
     LayerSpec,
     MLASpec,
     OutputQuantSpec,
-    PaddingSpec,
     RequestSpec,
 )
 
@@ -245,12 +244,8 @@ CAPTURED = LayerSpec(num_heads=2, num_kv_heads=1, head_size=16, dtype="float32")
 
 
 def problem_of(lengths, padding=(0, 0), layer=CAPTURED):
-    batch = BatchSpec(
-        requests=tuple(RequestSpec(query_len=q, seq_len=s) for q, s in lengths),
-        padding=PaddingSpec(requests=padding[0], tokens=padding[1]),
-    )
-    cache = CacheSpec(block_size=4, num_blocks=40)
-    return build_problem(Case(suite="s", id="c", layer=layer, cache=cache, batch=batch), 0)
+    case = make_case(*lengths, layer=layer, padding=padding, cache={"block_size": 4, "num_blocks": 40})
+    return build_problem(case, 0)
 
 
 def call_of(problem):
