@@ -40,6 +40,9 @@ settings.register_profile("fuzz", settings.get_profile("attncheck"), max_example
 settings.load_profile("attncheck")
 
 
+pytest.register_assert_rewrite("paged_batches", "common_batches")
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_collect_file() -> Generator[None, list[pytest.Collector], list[pytest.Collector]]:
     """Collect no doctests of test modules, which have none.

@@ -1,9 +1,7 @@
 """One step as a model runner would hand it over: rows, context in the cache, padding, NaN wherever no row reads."""
 
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -31,7 +29,7 @@ NUM_BLOCKS = 40
 DEFAULT_CACHE = CacheSpec()
 
 
-def attn_layer(cache: CacheSpec = DEFAULT_CACHE) -> Any:
+def attn_layer(cache=DEFAULT_CACHE):
     """What ``forward`` may read of a layer."""
     scales = {name: getattr(cache, name) for name in ("q_scale", "k_scale", "v_scale")}
     tensors = {f"_{name}": torch.tensor(scale).reshape(-1) for name, scale in scales.items()}
@@ -55,9 +53,9 @@ class Step:
     output: Tensor
     output_lse: Tensor
 
-    def impl(self) -> Any:
+    def impl(self):
         layer = self.layer
-        extra: dict[str, Any] = {}
+        extra = {}
         if layer.sink_logits is not None:
             extra["sinks"] = torch.tensor(layer.sink_logits, dtype=DTYPES[layer.sinks_dtype or layer.dtype])
         if layer.value_head_size != layer.head_size:
@@ -76,7 +74,7 @@ class Step:
             **extra,
         )
 
-    def builder(self) -> Any:
+    def builder(self):
         layer = self.layer
         spec = KVCacheSpec(
             block_size=self.cache.block_size,
@@ -89,7 +87,7 @@ class Step:
         )
         return self.backend.get_builder_cls()(spec, ["layer.0"], None, torch.device("cpu"))
 
-    def run(self, **changes: Any) -> Tensor:
+    def run(self, **changes):
         """``forward`` with the step's arguments, some of them changed; the output."""
         arguments = {
             "layer": attn_layer(self.cache),
@@ -104,24 +102,18 @@ class Step:
             builder = self.builder()
             arguments["attn_metadata"] = builder.build(common_prefix_len=0, common_attn_metadata=self.common)
         with torch.no_grad():
-            result: Tensor = self.impl().forward(**arguments)
-        return result
+            return self.impl().forward(**arguments)
 
     @property
-    def num_rows(self) -> int:
+    def num_rows(self):
         return int(self.common.query_start_loc_cpu[-1])
 
 
-StepMaker = Callable[..., Step]
-
-
 @pytest.fixture
-def refusals(plain: Callable[[str], str]) -> Callable[..., list[str]]:
+def refusals(plain):
     """``refusals(call, questions, error)``: the messages that ``call`` raises, one a question."""
 
-    def messages(
-        call: Callable[[Any], object], questions: Sequence[Any], error: type[Exception] = ValueError
-    ) -> list[str]:
+    def messages(call, questions, error=ValueError):
         found = []
         for question in questions:
             with pytest.raises(error) as refused:
@@ -133,20 +125,12 @@ def refusals(plain: Callable[[str], str]) -> Callable[..., list[str]]:
 
 
 @pytest.fixture
-def make_step() -> StepMaker:
+def make_step():
     """``make_step(backend, layer, [(query_len, seq_len), ...], cache=..., padding=(requests, tokens), gain=...)``."""
     return _make_step
 
 
-def _make_step(
-    backend: type[AttentionBackend],
-    layer: LayerSpec,
-    requests: Sequence[tuple[int, int]],
-    *,
-    cache: CacheSpec = DEFAULT_CACHE,
-    padding: tuple[int, int] = (0, 0),
-    gain: float = 1.0,
-) -> Step:
+def _make_step(backend, layer, requests, *, cache=DEFAULT_CACHE, padding=(0, 0), gain=1.0):
     """For cross attention ``seq_len`` is the encoder's, whose rows come along. Block 0 is of no request."""
     length = "encoder_len" if layer.attn_type == AttentionType.ENCODER_DECODER else "seq_len"
     batch = BatchSpec(
@@ -168,7 +152,6 @@ def _make_step(
         if kv_cache.is_floating_point():
             kv_cache.fill_(torch.nan)
         codec = backend.kv_cache_codec(layer, cache)
-        assert codec is not None
         old = problem.old_keys
         codec.write(kv_cache, problem.key_slots[old], problem.keys[old], problem.values[old])
     output = torch.full((*given.query.shape[:2], layer.value_head_size), torch.nan, dtype=problem.dtype)

@@ -4,6 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from common_batches import common_metadata
 
 from attncheck.backends.caches.packings import allocate_kv_cache, detect_packing, stride_order
 from attncheck.backends.candidates.reference_mla import ReferenceMLABackend
@@ -13,7 +14,6 @@ from attncheck.backends.contract import KVCacheSpec
 from attncheck.backends.verification import contract_problems
 from attncheck.harness.driver.construction import latent_keywords
 from attncheck.harness.problem.storage import make_up_projections
-from attncheck.reference import CommonAttentionMetadata
 from attncheck.reference.spec import BatchSpec, CacheSpec, LayerSpec, MLASpec, RequestSpec
 
 SIZES = MLASpec(kv_lora_rank=12, qk_nope_head_dim=6, qk_rope_head_dim=4, v_head_dim=10)
@@ -79,20 +79,9 @@ def test_keywords_of_latent_layers_go_with_a_declaration():
 @each_candidate
 def test_what_forward_refuses(backend):
     """A request of 3 rows and one of 1; output and cache are left as they were."""
-    starts, lens = torch.tensor([0, 3, 4], dtype=torch.int32), torch.tensor([9, 5], dtype=torch.int32)
-    common = CommonAttentionMetadata(
-        query_start_loc=starts,
-        query_start_loc_cpu=starts,
-        seq_lens=lens,
-        seq_lens_cpu=lens,
-        num_computed_tokens_cpu=lens - starts.diff(),
-        num_reqs=2,
-        num_actual_tokens=4,
-        max_query_len=3,
-        max_seq_len=9,
-        block_table_tensor=torch.arange(24, dtype=torch.int32).view(2, 12) + 1,
-        slot_mapping=torch.tensor([10, 11, 12, 56]),
-    )
+    table = torch.arange(24, dtype=torch.int32).view(2, 12) + 1
+    slots = torch.tensor([10, 11, 12, 56])
+    common = common_metadata([3, 1], [9, 5], block_table_tensor=table, slot_mapping=slots)
     spec = KVCacheSpec(block_size=BLOCK_SIZE, num_kv_heads=1, head_size=16, dtype=torch.float32)
     given = {
         "query": torch.zeros(4, 3, 10),

@@ -3,15 +3,11 @@
 import json
 import math
 import struct
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import pytest
 from inline_snapshot import snapshot
 
 from attncheck.cases.loader import load_file
-from attncheck.cases.model import Suite
 from attncheck.errors import CaseFileError
 from attncheck.reference.spec import MLASpec, RequestSpec
 
@@ -19,10 +15,10 @@ GQA = {"num_qo_heads": 32, "num_kv_heads": 8, "head_dim": 128}
 MLA = {"num_qo_heads": 16, "head_dim_ckv": 512, "head_dim_kpe": 64}
 
 
-def define(root: Path, name: str, op_type: str, sizes: dict[str, int], inputs: dict[str, str]) -> None:
+def define(root, name, op_type, sizes, inputs):
     folder = root / "definitions" / op_type
     folder.mkdir(parents=True, exist_ok=True)
-    axes: dict[str, Any] = {key: {"type": "const", "value": value} for key, value in sizes.items()}
+    axes = {key: {"type": "const", "value": value} for key, value in sizes.items()}
     axes["len_indptr"] = {"type": "var"}
     document = {
         "name": name,
@@ -35,7 +31,7 @@ def define(root: Path, name: str, op_type: str, sizes: dict[str, int], inputs: d
     (folder / f"{name}.json").write_text(json.dumps(document))
 
 
-def store(path: Path, tensors: dict[str, list[int]], dtype: str = "I32") -> None:
+def store(path, tensors, dtype="I32"):
     """A safetensors file, written by its format: length of the header, header, numbers."""
     content, header = b"", {}
     for name, numbers in tensors.items():
@@ -51,14 +47,14 @@ def store(path: Path, tensors: dict[str, list[int]], dtype: str = "I32") -> None
     path.write_bytes(struct.pack("<Q", len(text)) + text + content)
 
 
-def workload(name: str, uuid: str, file: str, keys: list[str], scale: float = 128**-0.5) -> str:
-    inputs: dict[str, Any] = {"q": {"type": "random"}, "sm_scale": {"type": "scalar", "value": scale}}
+def workload(name, uuid, file, keys, scale=128**-0.5):
+    inputs = {"q": {"type": "random"}, "sm_scale": {"type": "scalar", "value": scale}}
     inputs |= {key: {"type": "safetensors", "path": file, "tensor_key": key} for key in keys}
     line = {"definition": name, "solution": None, "evaluation": None}
     return json.dumps(line | {"workload": {"uuid": uuid, "axes": {"len_indptr": 3}, "inputs": inputs}})
 
 
-def load(root: Path, *lines: str) -> Suite:
+def load(root, *lines):
     path = root / "workloads" / "traffic.jsonl"
     path.parent.mkdir(exist_ok=True)
     path.write_text("\n".join(lines) + "\n")
@@ -68,7 +64,7 @@ def load(root: Path, *lines: str) -> Suite:
 PAGED = {"q": "bfloat16", "k_cache": "bfloat16", "kv_indptr": "int32", "sm_scale": "float32"}
 
 
-def test_a_decode_over_pages_of_one_token(tmp_path: Path) -> None:
+def test_a_decode_over_pages_of_one_token(tmp_path):
     define(tmp_path, "gqa_paged_decode_h32_kv8_d128_ps1", "gqa_paged", GQA | {"page_size": 1}, PAGED)
     store(tmp_path / "blob" / "a.safetensors", {"kv_indices": [5, 6, 7], "kv_indptr": [0, 37, 38]})
     suite = load(tmp_path, workload("gqa_paged_decode_h32_kv8_d128_ps1", "ab-1", "./blob/a.safetensors", ["kv_indptr"]))
@@ -82,7 +78,7 @@ def test_a_decode_over_pages_of_one_token(tmp_path: Path) -> None:
     assert any("kv_indices is not read" in note for note in suite.notes)
 
 
-def test_a_prefill_over_pages_of_64_in_an_fp8_cache(tmp_path: Path) -> None:
+def test_a_prefill_over_pages_of_64_in_an_fp8_cache(tmp_path):
     name = "gqa_paged_prefill_causal_h32_kv8_d128_ps64"
     inputs = PAGED | {"k_cache": "float8_e4m3fn", "qo_indptr": "int32", "kv_last_page_len": "int32"}
     define(tmp_path, name, "gqa_paged", GQA | {"page_size": 64}, inputs)
@@ -95,7 +91,7 @@ def test_a_prefill_over_pages_of_64_in_an_fp8_cache(tmp_path: Path) -> None:
     assert (case.cache.kv_cache_dtype, case.cache.block_size, case.layer.scale) == ("fp8_e4m3", 64, 0.25)
 
 
-def test_ragged_keys_are_put_in_pages(tmp_path: Path) -> None:
+def test_ragged_keys_are_put_in_pages(tmp_path):
     name = "gqa_ragged_prefill_causal_h32_kv8_d128"
     define(tmp_path, name, "gqa_ragged", GQA, {"q": "float16", "k": "float16", "qo_indptr": "int32"})
     store(tmp_path / "c.safetensors", {"qo_indptr": [0, 4, 6], "kv_indptr": [0, 4, 26]})
@@ -106,7 +102,7 @@ def test_ragged_keys_are_put_in_pages(tmp_path: Path) -> None:
     assert any("in pages of 16" in note for note in suite.notes)
 
 
-def test_latent_attention_gets_its_widths_from_the_scale(tmp_path: Path) -> None:
+def test_latent_attention_gets_its_widths_from_the_scale(tmp_path):
     name = "mla_paged_decode_h16_ckv512_kpe64_ps1"
     define(tmp_path, name, "mla_paged", MLA | {"page_size": 1}, {"q_nope": "bfloat16", "ckv_cache": "bfloat16"})
     store(tmp_path / "d.safetensors", {"kv_indptr": [0, 700]})
@@ -115,7 +111,7 @@ def test_latent_attention_gets_its_widths_from_the_scale(tmp_path: Path) -> None
     assert (case.layer.head_size, case.layer.num_kv_heads, case.batch.path.name) == (576, 1, "mla")
 
 
-def test_what_cannot_be_read_is_named(tmp_path: Path) -> None:
+def test_what_cannot_be_read_is_named(tmp_path):
     paged = "gqa_paged_decode_h32_kv8_d128_ps1"
     define(tmp_path, paged, "gqa_paged", GQA | {"page_size": 1}, PAGED)
     define(tmp_path, "pages64", "gqa_paged", GQA | {"page_size": 64}, PAGED)
@@ -154,7 +150,7 @@ def test_what_cannot_be_read_is_named(tmp_path: Path) -> None:
     ]
 
 
-def header(text: str) -> bytes:
+def header(text):
     return struct.pack("<Q", len(text)) + text.encode()
 
 
@@ -167,7 +163,7 @@ def header(text: str) -> bytes:
         (header('{"kv_indptr":{"dtype":"I32","data_offsets":[0,8]}}'), "kv_indptr is cut off"),
     ],
 )
-def test_a_damaged_tensor_file_is_a_reason(tmp_path: Path, content: bytes, reason: str) -> None:
+def test_a_damaged_tensor_file_is_a_reason(tmp_path, content, reason):
     name = "gqa_paged_decode_h32_kv8_d128_ps1"
     define(tmp_path, name, "gqa_paged", GQA | {"page_size": 1}, PAGED)
     (tmp_path / "a.safetensors").write_bytes(content)
@@ -179,7 +175,7 @@ def test_a_damaged_tensor_file_is_a_reason(tmp_path: Path, content: bytes, reaso
     assert f"not read: {name}, workload 1: a.safetensors: {reason}; read are " in str(refused.value)
 
 
-def test_lines_that_are_no_workload_and_files_in_the_wrong_place(plain: Callable[[str], str], tmp_path: Path) -> None:
+def test_lines_that_are_no_workload_and_files_in_the_wrong_place(plain, tmp_path):
     define(tmp_path, "d", "gqa_paged", GQA, PAGED)
     with pytest.raises(CaseFileError, match=r"traffic\.jsonl:1: workload: Field required"):
         load(tmp_path, '{"definition": "d"}')

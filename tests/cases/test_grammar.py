@@ -21,7 +21,7 @@ from attncheck.reference.spec import RequestSpec
         ("q2097152k", [(1, 2**31, 2**31)]),
     ],
 )
-def test_parse(text: str, expected: list[tuple[int, int, int]]) -> None:
+def test_parse(text, expected):
     assert [(r.count, r.query_len, r.seq_len) for r in parse_batch(text)] == expected
 
 
@@ -49,7 +49,7 @@ FORM = "a segment is [count]q<new tokens>[s<total tokens>], with lowercase k for
         ("q1k_2097152q1s1k", 4, "up to here the batch holds 2147484672 tokens; at most 2147483648 tokens are allowed"),
     ],
 )
-def test_refusal(text: str, position: int, phrase: str) -> None:
+def test_refusal(text, position, phrase):
     with pytest.raises(BatchSpecError) as caught:
         parse_batch(text)
     message = str(caught.value).replace(f" (at character {position + 1})", "")
@@ -65,7 +65,7 @@ _NUMBERS = st.one_of(st.integers(1, 300), st.integers(1, 64).map(lambda n: n * 1
 
 
 @st.composite
-def _requests(draw: st.DrawFn) -> RequestSpec:
+def _requests(draw):
     query_len = draw(_NUMBERS)
     context = draw(st.one_of(st.just(0), _NUMBERS))
     return RequestSpec(query_len=query_len, seq_len=query_len + context, count=draw(st.integers(1, 40)))
@@ -73,13 +73,13 @@ def _requests(draw: st.DrawFn) -> RequestSpec:
 
 @settings(max_examples=40)
 @given(st.lists(_requests(), min_size=1, max_size=12).map(tuple))
-def test_formatting_is_lossless(requests: tuple[RequestSpec, ...]) -> None:
+def test_formatting_is_lossless(requests):
     assert parse_batch(format_batch(requests)) == requests
 
 
 @settings(max_examples=60)
 @given(st.text(alphabet="0123456789qskKv_ .", max_size=20))
-def test_any_text_parses_or_is_refused(text: str) -> None:
+def test_any_text_parses_or_is_refused(text):
     refusal = None
     try:
         assert parse_batch(text)
@@ -97,7 +97,7 @@ def test_any_text_parses_or_is_refused(text: str) -> None:
         ((), "requests"),
     ],
 )
-def test_formatting_refuses_what_the_string_cannot_hold(requests: tuple[RequestSpec, ...], field: str) -> None:
+def test_formatting_refuses_what_the_string_cannot_hold(requests, field):
     with pytest.raises(SpecError) as caught:
         format_batch(requests)
     assert caught.value.field == field

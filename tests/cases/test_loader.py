@@ -1,14 +1,11 @@
 """Loading suites: merging, matrices, paths, positions, selection."""
 
-from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 from inline_snapshot import snapshot
 
 from attncheck.cases.loader import load_file, load_suite, select, suite_file, suite_names
-from attncheck.cases.model import Case, Suite
 from attncheck.errors import CaseFileError, UnknownNameError
 from attncheck.reference.spec import (
     AttentionType,
@@ -25,13 +22,13 @@ cases:
 """
 
 
-def load(tmp_path: Path, text: str) -> Suite:
+def load(tmp_path, text):
     path = tmp_path / "t.yaml"
     path.write_text(text, encoding="utf-8")
     return load_file(path)
 
 
-def one(tmp_path: Path, case: str) -> Case:
+def one(tmp_path, case):
     (case_,) = load(tmp_path, f"{HEAD}  - {{id: a, {case}}}\n").cases
     return case_
 
@@ -51,7 +48,7 @@ cases:
 """
 
 
-def test_the_example_of_the_design(tmp_path: Path) -> None:
+def test_the_example_of_the_design(tmp_path):
     suite = load(tmp_path, EXAMPLE)
     assert (suite.name, suite.description) == (
         "sliding_window",
@@ -72,7 +69,7 @@ def test_the_example_of_the_design(tmp_path: Path) -> None:
     assert case.origin.endswith("t.yaml:7")
 
 
-def test_every_form_of_a_batch(tmp_path: Path) -> None:
+def test_every_form_of_a_batch(tmp_path):
     string = one(tmp_path, "batch: q5s37_2q3")
     listed = one(tmp_path, "batch: [{query_len: 5, seq_len: 37}, {query_len: 3, count: 2}]")
     mapped = one(tmp_path, "batch: {requests: q5s37_2q3, padding: {requests: 2, tokens: 4}}")
@@ -83,13 +80,13 @@ def test_every_form_of_a_batch(tmp_path: Path) -> None:
     assert inner.batch == string.batch
 
 
-def test_a_case_is_laid_over_the_defaults_key_by_key(tmp_path: Path) -> None:
+def test_a_case_is_laid_over_the_defaults_key_by_key(tmp_path):
     text = HEAD.replace("head_size: 64}", "head_size: 64, scale: 0.5, sliding_window: 9}")
     case = load(tmp_path, f"{text}  - {{id: a, batch: q20, layer: {{scale: 2, sliding_window: null}}}}\n").cases[0]
     assert (case.layer.scale, case.layer.sliding_window, case.layer.head_size) == (2.0, None, 64)
 
 
-def test_defaults_of_other_keys_are_replaced(tmp_path: Path) -> None:
+def test_defaults_of_other_keys_are_replaced(tmp_path):
     text = HEAD.replace("cases:", "  batch: q7\n  checks: [numerics, lse]\n  path: {fast_prefill: {rows: 2}}\ncases:")
     suite = load(tmp_path, f"{text}  - id: a\n  - {{id: b, batch: q9, checks: [lse], path: paged}}\n")
     a, b = suite.cases
@@ -98,7 +95,7 @@ def test_defaults_of_other_keys_are_replaced(tmp_path: Path) -> None:
     assert (b.batch.num_tokens, b.checks, b.batch.path.name) == (9, ("lse",), "paged")
 
 
-def test_axis_values_in_ids(tmp_path: Path) -> None:
+def test_axis_values_in_ids(tmp_path):
     axes = (
         "layer.scale: [0.5, 1e-3, 1e+3, null], layer.sinks: [true, [1,2,3,4,5,6,7,8]], "
         "layer: [{alibi: true}], batch: [q9, 2q8_q4s9, [{query_len: 3}]]"
@@ -111,7 +108,7 @@ def test_axis_values_in_ids(tmp_path: Path) -> None:
     assert "a.1e3-true-v1-q9" in ids
 
 
-def test_every_other_key(tmp_path: Path) -> None:
+def test_every_other_key(tmp_path):
     case = one(
         tmp_path,
         "batch: 2q1s40, description: why, inputs: [views, needles], tolerance: {factor: 2, reason: because}, "
@@ -121,18 +118,16 @@ def test_every_other_key(tmp_path: Path) -> None:
         "cache: {kv_cache_dtype: fp8, k_scale: [0.5, 2], v_scale: 3, num_blocks: 40, first_block: 20}",
     )
     assert case.layer.attn_type is AttentionType.DECODER
-    assert case.layer.output_quant is not None
     assert case.layer.output_quant.scale == 0.5
     assert case.cache.k_scale == (0.5, 2.0)
     assert case.inputs == ("needles", "views")
     assert case.strides == StridesSpec(query="fused", key="transposed", value="fused", output="padded")
-    assert case.tolerance is not None
     assert (case.tolerance.factor, case.tolerance.reason) == (2.0, "because")
     assert case.description == "why"
     hash(case)
 
 
-def test_batches_before_and_layers_beside(tmp_path: Path) -> None:
+def test_batches_before_and_layers_beside(tmp_path):
     case = one(
         tmp_path,
         "batch: 2q4s40, path: spec_decode, layer: {sliding_window: 8}, "
@@ -149,20 +144,20 @@ def test_batches_before_and_layers_beside(tmp_path: Path) -> None:
     assert case.layers == (case.layer, replace(case.layer, sliding_window=None, logits_soft_cap=5.0))
 
 
-def test_yaml_1_2_scalars(tmp_path: Path) -> None:
+def test_yaml_1_2_scalars(tmp_path):
     case = one(tmp_path, "batch: [{query_len: 010, seq_len: 0x10}], layer: {scale: 1e-2}, description: on")
     assert (case.batch.max_query_len, case.batch.max_seq_len, case.layer.scale) == (10, 16, 0.01)
     assert case.description == "on"
 
 
-def test_a_mistake_in_a_matrix_is_shown_where_it_was_written(tmp_path: Path) -> None:
+def test_a_mistake_in_a_matrix_is_shown_where_it_was_written(tmp_path):
     with pytest.raises(CaseFileError) as caught:
         one(tmp_path, "batch: q9, matrix: {cache.block_size: [16, -2]}")
     place = (5, 56, "cases[0].matrix.cache.block_size[1]")
     assert (caught.value.line, caught.value.column, caught.value.key) == place
 
 
-def test_a_case_that_breaks_an_inherited_value_is_named(plain: Callable[[str], str], tmp_path: Path) -> None:
+def test_a_case_that_breaks_an_inherited_value_is_named(plain, tmp_path):
     with pytest.raises(CaseFileError) as mistake:
         one(tmp_path, "batch: q5, layer: {num_heads: 7}")
     assert plain(str(mistake.value)) == snapshot(
@@ -170,7 +165,7 @@ def test_a_case_that_breaks_an_inherited_value_is_named(plain: Callable[[str], s
     )
 
 
-def test_names_and_files(plain: Callable[[str], str], tmp_path: Path) -> None:
+def test_names_and_files(plain, tmp_path):
     assert suite_names()[0] == "smoke"
     assert load_suite("smoke").path == suite_file("smoke")
     path = tmp_path / "t.yaml"
@@ -183,11 +178,11 @@ def test_names_and_files(plain: Callable[[str], str], tmp_path: Path) -> None:
         suite_file("../loader")
 
 
-def test_select(tmp_path: Path) -> None:
+def test_select(tmp_path):
     names = ("decode", "decode.1", "decode.2", "prefill")
     cases = load(tmp_path, HEAD + "".join(f"  - {{id: {name}, batch: q9}}\n" for name in names)).cases
 
-    def ids(*patterns: str) -> list[str]:
+    def ids(*patterns):
         return [case.id for case in select(cases, patterns)]
 
     assert ids() == list(names)

@@ -1,12 +1,9 @@
 """The built-in suites: complete, without repetition, cheap, and stable over time."""
 
-from collections.abc import Iterator
-
 import pytest
 
 from attncheck.cases.loader import load_suite, suite_names
-from attncheck.cases.model import Case
-from attncheck.reference.spec import AttentionType, BatchSpec
+from attncheck.reference.spec import AttentionType
 
 # A changed hash orphans every recorded result and every expected failure of a case.
 SUITES = {
@@ -50,21 +47,21 @@ SUITES = {
 CHEAP = [name for name in SUITES if name != "named_batches"]
 
 
-def cases(*names: str) -> Iterator[Case]:
+def cases(*names):
     for name in names or SUITES:
         yield from load_suite(name)
 
 
-def lengths(batch: BatchSpec) -> list[tuple[int, int]]:
+def lengths(batch):
     return [(request.query_len, request.total_len) for request in batch]
 
 
-def test_these_are_the_suites() -> None:
+def test_these_are_the_suites():
     assert suite_names() == list(SUITES)
 
 
 @pytest.mark.parametrize("name", SUITES)
-def test_a_suite_stays_and_has_distinct_questions_under_distinct_names(name: str) -> None:
+def test_a_suite_stays_and_has_distinct_questions_under_distinct_names(name):
     suite = load_suite(name)
     assert (suite.name, suite.hash) == (name, SUITES[name])
     assert suite.description
@@ -75,7 +72,7 @@ def test_a_suite_stays_and_has_distinct_questions_under_distinct_names(name: str
 
 
 @pytest.mark.parametrize("name", CHEAP)
-def test_a_suite_describes_each_case_and_stays_cheap(name: str) -> None:
+def test_a_suite_describes_each_case_and_stays_cheap(name):
     suite = load_suite(name)
     assert all(case.description for case in suite)
     products = [
@@ -105,7 +102,7 @@ NAMED = {
 }
 
 
-def test_the_named_batches() -> None:
+def test_the_named_batches():
     suite = load_suite("named_batches")
     assert [case.id for case in suite] == list(NAMED)
     for case in suite:

@@ -6,23 +6,22 @@ from pathlib import Path
 import pytest
 
 from attncheck.cases.loader import load_file
-from attncheck.cases.model import Suite
 from attncheck.errors import CaseFileError
 from attncheck.reference.spec import MLASpec, RequestSpec
 
 FILES = Path(__file__).parent / "vllm"
 
 
-def load(name: str) -> Suite:
+def load(name):
     return load_file(FILES / f"{name}.yaml")
 
 
-def not_used(suite: Suite) -> set[str]:
+def not_used(suite):
     start = "not used here: "
     return {note.removeprefix(start).split(" ")[0] for note in suite.notes if note.startswith(start)}
 
 
-def load_text(tmp_path: Path, text: str) -> Suite:
+def load_text(tmp_path, text):
     path = tmp_path / "a file (1).yaml"
     path.write_text(text)
     return load_file(path)
@@ -31,7 +30,7 @@ def load_text(tmp_path: Path, text: str) -> Suite:
 MODEL = "model: {num_q_heads: 32, num_kv_heads: 8, head_dim: 128, block_size: 16}\n"
 
 
-def test_standard_attention() -> None:
+def test_standard_attention():
     suite = load("serving_mix")
     assert suite.name == "serving_mix"
     assert suite.description == "One GPU's share of an 8B model, serving traffic"
@@ -53,7 +52,7 @@ def test_standard_attention() -> None:
     assert any(note.startswith("provenance: geometry: model_id: example/model-8b; role: GQA") for note in suite.notes)
 
 
-def test_latent_attention_with_a_sweep() -> None:
+def test_latent_attention_with_a_sweep():
     suite = load("latent_decode")
     batches = ("16q1s512", "32q1s8k", "16q4s1k_16q1s1k")
     assert [case.id for case in suite] == [f"{batch}.{heads}" for heads in ("128h", "16h") for batch in batches]
@@ -67,7 +66,7 @@ def test_latent_attention_with_a_sweep() -> None:
     assert not_used(suite) == set(unused.split())
 
 
-def test_ranges_and_sizes() -> None:
+def test_ranges_and_sizes():
     suite = load("threshold_study")
     single = [f"q{n}s1k" for n in range(1, 8)]
     single += [f"q{n}s{kv}k" for n in (8, 16, 24, 32) for kv in (1, 2)]
@@ -81,7 +80,7 @@ def test_ranges_and_sizes() -> None:
     assert not_used(suite) == set(unused.split())
 
 
-def test_a_thousand_cases_are_listed_at_once() -> None:
+def test_a_thousand_cases_are_listed_at_once():
     start = time.perf_counter()
     suite = load("geometry_sweep")
     assert time.perf_counter() - start < 2
@@ -103,15 +102,15 @@ def test_a_thousand_cases_are_listed_at_once() -> None:
         ("", ()),
     ],
 )
-def test_backends(tmp_path: Path, backends: str, expected: tuple[str, ...]) -> None:
+def test_backends(tmp_path, backends, expected):
     suite = load_text(tmp_path, f"{MODEL}batch_specs: [q9]\n{backends}")
     assert suite.default_backends == expected
     assert suite.default_device is None
     assert suite.name == "a-file-1-"
 
 
-def test_labels(tmp_path: Path) -> None:
-    def ids(sweep: str) -> list[str]:
+def test_labels(tmp_path):
+    def ids(sweep):
         suite = load_text(tmp_path, f"{MODEL}batch_specs: [q9]\nmodel_parameter_sweep: {sweep}\n")
         return [case.id for case in suite]
 
@@ -122,14 +121,14 @@ def test_labels(tmp_path: Path) -> None:
     assert ids("{values: [{head_dim: 64}], label_format: '{head_dim}: {other}/{backend}'}") == ["q9.64"]
 
 
-def test_a_latent_model_needs_neither_width_nor_kv_heads(tmp_path: Path) -> None:
+def test_a_latent_model_needs_neither_width_nor_kv_heads(tmp_path):
     ranks = "kv_lora_rank: 32, qk_nope_head_dim: 8, qk_rope_head_dim: 16, v_head_dim: 8"
     suite = load_text(tmp_path, f"model: {{num_q_heads: 4, {ranks}}}\nbatch_specs: [q9]\n")
     layer = suite.cases[0].layer
     assert (layer.head_size, layer.num_kv_heads) == (48, 1)
 
 
-def test_an_unknown_cache_dtype_is_named(tmp_path: Path) -> None:
+def test_an_unknown_cache_dtype_is_named(tmp_path):
     suite = load_text(tmp_path, f"{MODEL}batch_specs: [q9]\nkv_cache_dtype: nvfp4\n")
     assert suite.cases[0].cache.kv_cache_dtype == "auto"
     assert (
@@ -138,12 +137,12 @@ def test_an_unknown_cache_dtype_is_named(tmp_path: Path) -> None:
     )
 
 
-def test_a_file_of_ours_is_never_taken_for_one_of_theirs(tmp_path: Path) -> None:
+def test_a_file_of_ours_is_never_taken_for_one_of_theirs(tmp_path):
     with pytest.raises(CaseFileError, match="a case file has no key 'batch_specs'"):
         load_text(tmp_path, f"suite: s\nbatch_specs: [q9]\n{MODEL}")
 
 
-def test_large_batches_for_many_models_are_refused_at_once(tmp_path: Path) -> None:
+def test_large_batches_for_many_models_are_refused_at_once(tmp_path):
     batch, sizes = "_".join(["q1s2"] * 20_000), ", ".join(str(8 * number) for number in range(1, 301))
     sweep = f"batch_specs: [{batch}]\nmodel_parameter_sweep: {{param_name: head_dim, values: [{sizes}]}}\n"
     with pytest.raises(CaseFileError, match=r":1:1: the cases hold 6000000 requests in all; at most 5000000 a file"):

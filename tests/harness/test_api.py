@@ -3,9 +3,7 @@
 import ctypes
 import os
 import xml.etree.ElementTree as ET
-from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -23,7 +21,6 @@ from attncheck.errors import (
 )
 from attncheck.harness.run.evaluate import Examiner
 from attncheck.harness.run.outcomes import DeviceLostError
-from attncheck.reference.utilities.metadata import CommonAttentionMetadata
 from attncheck.reports.run_file.records import (
     Crashed,
     Errored,
@@ -48,20 +45,13 @@ cases:
 
 
 @pytest.fixture
-def suite(tmp_path: Path) -> str:
+def suite(tmp_path):
     path = tmp_path / "small.yaml"
     path.write_text(SUITE)
     return str(path)
 
 
-def attend(
-    query: Tensor,
-    key_cache: Tensor,
-    value_cache: Tensor,
-    metadata: CommonAttentionMetadata,
-    params: attncheck.KernelParams,
-    out: Tensor,
-) -> None:
+def attend(query, key_cache, value_cache, metadata, params, out):
     """Causal attention, one request after the other, by a dense softmax."""
     for request in range(metadata.num_reqs):
         start, end = metadata.query_start_loc[request : request + 2].tolist()
@@ -77,32 +67,30 @@ def attend(
         out[start:end] = torch.einsum("hqk,khd->qhd", weights, values)
 
 
-def zeros(query: Any, key_cache: Any, value_cache: Any, metadata: Any, params: Any, out: Tensor) -> None:
+def zeros(query, key_cache, value_cache, metadata, params, out):
     out.zero_()
 
 
 Zeros = attncheck.kernel_backend(zeros, name="zeros")
 
 
-def broken(query: Any, key_cache: Any, value_cache: Any, metadata: Any, params: Any, out: Tensor) -> None:
+def broken(query, key_cache, value_cache, metadata, params, out):
     raise RuntimeError("no such kernel")
 
 
-def test_times_are_taken_once_where_they_are_requested(suite: str) -> None:
+def test_times_are_taken_once_where_they_are_requested(suite):
     quick = attncheck.TimingSettings(limit_s=60, min_samples=3, max_samples=3)
     found = attncheck.examine(attend, suite, cases="decode", checks="timing", device="cpu", timing=quick)
     assert (found.verdict, found.header.checks, found.header.rounds) == ("passed", ("timing",), 1)
     (record,) = found.records
     timing = timing_of(record)
-    assert timing is not None
     forward = timing.latency("forward")
-    assert forward is not None
     assert len(forward.samples_ns) == 3
     with pytest.raises(SelectionError, match="timing= configures the check timing"):
         attncheck.examine(attend, suite, checks="numerics", device="cpu", timing=quick)
 
 
-def test_a_right_function_passes_and_what_it_does_not_declare_is_unsupported(suite: str) -> None:
+def test_a_right_function_passes_and_what_it_does_not_declare_is_unsupported(suite):
     found = attncheck.examine(attend, suite, device="cpu")
     assert found.verdict == "passed"
     assert found.passed
@@ -116,7 +104,7 @@ def test_a_right_function_passes_and_what_it_does_not_declare_is_unsupported(sui
     assert found.worst_share <= 1
 
 
-def test_a_feature_declared_and_ignored_is_found(suite: str) -> None:
+def test_a_feature_declared_and_ignored_is_found(suite):
     found = attncheck.examine(attend, suite, features=["sliding_window"], checks="numerics", device="cpu")
     assert found.verdict == "failed"
     (record,) = found.failures
@@ -125,7 +113,7 @@ def test_a_feature_declared_and_ignored_is_found(suite: str) -> None:
     assert record.figures["budget_share"] > 1
 
 
-def test_a_wrong_function_fails_and_the_repro_line_is_python(suite: str) -> None:
+def test_a_wrong_function_fails_and_the_repro_line_is_python(suite):
     found = attncheck.examine(zeros, suite, cases="decode", checks=["numerics"], device="cpu", seed=7)
     assert found.verdict == "failed"
     assert f"attncheck.examine(zeros, {suite!r}, cases='decode', checks='numerics', seed=7, device='cpu')" in str(found)
@@ -134,7 +122,7 @@ def test_a_wrong_function_fails_and_the_repro_line_is_python(suite: str) -> None
     assert f"attncheck.examine(Zeros, {suite!r}, cases='decode'" in str(found)  # the variable, not the backend's name
 
 
-def test_what_a_function_raises_is_a_record(suite: str, capfd: pytest.CaptureFixture[str]) -> None:
+def test_what_a_function_raises_is_a_record(suite, capfd):
     found = attncheck.examine(broken, suite, name="mine", checks="numerics", cases="decode", device="cpu")
     (record,) = found.records
     assert isinstance(record, Errored)
@@ -145,8 +133,8 @@ def test_what_a_function_raises_is_a_record(suite: str, capfd: pytest.CaptureFix
 
 
 @pytest.mark.parametrize("result", [torch.zeros(3, 2), (torch.zeros(3, 2), None)])
-def test_a_result_that_is_returned_and_not_written_is_named(suite: str, result: object) -> None:
-    def returning(*arguments: Any) -> object:
+def test_a_result_that_is_returned_and_not_written_is_named(suite, result):
+    def returning(*arguments):
         return result
 
     (record,) = attncheck.examine(returning, suite, cases="decode", checks="numerics", device="cpu").records
@@ -156,8 +144,8 @@ def test_a_result_that_is_returned_and_not_written_is_named(suite: str, result: 
     assert record.details == (f"returning returned {kind}, which is ignored: write the result into `out`",)
 
 
-def test_a_function_may_return_something_besides_what_it_writes(suite: str) -> None:
-    def returning(*arguments: Any) -> Tensor:
+def test_a_function_may_return_something_besides_what_it_writes(suite):
+    def returning(*arguments):
         attend(*arguments)
         return torch.zeros(3)
 
@@ -165,14 +153,14 @@ def test_a_function_may_return_something_besides_what_it_writes(suite: str) -> N
 
 
 @pytest.mark.parametrize("candidate", ["reference", ReferenceBackend])
-def test_backends_by_name_and_by_class(suite: str, candidate: str | type, tmp_path: Path) -> None:
+def test_backends_by_name_and_by_class(suite, candidate, tmp_path):
     found = attncheck.examine(candidate, suite, cases="decode", device="cpu")
     assert found.verdict == "passed"
     assert found.header.suites[0].ref == suite
     assert list(tmp_path.iterdir()) == [Path(suite)]
 
 
-def test_an_examination_demands_and_shows_itself(suite: str) -> None:
+def test_an_examination_demands_and_shows_itself(suite):
     right = attncheck.examine(attend, suite, cases="decode", checks="numerics", device="cpu")
     right.check()
     assert repr(right) == "<Examination passed: 1 backend, 1 case: 1 right>"
@@ -195,7 +183,7 @@ def test_an_examination_demands_and_shows_itself(suite: str) -> None:
         nothing.check()
 
 
-def test_an_examination_is_saved_as_a_run_file_and_rendered(suite: str, tmp_path: Path) -> None:
+def test_an_examination_is_saved_as_a_run_file_and_rendered(suite, tmp_path):
     found = attncheck.examine(zeros, suite, checks="numerics", device="cpu")
     path = tmp_path / "new" / "run.jsonl"
     found.save(path)
@@ -222,7 +210,7 @@ def test_an_examination_is_saved_as_a_run_file_and_rendered(suite: str, tmp_path
     assert attncheck.Examination(found.header, (), errors).verdict == "failed"
 
 
-def test_stop_at_first(suite: str) -> None:
+def test_stop_at_first(suite):
     assert len(attncheck.examine(zeros, suite, device="cpu", stop_at_first=True).records) == 1
 
 
@@ -246,20 +234,20 @@ def test_stop_at_first(suite: str) -> None:
         ({"timeout": float("nan")}, SelectionError),
     ],
 )
-def test_wrong_questions_raise(suite: str, change: dict[str, Any], error: type[Exception]) -> None:
-    arguments: dict[str, Any] = {"candidate": attend, "suite": suite, "device": "cpu"}
+def test_wrong_questions_raise(suite, change, error):
+    arguments = {"candidate": attend, "suite": suite, "device": "cpu"}
     with pytest.raises(error):
         attncheck.examine(**arguments | change)
 
 
-def test_an_argument_that_does_not_exist_is_named_with_the_one_that_does() -> None:
+def test_an_argument_that_does_not_exist_is_named_with_the_one_that_does():
     for candidate in ("reference", attend, ReferenceBackend):
         with pytest.raises(UnknownNameError, match="unknown argument of examine 'case'; did you mean 'cases'"):
             attncheck.examine(candidate, case="decode")
 
 
-def test_a_case_that_sees_nothing_is_a_wrong_question(suite: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    def blind(self: Examiner, *_pair: object, **_checks: object) -> Iterator[object]:
+def test_a_case_that_sees_nothing_is_a_wrong_question(suite, monkeypatch):
+    def blind(self, *_pair, **_checks):
         self.blind.append(SelectionError("blind"))
         return iter(())
 
@@ -268,16 +256,16 @@ def test_a_case_that_sees_nothing_is_a_wrong_question(suite: str, monkeypatch: p
         attncheck.examine("reference", suite, device="cpu")
 
 
-def test_the_package_exports_its_all() -> None:
+def test_the_package_exports_its_all():
     assert set(attncheck.__all__) <= set(dir(attncheck))
     assert all(getattr(attncheck, name) is not None for name in attncheck.__all__)
-    door: Callable[[], object] = lambda: attncheck.nothing_of_that_name  # noqa: E731
+    door = lambda: attncheck.nothing_of_that_name  # noqa: E731
     with pytest.raises(AttributeError, match="nothing_of_that_name"):
         door()
 
 
-def test_a_class_whose_library_is_missing_is_a_wrong_question(suite: str) -> None:
-    def get_impl_cls() -> Any:
+def test_a_class_whose_library_is_missing_is_a_wrong_question(suite):
+    def get_impl_cls():
         raise ImportError("no such library")
 
     lazy = type("Lazy", (ReferenceBackend,), {"get_impl_cls": staticmethod(get_impl_cls)})
@@ -285,11 +273,11 @@ def test_a_class_whose_library_is_missing_is_a_wrong_question(suite: str) -> Non
         attncheck.examine(lazy, suite, device="cpu")
 
 
-def test_a_lost_device_ends_the_call_with_its_record(suite: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*_: object) -> None:
+def test_a_lost_device_ends_the_call_with_its_record(suite, monkeypatch):
+    def fail(*_):
         raise torch.AcceleratorError("CUDA error: unspecified launch failure")
 
-    def losing(query: Any, key_cache: Any, value_cache: Any, metadata: Any, params: Any, out: Tensor) -> None:
+    def losing(query, key_cache, value_cache, metadata, params, out):
         monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
         monkeypatch.setattr(torch.cuda, "synchronize", fail)
 
@@ -298,16 +286,16 @@ def test_a_lost_device_ends_the_call_with_its_record(suite: str, monkeypatch: py
     assert (caught.value.record.case_id, caught.value.record.outcome) == ("decode", "crashed")
 
 
-def hanging(query: Any, key_cache: Any, value_cache: Any, metadata: Any, params: Any, out: Tensor) -> None:
+def hanging(query, key_cache, value_cache, metadata, params, out):
     ctypes.PyDLL(None).sleep(600)  # and holds the GIL
 
 
-def dying(query: Any, key_cache: Any, value_cache: Any, metadata: Any, params: Any, out: Tensor) -> None:
+def dying(query, key_cache, value_cache, metadata, params, out):
     os.abort()
 
 
 @pytest.mark.parametrize("candidate", [attend, "torch_sdpa"], ids=["function", "reference"])
-def test_with_a_time_limit_records_are_those_of_this_process(suite: str, candidate: Any) -> None:
+def test_with_a_time_limit_records_are_those_of_this_process(suite, candidate):
     torch.ones(1000, 1000) @ torch.ones(1000, 1000)  # by threads, which a copy of this process has not
     apart, here = (
         attncheck.examine(candidate, suite, checks=["numerics", "lse"], timeout=limit) for limit in (60, None)
@@ -318,7 +306,7 @@ def test_with_a_time_limit_records_are_those_of_this_process(suite: str, candida
     assert apart.verdict == "passed"
 
 
-def test_what_hangs_or_dies_apart_is_a_record(suite: str) -> None:
+def test_what_hangs_or_dies_apart_is_a_record(suite):
     hung, *_ = attncheck.examine(hanging, suite, cases="decode", checks="numerics", timeout=0.5).records
     assert isinstance(hung, TimedOut)
     assert (hung.limit_s, hung.recurrence) == (0.5, "always")
@@ -326,12 +314,12 @@ def test_what_hangs_or_dies_apart_is_a_record(suite: str) -> None:
     died, *_ = attncheck.examine(dying, suite, cases="decode", checks="numerics", timeout=60).records
     assert isinstance(died, Crashed)
     assert died.cause == "killed by SIGABRT"
-    made: dict[str, Any] = {}  # by exec, so that no source is there
+    made = {}  # by exec, so that no source is there
     exec("def nothing(query, key_cache, value_cache, metadata, params, out):\n    out.zero_()", made)
     assert attncheck.examine(made["nothing"], suite, checks="numerics", timeout=60).verdict == "failed"
 
 
-def test_a_copy_of_a_process_that_used_cuda_is_refused(suite: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_copy_of_a_process_that_used_cuda_is_refused(suite, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     with pytest.raises(SelectionError, match=r"timeout= copies this process.*give a reference to attend"):
         attncheck.examine(attend, suite, timeout=60)

@@ -1,9 +1,7 @@
 """A modifier that the table gains is examined by every reader of the table, or refused with its name."""
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -34,7 +32,7 @@ class Extended(LayerSpec):
     gains: bool | tuple[float, ...] = option(False, "one factor per head")
 
     @property
-    def head_gains(self) -> tuple[float, ...] | None:
+    def head_gains(self):
         return tuple(1.0 + head for head in range(self.num_heads)) if self.gains is True else self.gains or None
 
 
@@ -47,7 +45,7 @@ class ExtendedParams(AttentionParams):
 
 
 @pytest.fixture(autouse=True)
-def extended(monkeypatch: pytest.MonkeyPatch) -> None:
+def extended(monkeypatch):
     added = {
         "reach": Modifier(feature="reach", kind="keys", ordinary=5, drawn=(None, 5, 9), argument="reach"),
         "floor": Modifier(
@@ -64,12 +62,12 @@ def extended(monkeypatch: pytest.MonkeyPatch) -> None:
         ),
     }
     for name, modifier in added.items():
-        monkeypatch.setitem(MODIFIERS, name, modifier)  # type: ignore[arg-type]
+        monkeypatch.setitem(MODIFIERS, name, modifier)
         # The layers that fixtures make are of the base class.
         monkeypatch.setattr(LayerSpec, name, Extended.__dataclass_fields__[name].default, raising=False)
 
 
-def layer(**fields: Any) -> Extended:
+def layer(**fields):
     return Extended(**{"num_heads": 2, "num_kv_heads": 2, "head_size": 64} | fields)
 
 
@@ -77,14 +75,14 @@ def layer(**fields: Any) -> Extended:
     ("fields", "moved"),
     [({"reach": 5}, {6, 4}), ({"floor": 0.5}, {0.75}), ({"gains": (2.0, 3.0)}, {(3.0, 2.0)})],
 )
-def test_another_layer_has_it_off_and_moved(fields: dict[str, Any], moved: set[Any]) -> None:
+def test_another_layer_has_it_off_and_moved(fields, moved):
     (name,) = fields
     groups = [list(other_layers(layer(**fields), number)) for number in range(2)]
     assert {getattr(off[0].layer, name) for off, _ in groups} == {Extended.__dataclass_fields__[name].default}
     assert {getattr(other[0].layer, name) for _, other in groups} == moved
 
 
-def test_an_undeclared_one_is_tried(make_case: Callable[..., Any]) -> None:
+def test_an_undeclared_one_is_tried(make_case):
     class Bare(ReferenceBackend):
         features = frozenset()
 
@@ -93,20 +91,20 @@ def test_an_undeclared_one_is_tried(make_case: Callable[..., Any]) -> None:
     assert {"reach 5", "floor 0.5", "gains True"} <= tried
 
 
-def test_a_case_needs_its_feature(make_case: Callable[..., Any]) -> None:
+def test_a_case_needs_its_feature(make_case):
     case = make_case()
     needed = required_features(layer(reach=5, gains=True), case.cache, case.batch, frozenset())
     assert {"reach", "gains"} <= needed
     assert ("floor", True) in traits_of(layer(floor=0.5), case.cache)
 
 
-def test_a_case_must_notice_it(make_case: Callable[..., Any]) -> None:
+def test_a_case_must_notice_it(make_case):
     problem = build_problem(make_case(), 0)
     params = ExtendedParams(**vars(params_of(problem)), floor=0.5, gains=(1.0,) * problem.layer.num_heads)
     assert [toggle.subject for toggle in toggles(params, rows_of(problem, CPU))] == ["floor", "gains"]
 
 
-def test_a_value_per_head_must_fit_and_shrinks_with_the_heads(make_case: Callable[..., Any]) -> None:
+def test_a_value_per_head_must_fit_and_shrinks_with_the_heads(make_case):
     with pytest.raises(SpecError, match="3 values for 2 query heads"):
         layer(gains=(1.0, 2.0, 3.0))
     with pytest.raises(SpecError, match="float32"):
@@ -116,7 +114,7 @@ def test_a_value_per_head_must_fit_and_shrinks_with_the_heads(make_case: Callabl
     assert shrunk.case.layer.gains == (2.0,)
 
 
-def test_fuzz_draws_it_and_a_recording_has_it() -> None:
+def test_fuzz_draws_it_and_a_recording_has_it():
     assert all_axes()["layer.reach"][:3] == (None, 5, 9)
     impl = SimpleNamespace(floor=0.5, gains=[2.0, 3.0], logits_soft_cap=0)
     found = described_modifiers(SimpleNamespace(reach=5), impl)

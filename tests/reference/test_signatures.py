@@ -1,12 +1,19 @@
-"""How functions are called and what subclasses override: names, order, kinds and defaults of vLLM's parameters."""
+"""The names that ``attncheck.reference`` exports, and their signatures."""
 
+import ast
 import inspect
+from dataclasses import fields
+from importlib import import_module
 from operator import attrgetter
+from pathlib import Path
 
 import pytest
 
 from attncheck import reference
-from attncheck.reference import v0
+from attncheck.reference import spec, v0
+from attncheck.reference.lazy_exports import homes
+from attncheck.reference.spec import FEATURES, MODIFIERS, LayerSpec
+from attncheck.reference.utilities import builder, ubatch
 
 UTILITIES = {
     "slice_query_start_locs": "query_start_loc request_slice",
@@ -111,3 +118,74 @@ def test_attention_takes_tensors_by_position_and_options_by_keyword():
         tensors = [parameter.name for parameter in parameters].index("params") + 1
         assert all(parameter.default is parameter.empty for parameter in parameters[:tensors])
         assert all(parameter.kind is parameter.KEYWORD_ONLY for parameter in parameters[tensors:])
+
+
+HALVES = {"_compute_slot_mapping_numpy", "_compute_slot_mapping_python"}  # private in vLLM, which its callers use
+PRIVATE = {"_KV_CACHE_LAYOUT_OVERRIDE", "_make_metadata_with_slice", *HALVES}
+
+
+@pytest.mark.parametrize("package", [reference, v0])
+def test_every_name_is_there_and_listed(package):
+    home = homes(package.__file__)
+    assert package.__all__ == sorted(set(home) - PRIVATE)
+    for name in package.__all__:
+        value = getattr(package, name)
+        assert value is getattr(import_module(home[name]), name)
+        assert value is vars(package)[name]
+        assert name in dir(package)
+        if package is reference and (inspect.isclass(value) or inspect.isroutine(value)):
+            assert value.__doc__
+
+
+def test_generations_differ_and_share_the_words():
+    assert v0.compute_slot_mapping is not reference.compute_slot_mapping
+    assert v0.AttentionMetadataBuilder is not reference.AttentionMetadataBuilder
+    assert v0.AttentionType is spec.AttentionType
+    assert v0.PAD_SLOT_ID == -1
+    assert v0.TAttentionMetadata.__bound__ is v0.AttentionMetadata
+    assert v0.IndexMap is v0.MultiModalPlaceholderMap.IndexMap
+
+
+@pytest.mark.parametrize("package", [reference, v0])
+def test_type_checkers_see_each_name_once_and_as_public(package):
+    stub = ast.parse(Path(package.__file__).with_suffix(".pyi").read_text())
+    names = [alias for node in stub.body for alias in node.names]
+    assert all(alias.asname == alias.name for alias in names)
+    assert len({alias.name for alias in names}) == len(names)
+    assert {alias.name for alias in names} == set(homes(package.__file__))
+
+
+def test_private_names_are_read_from_their_module_each_time(monkeypatch):
+    assert reference._make_metadata_with_slice is ubatch._make_metadata_with_slice
+    assert reference._KV_CACHE_LAYOUT_OVERRIDE is None
+    monkeypatch.setattr(builder, "_KV_CACHE_LAYOUT_OVERRIDE", "HND")
+    assert reference._KV_CACHE_LAYOUT_OVERRIDE == "HND"
+    assert not PRIVATE & {*vars(reference), *dir(reference)}
+
+
+@pytest.mark.parametrize("package", [reference, v0])
+def test_an_unknown_name_is_an_attribute_error(package):
+    with pytest.raises(AttributeError, match="no_such_thing"):
+        _ = package.no_such_thing
+
+
+SIZES = {"num_heads": 2, "num_kv_heads": 1, "head_size": 16}
+ON = {name: modifier.ordinary for name, modifier in MODIFIERS.items()}
+OFF = {"sliding_window": None, "logits_soft_cap": 0.0, "alibi": False, "sinks": False, "attn_chunk_size": None}
+
+
+def test_modifiers_are_fields_of_a_layer_and_have_features():
+    assert set(MODIFIERS) <= {field.name for field in fields(LayerSpec)}
+    assert {modifier.feature for modifier in MODIFIERS.values()} <= set(FEATURES)
+    assert LayerSpec(**SIZES).modifiers == ()
+
+
+@pytest.mark.parametrize("name", MODIFIERS)
+def test_a_modifier_is_on_or_off(name):
+    assert LayerSpec(**SIZES, **{name: ON[name]}).modifiers == (name,)
+    assert LayerSpec(**SIZES, **(ON | {name: OFF.get(name)})).modifiers == tuple(other for other in ON if other != name)
+
+
+def test_windows_slopes_and_chunks_depend_on_positions():
+    assert LayerSpec(**SIZES, **ON).position_modifiers == ("sliding_window", "alibi", "attn_chunk_size")
+    assert LayerSpec(**SIZES, **OFF).position_modifiers == ()

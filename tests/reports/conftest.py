@@ -5,7 +5,6 @@ import json
 import os
 import shutil
 from html.parser import HTMLParser
-from typing import Any
 
 import pytest
 
@@ -100,7 +99,7 @@ def run_of(make_header):
     return run
 
 
-def latency(part: str, median_ns: float, **fields: Any) -> dict[str, Any]:
+def latency(part, median_ns, **fields):
     found = {
         "part": part,
         "clock": "host" if part == "build" else "events",
@@ -165,43 +164,43 @@ class Parsed(HTMLParser):
 
     VOID = frozenset({"meta", "br", "input", "wbr"})
 
-    def __init__(self, page: str) -> None:
+    def __init__(self, page):
         super().__init__(convert_charrefs=True)
-        self.elements: list[tuple[str, dict[str, str | None]]] = []
-        self.texts: dict[str, list[str]] = {}
-        self.faults: list[str] = []
-        self._open: list[str] = []
+        self.elements = []
+        self.texts = {}
+        self.faults = []
+        self._open = []
         self.feed(page)
         self.close()
         self.faults += [f"<{tag}> is not closed" for tag in self._open]
 
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+    def handle_starttag(self, tag, attrs):
         self.elements.append((tag, dict(attrs)))
         if tag not in self.VOID:
             self._open.append(tag)
 
-    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+    def handle_startendtag(self, tag, attrs):
         self.elements.append((tag, dict(attrs)))
 
-    def handle_endtag(self, tag: str) -> None:
+    def handle_endtag(self, tag):
         if not self._open or self._open.pop() != tag:
             self.faults.append(f"</{tag}> closes nothing, at {self.getpos()}")
 
-    def handle_data(self, data: str) -> None:
+    def handle_data(self, data):
         self.texts.setdefault(self._open[-1] if self._open else "", []).append(data)
 
-    def all(self, tag: str) -> list[dict[str, str | None]]:
+    def all(self, tag):
         """The attributes of every element of that name."""
         return [attributes for name, attributes in self.elements if name == tag]
 
     @property
-    def shown(self) -> str:
+    def shown(self):
         """All text that a reader without JavaScript sees."""
         parts = [text for tag, texts in self.texts.items() if tag not in ("script", "style") for text in texts]
         return " ".join(" ".join(parts).split())
 
     @property
-    def data(self) -> dict[str, Any]:
+    def data(self):
         """The data of the records on the page."""
         return json.loads(self.texts["script"][0])
 
@@ -221,7 +220,7 @@ def timing_header(header):
     return header.model_copy(update={"checks": ("numerics", "timing"), "rounds": 10})
 
 
-def levels(declared: str, measured: str) -> dict[str, Any]:
+def levels(declared, measured):
     probes = [
         {"name": "decode", "level": SINGLE, "outcome": "failed", "reason": READ},
         {"name": "verify", "level": "UNIFORM_BATCH", "outcome": "not run", "reason": "'decode' broke"},

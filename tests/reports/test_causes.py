@@ -38,12 +38,12 @@ forward()
 """
 
 
-def stack(heading: str, *paths: str) -> str:
+def stack(heading, *paths):
     frames = [f'  File "{path}", line {number} in call' for number, path in enumerate(paths, start=1)]
     return "\n".join([f"{heading} 0x00007fae5c82fb80 (most recent call first):", *frames, ""])
 
 
-def dump(*stacks: str) -> str:
+def dump(*stacks):
     head = "loading kernels\nfree(): invalid pointer\nFatal Python error: Aborted\n"
     return "\n".join([head, *stacks, "Extension modules: numpy._core._multiarray_umath, torch._C (total: 2)"])
 
@@ -167,7 +167,7 @@ def test_a_line_of_a_library_or_the_harness_is_no_cause():
     assert cause_of_error("ValueError", "forward", "no", trace) == "ValueError in forward: no"
 
 
-def traceback(*paths: str) -> str:
+def traceback(*paths):
     frames = [
         f'  File "{path}", line {number}, in call\n    work()\n    ~~~~^^' for number, path in enumerate(paths, start=1)
     ]

@@ -5,7 +5,6 @@ import unicodedata
 import xml.etree.ElementTree as ET
 from dataclasses import replace
 from itertools import pairwise
-from typing import Any
 
 import pytest
 from markdown_it import MarkdownIt
@@ -31,14 +30,14 @@ TEXT_FORMATS = ("terminal", "markdown", "github", "csv", "junit")
 @pytest.fixture(params=HOSTILE, ids=range(len(HOSTILE)))
 def run(request, header, make):
     """A run in which every text is hostile."""
-    text: str = request.param
+    text = request.param
     known = header.environment.model_dump()
     facts = {name: text for name, value in known.items() if isinstance(value, str)} | {
         "driver": text,
         "git_commit": text,
     }
-    fields: dict[str, Any] = {"backend": text, "backend_ref": text, "suite": text, "check": text, "needs": [text]}
-    texts: dict[str, dict[str, Any]] = {
+    fields = {"backend": text, "backend_ref": text, "suite": text, "check": text, "needs": [text]}
+    texts = {
         "passed": {"notes": [text], "figures": {text: 1.0}},
         "failed": {"summary": text, "meaning": text, "details": [text], "output": text, "figures": {text: 2.0}},
         "errored": {"stage": text, "error_type": text, "message": text, "traceback": text, "output": text},

@@ -4,7 +4,6 @@ import itertools
 import json
 import math
 from pathlib import Path
-from typing import Any
 
 import pytest
 from pydantic import ValidationError
@@ -128,13 +127,12 @@ KEPT = sorted((DOCS / "evidence").rglob("*.jsonl.xz"))
 SCHEMA = run_file_schema()
 
 
-def definition_of(line: dict[str, Any]) -> dict[str, Any]:
+def definition_of(line):
     """The part of the schema about a line, found by its ``kind`` and ``outcome``."""
     reference = SCHEMA["discriminator"]["mapping"][line["kind"]]
     if isinstance(reference, dict):
         reference = reference["discriminator"]["mapping"][line["outcome"]]
-    found: dict[str, Any] = SCHEMA["$defs"][reference.rpartition("/")[2]]
-    return found
+    return SCHEMA["$defs"][reference.rpartition("/")[2]]
 
 
 def test_the_copy_in_the_docs_is_up_to_date():

@@ -1,17 +1,23 @@
-"""Reports for people: everything that matters is there, it fits, and messages stay text."""
+"""Reports for people: everything that matters is there and stays text; the repro line; utilities of providers."""
 
 import re
+import subprocess
 from typing import get_args
 
 import pytest
 
+from attncheck.reports.analysis.places import place_to_show
+from attncheck.reports.analysis.repro import repro_command
+from attncheck.reports.analysis.summary import summarise
+from attncheck.reports.analysis.utilities import function_rows, notes_by_heading
 from attncheck.reports.document.blocks import BREAK, Code, Folded, Item, Items, SectionName, Span, Table
 from attncheck.reports.document.run import SECTIONS
+from attncheck.reports.document.run_values import RunValues
 from attncheck.reports.markdown import run as markdown
 from attncheck.reports.markdown import text as md
 from attncheck.reports.markdown.run import ORDER as OF_MARKDOWN
-from attncheck.reports.run_file.header import BackendInfo
-from attncheck.reports.run_file.records import BUDGET_SHARE
+from attncheck.reports.run_file.header import BackendInfo, SuiteInfo
+from attncheck.reports.run_file.records import BUDGET_SHARE, Passed
 from attncheck.reports.run_file.store import read_run
 from attncheck.reports.terminal import run as terminal
 from attncheck.reports.terminal import text as plain
@@ -19,13 +25,13 @@ from attncheck.reports.terminal.columns import Style
 from attncheck.reports.terminal.run import ORDER as OF_TERMINAL
 
 
-def paragraph(text: str, first: str) -> str:
+def paragraph(text, first):
     """Return the paragraph that begins with ``first``, its lines joined."""
     (found,) = (part for part in text.split("\n\n") if part.startswith(first))
     return " ".join(found.split())
 
 
-def row(text: str, first: str) -> list[str]:
+def row(text, first):
     """The words of the line that begins with ``first``."""
     return next(line.split() for line in text.splitlines() if line.startswith(first))
 
@@ -158,3 +164,145 @@ def test_a_table_keeps_its_cells_whatever_they_hold():
     table = Table(("name\nof it", "value"), (((Span("a|b", is_code=True), BREAK, "c|d"), "1\n2"),))
     assert md.render([table]) == "| name of it | value |\n| --- | --- |\n| `a\\|b`<br>c\\|d | 1 2 |"
     assert plain.render([table], Style()) == "name   value\nof it\na|b    1 2"
+
+
+def test_variables_that_a_run_needs_or_passed_are_in_the_line(make, header):
+    words = ("attncheck", "run", "--pass-env", "A,B", "--suite=x", "--pass-env=C*")
+    required = {"TRITON_INTERPRET": "1", "FLAGS": "a b;c"}
+    backends = (header.backends[0], header.backends[1].model_copy(update={"required_environment": required}))
+    stated = header.model_copy(update={"command": words, "backends": backends})
+    line = repro_command(make("failed", backend="Wrong"), stated)
+    assert line.startswith("TRITON_INTERPRET=1 FLAGS='a b;c' attncheck run --backend ./wrong.py:Wrong ")
+    line = repro_command(make("failed"), stated)
+    assert line.startswith("attncheck run --backend reference ")
+    assert line.endswith("--device cpu '--pass-env=C*' --pass-env A,B --in-process")
+
+
+def test_what_a_stranger_named_reaches_no_shell(make):
+    name = "a'; echo $(id) `id` *.py"
+    line = repro_command(make("failed", backend_ref=name))
+    done = subprocess.run(["sh", "-c", f"printf '%s\\n' {line}"], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[3] == name
+
+
+ONE = "attncheck run --backend reference --suite smoke --case edge --check"
+CPU = "--device cpu"
+WATCHED = f"{ONE} numerics {CPU}"
+ALONE = f"{WATCHED} --in-process"
+STOPPED = "the case did not run, because earlier cases used up the time of the backend by --backend-timeout 8"
+
+
+@pytest.mark.parametrize(
+    ("outcome", "fields", "device", "line"),
+    [
+        ("failed", {}, "cpu", ALONE),
+        ("failed", {"seed": 7}, "cpu", f"{ONE} numerics --seed 7 {CPU} --in-process"),
+        ("failed", {"suite": "mine"}, "cpu", ALONE.replace("smoke", "'./my suite.yaml'")),
+        ("failed", {}, "cuda:0", ALONE.replace("cpu", "cuda:0")),
+        ("crashed", {}, "cuda:0", f"CUDA_LAUNCH_BLOCKING=1 {ALONE.replace('cpu', 'cuda:0')}"),
+        ("crashed", {"cause": "killed by SIGSEGV"}, "cpu", ALONE),
+        ("crashed", {"cause": "exited with code 0"}, "cpu", WATCHED),
+        ("crashed", {"cause": "out of memory (limit 4 GiB, it took 4.13 GiB)"}, "cpu", WATCHED),
+        ("timed_out", {"cause": "late; the limit was 3 s (--case-timeout 3)"}, "cpu", f"{WATCHED} --case-timeout 3"),
+        ("timed_out", {"cause": STOPPED}, "cpu", f"{WATCHED} --backend-timeout 8"),
+        (
+            "timed_out",
+            {"cause": "late; the limit was 5.4 s (what was left of --backend-timeout 8)"},
+            "cpu",
+            f"{WATCHED} --backend-timeout 8",
+        ),
+    ],
+)
+def test_the_line_has_the_limits_and_the_process_that_show_the_failure(make, header, outcome, fields, device, line):
+    assert repro_command(make(outcome, **fields), header.model_copy(update={"device": device, "rounds": 10})) == line
+
+
+TRACEBACK = """Traceback (most recent call last):
+  File "/work/mine.py", line 9, in attend
+  File "/usr/lib/python3.12/site-packages/torch/functional.py", line 4, in einsum
+"""
+DIED = """Fatal Python error: Segmentation fault
+
+Current thread 0x00007f (most recent call first):
+  File "/work/src/kernel.py", line 31 in launch
+  File "/work/mine.py", line 9 in attend
+"""
+
+
+def test_the_line_is_shown_else_the_backend_else_the_suite(make, header):
+    suite = SuiteInfo(name="smoke", ref="./cases/edge.yaml{seed: 1}", cases=1)
+    own = {"backend_ref": "./other.py:Mine"}
+    for record, expected in (
+        (make("errored", traceback=TRACEBACK, **own), ("mine.py", 9)),
+        (make("errored", traceback=TRACEBACK.replace("/work", "/workshop"), **own), ("other.py", None)),
+        (make("crashed", output=DIED, **own), ("src/kernel.py", 31)),
+        (make("failed", backend_ref="../sibling.py:Mine"), ("cases/edge.yaml", None)),
+    ):
+        assert place_to_show(record, header.model_copy(update={"suites": (suite,)}), "/work") == expected
+
+
+@pytest.fixture
+def function(make):
+    def record(name, outcome="passed", **fields):
+        return make(outcome, suite="utilities", case_id=name, check="utilities", backend="mine", **fields)
+
+    return record
+
+
+@pytest.fixture
+def mine(header):
+    return header.model_copy(
+        update={
+            "suites": (*header.suites, SuiteInfo(name="utilities", ref="utilities", cases=3)),
+            "checks": (*header.checks, "utilities"),
+            "backends": (*header.backends, BackendInfo(name="mine", ref="./mine.py", version="7")),
+        }
+    )
+
+
+def test_functions_of_which_the_same_is_known_share_a_sentence(function):
+    gone = {"reasons": ["went away"]}
+    records = [
+        function("f", "unsupported", **gone),
+        function("g", notes=("drift: x",)),
+        function("h", "unsupported", **gone),
+        function("i", notes=("upper bound: 3 maxima",)),
+    ]
+    figures = {"questions": 9, "equal": 7, "drifted": 2, "judged": 0, "differs": 0, "drifts": 1, "judgements": 0}
+    (row,) = function_rows([function("f", figures=figures)], "mine")
+    assert (row.name, row.word, *row.counts) == ("f", "drifted", "9", "7", "2", "-", "-")
+    assert function_rows(records, "another") == ()
+    assert notes_by_heading(function_rows(records, "mine")) == (
+        ("known departures", (("g", "drift: x"),)),
+        ("missing", (("f, h", "went away"),)),
+        ("notes", (("i", "upper bound: 3 maxima"),)),
+    )
+
+
+def test_providers_are_counted_apart_from_backends(function, make, mine):
+    records = [make("passed"), function("f"), function("g", "unsupported", reasons=["went"])]
+    summary = summarise(records, checks=mine.checks)
+    assert "mine" not in summary.backends
+    assert summary.providers == ("mine",)
+    assert "utilities" not in {*summary.checks, *summary.suites}
+    assert (summary.cases, summary.functions) == (1, 2)
+    assert not summary.gaps
+    counts = "passed: 1 backend, 1 case: 1 right; 1 provider, 2 functions: 1 passed, 1 unsupported"
+    assert RunValues(mine, records).closing() == counts
+    text = terminal.render(mine, records)
+    assert text.index("backend ") < text.index("utilities of mine 7") < text.index("passed: 1 backend")
+
+
+def test_functions_that_are_wrong_are_listed_with_the_line_that_repeats_them(function, mine):
+    records = [function(f"f{n}", "failed", summary=f"{n} of 9 differ") for n in range(1, 6)]
+    text = terminal.render(mine, records)
+    assert [n for n in range(1, 6) if f"failed  mine  f{n}\n  {n} of 9 differ\n  repeat: " in text] == [1, 2, 3]
+    assert "\n\nand 2 more functions\n  in full: --verbose\n" in text
+
+
+def test_the_line_that_repeats_it_names_provider_function_and_suites(function, mine):
+    record = function("v0.f")
+    assert isinstance(record, Passed)
+    record = record.model_copy(update={"backend_ref": "./mine.py", "seed": 3})
+    line = "attncheck run --provider ./mine.py --case v0.f --suite smoke --suite './my suite.yaml'"
+    assert repro_command(record, mine) == f"{line} --device cpu --seed 3"

@@ -9,7 +9,6 @@ from attncheck.reports.data import runs_document
 from attncheck.reports.html.page import render_runs
 from attncheck.reports.markdown import run as markdown
 from attncheck.reports.run_file.header import CaseInfo
-from attncheck.reports.run_file.records import Record
 from attncheck.reports.run_file.store import Run
 from attncheck.reports.speeds.notes import legend, speed_notes
 from attncheck.reports.speeds.speed import speeds
@@ -19,7 +18,7 @@ from attncheck.reports.terminal import run as terminal
 CEILINGS = {"ceilings": {"copy_bytes_per_s": 1e12, "matmul_flops_per_s": 1e14, "dtype": "bfloat16"}}
 
 
-def cells(records: list[Record]) -> list[dict[str, str]]:
+def cells(records):
     (table,) = speed_tables(speeds(records))
     return [dict(zip(table.headings, row, strict=True)) for row in table.rows]
 

@@ -5,11 +5,10 @@ import re
 from inline_snapshot import snapshot
 
 from attncheck.reports.formats import FORMATS
-from attncheck.reports.run_file.store import Run
 from attncheck.reports.terminal.columns import Style
 
 
-def shown(run: Run, name: str) -> str:
+def shown(run, name):
     text, log = FORMATS[name].render_runs([run], Style())
     return text + log
 

@@ -3,24 +3,21 @@
 import os
 import subprocess
 import sys
-from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 
-from attncheck.reports.run_file.store import Run, read_run
+from attncheck.reports.run_file.store import read_run
 
 QUIET = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"} | {
     "VLLM_LOGGING_LEVEL": "ERROR"
 }
-RunVllm = Callable[..., tuple[Run, str]]
 
 
 @pytest.fixture(scope="session")
-def run_vllm() -> RunVllm:
+def run_vllm():
     """``run_vllm(output, "--backend", ..., code=0, NAME=value)``: the run in the file ``output``, and what it prints."""
 
-    def run_vllm(output: Path, *words: str, code: int = 0, **environment: str) -> tuple[Run, str]:
+    def run_vllm(output, *words, code=0, **environment):
         command = [sys.executable, "-m", "attncheck", "run", *words, "--output", str(output)]
         env = QUIET | environment
         done = subprocess.run(

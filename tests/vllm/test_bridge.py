@@ -9,6 +9,7 @@ from unittest.mock import Mock
 
 import pytest
 import torch
+from common_batches import common_metadata
 
 from attncheck.backends import registry
 from attncheck.backends.candidates.vllm import package
@@ -17,7 +18,6 @@ from attncheck.backends.candidates.vllm.config import plain_config, soft_cap_ent
 from attncheck.backends.contract import KVCacheSpec
 from attncheck.backends.impl import set_current_vllm_config
 from attncheck.reference.spec import BatchSpec, CacheSpec, LayerSpec, RequestSpec
-from attncheck.reference.utilities.metadata import CommonAttentionMetadata
 
 pytestmark = [pytest.mark.vllm, pytest.mark.filterwarnings("default")]
 
@@ -179,20 +179,7 @@ def test_a_writer_is_ready_though_no_builder_was_made(cpu_attn, scaled):
 
 def test_metadata_refer_to_the_common_ones_and_to_one_buffer_of_positions(cpu_attn):
     builder = cpu_attn.get_builder_cls()(SPEC, ["layer.1"], plain_config(**SIZES), CPU)
-    starts, lens = torch.tensor([0, 1, 4], dtype=torch.int32), torch.tensor([9, 5], dtype=torch.int32)
-    common = CommonAttentionMetadata(
-        query_start_loc=starts.clone(),
-        query_start_loc_cpu=starts,
-        seq_lens=lens.clone(),
-        seq_lens_cpu=lens,
-        num_computed_tokens_cpu=lens - starts.diff(),
-        num_reqs=2,
-        num_actual_tokens=4,
-        max_query_len=3,
-        max_seq_len=9,
-        block_table_tensor=torch.ones(2, 1, dtype=torch.int32),
-        slot_mapping=torch.arange(4),
-    )
+    common = common_metadata([1, 3], [9, 5], table=[[1], [1]], slot_mapping=torch.arange(4))
     first, second = builder._translated(common), builder._translated(common)
     assert first.positions.tolist() == [8, 2, 3, 4]
     assert first.positions.data_ptr() == second.positions.data_ptr()

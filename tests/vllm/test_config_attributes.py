@@ -4,7 +4,6 @@ A new version of vLLM whose classes read another attribute fails here, until it 
 """
 
 import ast
-from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -62,9 +61,8 @@ LEFT = {
 """Attributes that keep vLLM's default, by reason."""
 
 
-def test_each_attribute_that_vllms_classes_read_is_set_or_has_a_reason() -> None:
+def test_each_attribute_that_vllms_classes_read_is_set_or_has_a_reason():
     spec = find_spec("vllm")
-    assert spec is not None
     assert spec.origin is not None
     read = set(read_attributes(Path(spec.origin).parent))
     known = [name for listed in (SET, *LEFT.values()) for name in dotted(listed)]
@@ -73,11 +71,11 @@ def test_each_attribute_that_vllms_classes_read_is_set_or_has_a_reason() -> None
     assert set(known) - read == set()
 
 
-def dotted(listed: dict[str, str]) -> Iterator[str]:
+def dotted(listed):
     yield from (f"{section}.{name}" for section, names in listed.items() for name in names.split())
 
 
-def read_attributes(root: Path) -> Iterator[str]:
+def read_attributes(root):
     """Yield ``section.attribute`` for every read of a section of ``VllmConfig``, or of the model's own config."""
     sections = {*config_fields(root / "config" / "vllm.py"), "vllm_config", "hf_config", "hf_text_config"}
     folders = [root / "v1" / "attention" / "backends", root / "v1" / "attention" / "backends" / "mla"]
@@ -100,7 +98,7 @@ def read_attributes(root: Path) -> Iterator[str]:
                 yield f"{section_of[owner]}.{name}"
 
 
-def config_fields(file: Path) -> Iterator[str]:
+def config_fields(file):
     classes = (node for node in ast.parse(file.read_text()).body if isinstance(node, ast.ClassDef))
     (config,) = (node for node in classes if node.name == "VllmConfig")
     for node in config.body:
@@ -108,7 +106,7 @@ def config_fields(file: Path) -> Iterator[str]:
             yield last_name(node.target)
 
 
-def owner_and_name(node: ast.AST) -> tuple[str, str]:
+def owner_and_name(node):
     """Return ("a", "b") for ``x.a.b`` and ``getattr(x.a, "b")``, and ("", "") for other nodes."""
     if isinstance(node, ast.Attribute):
         return last_name(node.value), node.attr
@@ -118,7 +116,7 @@ def owner_and_name(node: ast.AST) -> tuple[str, str]:
     return "", ""
 
 
-def last_name(node: ast.AST) -> str:
+def last_name(node):
     if isinstance(node, ast.Name):
         return node.id
     return node.attr if isinstance(node, ast.Attribute) else ""

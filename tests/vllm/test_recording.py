@@ -3,12 +3,10 @@
 import json
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
 from attncheck.cases.loader import load_file
-from attncheck.cases.model import Suite
 from attncheck.harness.cli import app as cli
 
 pytestmark = [pytest.mark.vllm, pytest.mark.filterwarnings("default")]
@@ -51,7 +49,7 @@ if __name__ == "__main__":
 """
 
 
-def recorded(folder: Path, options: dict[str, object]) -> Suite:
+def recorded(folder, options):
     (folder / "model").mkdir()
     (folder / "model" / "config.json").write_text(json.dumps(MODEL))
     (folder / "serve.py").write_text(SERVE)
@@ -68,7 +66,7 @@ def recorded(folder: Path, options: dict[str, object]) -> Suite:
     return load_file(output)
 
 
-def test_a_hundred_requests(tmp_path: Path) -> None:
+def test_a_hundred_requests(tmp_path):
     suite = recorded(tmp_path, {})
     assert 10 <= len(suite) <= 100
     assert {(case.layer.num_heads, case.layer.num_kv_heads, case.layer.head_size) for case in suite} == {(8, 2, 64)}
@@ -83,7 +81,7 @@ def test_a_hundred_requests(tmp_path: Path) -> None:
     assert cli.main([*run, "--case", suite.cases[0].id, "--output", str(tmp_path / "run.jsonl")]) == 0
 
 
-def test_speculation_by_n_grams(tmp_path: Path) -> None:
+def test_speculation_by_n_grams(tmp_path):
     ngram = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
     suite = recorded(tmp_path, {"speculative_config": ngram})
     verified = [case for case in suite if case.id.startswith("verify")]

@@ -1,4 +1,4 @@
-"""Codecs write at the addresses of a packing, or, learned from a writer, what the writer writes, whatever the layout."""
+"""Packings of caches, and codecs: declared, or learned from a writer, or refused with what it wrote."""
 
 from dataclasses import replace
 
@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from attncheck.backends.caches.codecs import default_codec, packed_codec
-from attncheck.backends.caches.learned_codec import learn_codec
-from attncheck.backends.caches.packings import PACKINGS, allocate_kv_cache
+from attncheck.backends.caches.learned_codec import NoCodec, learn_codec
+from attncheck.backends.caches.packings import PACKINGS, allocate_kv_cache, detect_packing, packed_shape, stride_order
 from attncheck.backends.caches.placed_codec import PlacedCodec
 from attncheck.backends.candidates.torch_mla import TorchMLABackend
 from attncheck.backends.dtypes import FP8_DTYPES
@@ -197,3 +197,251 @@ def test_arguments_that_a_writer_overwrites_and_no_slots_at_all():
     codec.write(kv_cache, *numbers(0))
     assert not kv_cache.any()
     assert [tuple(x.shape) for x in codec.read(kv_cache, torch.arange(0))] == [(0, 3, 8), (0, 3, 8)]
+
+
+HALVES = grid(2, None, 4, 3, 8)
+
+
+def right(kv_cache, slots, key, value):
+    page_size = kv_cache.shape[2]
+    for half, new in zip(kv_cache, (key, value), strict=True):
+        half[slots // page_size, slots % page_size] = new
+
+
+def learn(write, allocate=HALVES, block_size=4):
+    return learn_codec(write, allocate, LAYER, CacheSpec(block_size=block_size), "cpu")
+
+
+def altered(change):
+    """The right writer, with arguments that are changed before."""
+    return lambda kv_cache, slots, key, value: right(kv_cache, *change(slots, key, value))
+
+
+def noisy(slots, key, value):
+    return slots, key + 0.01 * torch.randn_like(key), value
+
+
+def stalled(kv_cache, slots, key, value):
+    raise RuntimeError("the builder was never called\nsecond line")
+
+
+def by_batch(kv_cache, slots, key, value):
+    """Rows go to the pages of their slots, in the order in which they came."""
+    for half, new in zip(kv_cache, (key, value), strict=True):
+        half[slots // 4, torch.arange(len(slots)) % 4] = new
+
+
+def accumulating(kv_cache, slots, key, value):
+    for half, new in zip(kv_cache, (key, value), strict=True):
+        half[slots // 4, slots % 4] += new
+
+
+def alternating(kv_cache, slots, key, value):
+    """Odd pages are kept in another order than even ones."""
+    is_odd = slots // 4 % 2 == 1
+    right(kv_cache, torch.where(is_odd, slots ^ 1, slots), key, value)
+
+
+def by_parity(kv_cache, slots, key, value):
+    """Halves change places with the size of the pool."""
+    right(kv_cache, slots, *((key, value) if kv_cache.shape[1] % 2 else (value, key)))
+
+
+def doubled(kv_cache, slots, key, value):
+    """Keys are written in place of values as well; values past them."""
+    right(kv_cache, slots, key, key)
+
+
+REFUSED = {
+    "noise": (altered(noisy), "is in the cache after a write of whole numbers from 1 to 256"),
+    "a head left out": (
+        altered(lambda slots, key, value: (slots, torch.cat([key[:, :2], 0 * key[:, :1]], 1), value)),
+        "64 of 384 numbers are stored nowhere, the first is element 0 of the key of head 2 (page 0, offset 0)",
+    ),
+    "values in place of keys as well": (doubled, "the value of head 0 (page 0, offset 0)"),
+    "rows in the order of the batch": (by_batch, "writing slots in random order gives another cache layout"),
+    "sums": (accumulating, "writing a single slot gives another cache layout"),
+    "odd pages": (alternating, "the keys of one page are laid out differently from those of another"),
+    "by the size of the pool": (by_parity, "slots of the first or the last page are stored outside the pool"),
+    "an exception": (stalled, "the writer raised RuntimeError: the builder was never called"),
+}
+
+
+@pytest.mark.parametrize("fault", REFUSED)
+def test_what_is_no_layout_is_refused_in_words(fault):
+    write, expected = REFUSED[fault]
+    found = learn(write)
+    assert isinstance(found, NoCodec)
+    assert expected in found.reason
+    assert "\n" not in found.reason
+
+
+def by_token(kv_cache, slots, key, value):
+    kv_cache.transpose(1, 2)[slots // 4, slots % 4] = torch.cat([key, value], dim=-1)
+
+
+def test_memory_that_is_not_the_cache_alone_is_refused():
+    padded = grid(None, 3, 4, 20)
+    found = learn(by_token, lambda blocks: padded(blocks)[..., :16])
+    assert found.reason == "the cache is no dense memory of its own"
+    spare = grid(None, 3, 4, 16)
+    found = learn(by_token, lambda blocks: spare(blocks + 1))
+    assert found.reason == "the memory of a page depends on how many there are"
+
+    def refused(blocks):
+        raise ValueError("block size 4 is too small")
+
+    assert learn(right, refused).reason == "no cache of 2 pages could be made: ValueError: block size 4 is too small"
+
+
+def test_what_is_kept_beside_the_rows_is_refused():
+    """The right writer into rows with a column to spare, where it keeps what it makes of the keys."""
+    spare = grid(2, None, 4, 3, 9)
+
+    def reason(summary):
+        def write(kv_cache, slots, key, value):
+            right(kv_cache[..., :8], slots, key, value)
+            kv_cache[0, slots // 4, slots % 4, :, 8] = summary(key)
+
+        return learn(write, spare).reason
+
+    first = "element 0 of the key of head 0 (page 0, offset 0) is stored 2 times"
+    assert reason(lambda key: key[..., 0]) == first
+    assert reason(lambda key: key.max()) == "numbers are stored that are mixed of those given"
+    assert reason(lambda key: 0.5) == "0.5 is in the cache after a write of whole numbers from 1 to 256"
+    other = "writing a single slot gives another cache layout than writing whole pages"
+    assert reason(lambda key: float(key.max() < 100)) == other
+    untouched = lambda kv_cache, *rows: right(kv_cache[..., :8], *rows)  # noqa: E731
+    assert not isinstance(learn(untouched, spare), NoCodec)
+
+
+def test_a_writer_at_fault_in_the_very_last_slot_is_refused():
+    """Writes to a few slots of a large pool would not find this fault."""
+
+    def write(kv_cache, slots, key, value):
+        last = kv_cache.shape[1] * 64 - 1
+        slots = torch.where((slots == last) & (last > 3 * 64), last - 1, slots)
+        right(kv_cache, slots, key, value)
+
+    found = learn(write, grid(2, None, 64, 3, 8), block_size=64)
+    other = "writing the last page in reverse order gives another cache layout than writing whole pages"
+    assert found.reason == other
+
+
+FLOAT_LAYER = LayerSpec(num_heads=4, num_kv_heads=2, head_size=8, dtype="float32")
+
+
+def fake_backend(shape=lambda nb, bs, h, d: (2, nb, bs, h, d), order=None):
+    """Only what a cache is allocated from."""
+
+    class Fake:
+        get_name = staticmethod(lambda: "FAKE")
+
+        @staticmethod
+        def get_kv_cache_shape(num_blocks, block_size, num_kv_heads, head_size):
+            return shape(num_blocks, block_size, num_kv_heads, head_size)
+
+        @staticmethod
+        def get_kv_cache_stride_order():
+            if order is None:
+                raise NotImplementedError
+            return order
+
+    return Fake
+
+
+@pytest.mark.parametrize(
+    ("order", "strides", "position"),
+    [
+        ((0, 1, 2, 3, 4), (192, 64, 16, 8, 1), 237),
+        ((0, 1, 3, 2, 4), (192, 64, 8, 32, 1), 245),
+        ((1, 0, 2, 3, 4), (64, 128, 16, 8, 1), 109),
+        ((1, 0, 3, 2, 4), (64, 128, 8, 32, 1), 117),
+    ],
+)
+def test_allocation_in_a_stride_order(order, strides, position):
+    cache = allocate_kv_cache(fake_backend(order=order), FLOAT_LAYER, CacheSpec(block_size=4), 3, "cpu")
+    assert cache.shape == (2, 3, 4, 2, 8)
+    assert cache.stride() == strides
+    cache[1, 0, 2, 1, 5] = 1.0
+    flat = cache.untyped_storage()
+    assert torch.tensor([], dtype=torch.float32).set_(flat).nonzero().tolist() == [[position]]
+
+
+@pytest.mark.parametrize(
+    ("packing", "nhd", "hnd"),
+    [
+        ("split_first", (0, 1, 2, 3, 4), (0, 1, 3, 2, 4)),
+        ("split_second", (0, 1, 2, 3, 4), (0, 1, 3, 2, 4)),
+        ("content", (0, 2, 1, 3), (0, 1, 2, 3)),
+        ("plane", (0, 2, 1, 3), (0, 1, 2, 3)),
+    ],
+)
+def test_the_order_follows_from_the_packing(packing, nhd, hnd):
+    fake = fake_backend(lambda nb, bs, h, d: packed_shape(packing, nb, bs, h, d, d))
+    for block_size in (2, 4, 8, 13, 16):
+        for layout, order in (("NHD", nhd), ("HND", hnd)):
+            cache = CacheSpec(block_size=block_size, layout=layout)
+            assert detect_packing(fake, FLOAT_LAYER, cache) == packing
+            assert stride_order(fake, FLOAT_LAYER, cache) == order
+
+
+def test_other_packings_are_not_guessed():
+    def only_its_own_heads(nb, bs, h, d):
+        if h != 2:
+            raise ValueError("num_kv_heads must be 2")
+        return (2, nb, bs, h, d)
+
+    for shape in (
+        lambda nb, bs, h, d: (2, nb, h, bs, d),
+        lambda nb, bs, h, d: (2, nb, bs, h * d),
+        lambda nb, bs, h, d: (nb, bs, h, 2 * d),
+        lambda nb, bs, h, d: (2, nb, h, d, bs),
+        lambda nb, bs, h, d: (2, nb, d, h, bs),
+        lambda nb, bs, h, d: (nb, bs, d),
+    ):
+        for block_size in (4, 8, 16):
+            cache = CacheSpec(block_size=block_size, layout="HND")
+            assert detect_packing(fake_backend(shape), FLOAT_LAYER, cache) is None
+            assert stride_order(fake_backend(shape), FLOAT_LAYER, cache) == tuple(range(len(shape(1, 1, 1, 1))))
+    assert detect_packing(fake_backend(only_its_own_heads), FLOAT_LAYER, CacheSpec()) is None
+
+
+def test_one_page_size_is_enough_to_be_recognised():
+    def only_16(nb, bs, h, d):
+        if bs != 16:
+            raise ValueError("block_size must be 16")
+        return (2, nb, bs, h, d)
+
+    assert detect_packing(fake_backend(only_16), FLOAT_LAYER, CacheSpec(block_size=16)) == "split_first"
+
+
+def test_a_backend_that_ignores_the_layout_has_one():
+    fake = fake_backend(order=(1, 0, 2, 3, 4))
+    assert stride_order(fake, FLOAT_LAYER, CacheSpec(layout="HND")) == (1, 0, 2, 3, 4)
+
+
+def test_orders_and_shapes_that_are_none_are_errors_of_the_backend():
+    for order in ((0, 1, 2, 3), (0, 1, 2, 3, 3), (1, 2, 3, 4, 5)):
+        with pytest.raises(ValueError, match="no permutation of the 5 dimensions") as refused:
+            allocate_kv_cache(fake_backend(order=order), FLOAT_LAYER, CacheSpec(), 3, "cpu")
+        assert str(refused.value).startswith("FAKE.get_kv_cache_stride_order")
+        assert str(order) in str(refused.value)
+    with pytest.raises(ValueError, match=r"FAKE.get_kv_cache_shape\(\) returned \(0, 16\): every extent must be pos"):
+        allocate_kv_cache(fake_backend(lambda nb, bs, h, d: (0, bs)), FLOAT_LAYER, CacheSpec(), 3, "cpu")
+
+
+def test_dtype_of_the_allocated_cache():
+    dtypes = {"auto": torch.float32, "float16": torch.float16, "fp8": torch.uint8, "fp8_e5m2": torch.uint8}
+    for kv_cache_dtype, dtype in dtypes.items():
+        cache = allocate_kv_cache(fake_backend(), FLOAT_LAYER, CacheSpec(kv_cache_dtype=kv_cache_dtype), 3, "cpu")
+        assert cache.dtype == dtype
+        assert not cache.any()
+    encoder = LayerSpec(num_heads=4, num_kv_heads=2, head_size=8, attn_type=AttentionType.ENCODER_ONLY)
+    assert allocate_kv_cache(fake_backend(), encoder, CacheSpec(), 3, "cpu").numel() == 0
+
+
+def test_only_content_holds_values_of_another_size():
+    assert packed_shape("content", 3, 4, 2, 8, 5) == (3, 2, 4, 13)
+    with pytest.raises(ValueError, match="head_size_v 5 beside head_size 8: packing plane needs them equal"):
+        packed_shape("plane", 3, 4, 2, 8, 5)

@@ -10,7 +10,6 @@ import inspect
 import math
 import sys
 import warnings
-from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from types import ModuleType, SimpleNamespace
@@ -18,6 +17,7 @@ from typing import Any
 
 import pytest
 import torch
+from common_batches import common_metadata
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
@@ -36,7 +36,7 @@ from attncheck.backends.candidates.flashinfer import (
     page_indices,
     workspace_bytes,
 )
-from attncheck.backends.contract import CommonAttentionMetadata, KVCacheSpec
+from attncheck.backends.contract import KVCacheSpec
 from attncheck.backends.uniform import write_slots
 from attncheck.reference import AttentionParams, paged_attention, varlen_attention
 from attncheck.reference.spec import BatchSpec, CacheSpec, LayerSpec, RequestSpec
@@ -86,7 +86,7 @@ SIGNATURES = {
 """Names, order, kinds and defaults of the parameters behind ``self``."""
 
 
-def signature(wrapper: str, method: str) -> inspect.Signature:
+def signature(wrapper, method):
     """Of a method of the library's."""
     return inspect.signature(eval(f"lambda self, {SIGNATURES[wrapper, method]}: None"))
 
@@ -109,7 +109,7 @@ class Wrapper:
 
     calls: list[Called]
 
-    def __init__(self, *arguments: Any, **keywords: Any) -> None:
+    def __init__(self, *arguments, **keywords):
         self.name = type(self).__name__
         given = self._called("__init__", arguments, keywords)
         self.layout, self.is_graph, self._backend = given["kv_layout"], given["use_cuda_graph"], given["backend"]
@@ -122,7 +122,7 @@ class Wrapper:
             assert len(self.buffers[0]) == len(self.buffers[2]) + 1
             self.offsets = torch.arange(len(self.buffers[0]), dtype=torch.int32)
 
-    def plan(self, *arguments: Any, **keywords: Any) -> None:
+    def plan(self, *arguments, **keywords):
         self.planned = given = self._called("plan", arguments, keywords)
         if self.name == RAGGED:
             self.offsets, self.keys = given["qo_indptr"].clone(), given["kv_indptr"].clone()
@@ -139,7 +139,7 @@ class Wrapper:
         self.buffers = tuple(new.clone() for new in pages)
         self.offsets = torch.arange(len(pages[0])).int() if self.name == DECODE else given["qo_indptr"].clone()
 
-    def run(self, *arguments: Any, **keywords: Any) -> None:
+    def run(self, *arguments, **keywords):
         given, settings = self._called("run", arguments, keywords), self.planned
         query, out, lse = given["q"], given["out"], given["lse"]
         keys = (given["k"], given["v"]) if self.name == RAGGED else given["paged_kv_cache"]
@@ -170,14 +170,14 @@ class Wrapper:
             assert lse.is_contiguous()
             lse.copy_(row_lse / math.log(2))
 
-    def _tables(self) -> tuple[Tensor, Tensor]:
+    def _tables(self):
         """Block table and lengths of the planned requests."""
         indptr, indices, last_page_len = self.buffers
         pages = [indices[start:end] for start, end in pairwise(indptr.tolist())]
         lens = torch.where(indptr.diff() > 0, (indptr.diff() - 1) * self.planned["page_size"] + last_page_len, 0)
         return pad_sequence(pages, batch_first=True), lens.int()
 
-    def _called(self, method: str, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> dict[str, Any]:
+    def _called(self, method, arguments, keywords):
         bound = signature(self.name, method).bind(self, *arguments, **keywords)
         bound.apply_defaults()
         given = {name: value for name, value in bound.arguments.items() if name != "self"}
@@ -185,7 +185,7 @@ class Wrapper:
         return given
 
 
-def _check_pages(indptr: Tensor, indices: Tensor, last_page_len: Tensor, page_size: int) -> None:
+def _check_pages(indptr, indices, last_page_len, page_size):
     assert {given.dtype for given in (indptr, indices, last_page_len)} == {torch.int32}
     counts = indptr.diff()
     assert indptr[0] == 0
@@ -195,7 +195,7 @@ def _check_pages(indptr: Tensor, indices: Tensor, last_page_len: Tensor, page_si
     assert ((last_page_len >= (counts > 0).int()) & (last_page_len <= page_size * (counts > 0))).all()
 
 
-def _check_tensors(query: Tensor, key: Tensor, value: Tensor, out: Tensor, settings: dict[str, Any]) -> None:
+def _check_tensors(query, key, value, out, settings):
     assert query.dtype == settings["q_data_type"]
     assert key.dtype == value.dtype == settings["kv_data_type"]
     assert out.dtype == settings["o_data_type"]
@@ -213,14 +213,14 @@ class SmallBuilder(FlashInferBuilder):
     """Without a workspace that nothing here fills."""
 
     @staticmethod
-    def _workspace_bytes(*arguments: Any) -> int:
+    def _workspace_bytes(*arguments):
         return 16
 
 
 class PlainImpl(FlashInferImpl):
     """With a writer that is not interpreted: Triton's has its own tests."""
 
-    def write(self, *arguments: Any) -> None:
+    def write(self, *arguments):
         write_slots(*arguments)
 
 
@@ -229,16 +229,12 @@ class OnCPU(FlashInferBackend):
 
     supported_devices = ("cpu",)
 
-    @staticmethod
-    def get_impl_cls() -> type[PlainImpl]:
-        return PlainImpl
+    get_impl_cls = staticmethod(lambda: PlainImpl)
 
-    @staticmethod
-    def get_builder_cls() -> type[SmallBuilder]:
-        return SmallBuilder
+    get_builder_cls = staticmethod(lambda: SmallBuilder)
 
     @classmethod
-    def unavailable_reasons(cls, device: str) -> list[str]:
+    def unavailable_reasons(cls, device):
         return []
 
 
@@ -262,10 +258,10 @@ class Engine:
     config: Any
     kv_cache: Tensor
 
-    def build(self, common: CommonAttentionMetadata) -> Any:
+    def build(self, common):
         return self.builder.build(common_prefix_len=0, common_attn_metadata=common)
 
-    def forward(self, metadata: Any, *, with_lse: bool = False, **changes: Any) -> Any:
+    def forward(self, metadata, *, with_lse=False, **changes):
         """The arguments of ``forward`` after it, by name."""
         tokens = metadata.common.num_actual_tokens
         query, key, value = (torch.randn(tokens, heads, SIZE).half() for heads in (HEADS, KV_HEADS, KV_HEADS))
@@ -283,14 +279,14 @@ def make_engine(calls):
 
     def make(
         *,
-        graphs: Sequence[int] = (),
-        kv_cache_dtype: str = "auto",
-        layout: str = "NHD",
-        attn_type: str = "decoder",
-        scale: float = 0.25,
-        sliding_window: int | None = None,
-        logits_soft_cap: float | None = None,
-    ) -> Engine:
+        graphs=(),
+        kv_cache_dtype="auto",
+        layout="NHD",
+        attn_type="decoder",
+        scale=0.25,
+        sliding_window=None,
+        logits_soft_cap=None,
+    ):
         impl = OnCPU.get_impl_cls()(
             HEADS, SIZE, scale, KV_HEADS, None, sliding_window, kv_cache_dtype, logits_soft_cap, attn_type
         )
@@ -314,34 +310,21 @@ def make_engine(calls):
     return make
 
 
-def make_batch(
-    requests: Sequence[tuple[int, int]], *, tokens: int | None = None, causal: bool = True
-) -> CommonAttentionMetadata:
+def make_batch(requests, *, tokens=None, causal=True):
     """Request ``r`` has pages ``10 r + 1``, ``10 r + 2``, ..."""
-
-    def int32(*numbers: int) -> Tensor:
-        return torch.tensor(numbers, dtype=torch.int32)
-
-    starts = [sum(query_len for query_len, _ in requests[:end]) for end in range(len(requests) + 1)]
-    lens = [seq_len for _, seq_len in requests]
-    table = torch.tensor([[10 * request + page + 1 for page in range(6)] for request in range(len(requests))])
+    table = [[10 * request + page + 1 for page in range(6)] for request in range(len(requests))]
     slots = [
-        int(table[request, position // BLOCK]) * BLOCK + position % BLOCK
+        table[request][position // BLOCK] * BLOCK + position % BLOCK
         for request, (query_len, seq_len) in enumerate(requests)
         for position in range(seq_len - query_len, seq_len)
     ]
-    num_tokens = starts[-1] if tokens is None else tokens
-    return CommonAttentionMetadata(
-        query_start_loc=int32(*starts),
-        query_start_loc_cpu=int32(*starts),
-        seq_lens=int32(*lens),
-        seq_lens_cpu=int32(*lens),
-        num_computed_tokens_cpu=int32(*(max(s - q, 0) for q, s in requests)),
-        num_reqs=len(requests),
+    num_tokens = len(slots) if tokens is None else tokens
+    return common_metadata(
+        *zip(*requests, strict=True),
+        table=table,
         num_actual_tokens=num_tokens,
         max_query_len=9,
         max_seq_len=24,
-        block_table_tensor=table.int(),
         slot_mapping=torch.tensor(slots + [-1] * (num_tokens - len(slots)), dtype=torch.int64),
         causal=causal,
     )
@@ -538,8 +521,8 @@ def test_a_step_is_refused_before_anything_is_written(calls, make_engine):
         make_engine(sliding_window=4).forward(step)
 
 
-def settings_of(**changes: Any) -> LayerSettings:
-    values: dict[str, Any] = {
+def settings_of(**changes):
+    values = {
         "num_heads": 4,
         "num_kv_heads": 2,
         "head_size": 64,

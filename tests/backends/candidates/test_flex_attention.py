@@ -15,7 +15,7 @@ PLAIN = LayerSpec(num_heads=6, num_kv_heads=2, head_size=24, dtype="float32", sc
 MIXED = [(1, 5), (1, 33), (7, 19), (20, 20), (3, 48)]
 
 
-def call_of(intervals: list[tuple[int, int]], num_keys: int, **tree: torch.Tensor) -> Call:
+def call_of(intervals, num_keys, **tree):
     low, high = torch.tensor(intervals).T
     return Call([], torch.zeros(num_keys, 1, 1), torch.zeros(num_keys, 1, 1), own=high - 1, low=low, high=high, **tree)
 
@@ -35,7 +35,7 @@ MASKS = {
 
 
 @pytest.mark.parametrize(("intervals", "num_keys"), MASKS.values(), ids=MASKS.keys())
-def test_blocks_are_those_that_torch_finds_in_the_whole_mask(intervals: list[tuple[int, int]], num_keys: int) -> None:
+def test_blocks_are_those_that_torch_finds_in_the_whole_mask(intervals, num_keys):
     found = block_mask(call_of(intervals, num_keys))
     expected = create_block_mask(found.mask_mod, None, None, len(intervals), num_keys, device="cpu")
     dense = create_mask(found.mask_mod, None, None, len(intervals), num_keys, device="cpu")[0, 0]
@@ -48,18 +48,18 @@ def test_blocks_are_those_that_torch_finds_in_the_whole_mask(intervals: list[tup
             assert ours.tolist() == theirs.tolist()
 
 
-def test_no_block_of_a_tree_is_taken_for_whole() -> None:
+def test_no_block_of_a_tree_is_taken_for_whole():
     tree = torch.eye(4, dtype=torch.bool)
     found = block_mask(call_of([(0, 256)] * 4, 256, node=torch.arange(4), tree=tree))
     assert found.full_kv_num_blocks.sum() == 0
     assert found.kv_num_blocks.tolist() == [[[2]]]
 
 
-def test_a_table_has_two_blocks_of_keys_at_least() -> None:
+def test_a_table_has_two_blocks_of_keys_at_least():
     assert block_mask(call_of([(0, 3)], 3)).kv_indices.shape == (1, 1, 1, 2)
 
 
-def test_requests_are_packed_within_a_limit_and_apart_from_those_with_a_tree() -> None:
+def test_requests_are_packed_within_a_limit_and_apart_from_those_with_a_tree():
     """No case has both: a tree has as many nodes as each request of its step has rows. A step of an engine may."""
     key, tree = torch.zeros(5, 1, 1), torch.eye(2, dtype=torch.bool)
     trees = (tree, None, None, None, tree, tree)

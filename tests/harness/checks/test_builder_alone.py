@@ -1,8 +1,6 @@
 """Backends of which only the metadata builder is driven: right ones pass, and each fault is found and named."""
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
 
 import pytest
 import torch
@@ -14,7 +12,7 @@ from attncheck.backends.registry import LoadedBackend
 from attncheck.cases.loader import load_suite
 from attncheck.harness.checks.builder import BuilderChecks
 from attncheck.harness.checks.case_checks import finding_of
-from attncheck.harness.checks.findings import Broken, Holds, NotExamined
+from attncheck.harness.checks.findings import Holds, NotExamined
 from attncheck.harness.run.evaluate import Examiner
 from attncheck.harness.run.selection import RunPlan
 
@@ -34,59 +32,55 @@ class Builder(AttentionMetadataBuilder[States]):
 
     cudagraph_support = AttentionCGSupport.UNIFORM_BATCH
 
-    def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
+    def __init__(self, kv_cache_spec, layer_names, vllm_config, device):
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         self.pages = torch.zeros(vllm_config.scheduler_config.max_num_seqs + 64, dtype=torch.int32, device=device)
 
-    def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> States:
+    def build(self, common_prefix_len, common_attn_metadata, fast_build=False):
         table = common_attn_metadata.block_table_tensor
         return States(self.pages[: len(table)].copy_(table[:, 0]))
 
 
-Build = Callable[[Builder, Any], States]
-"""``build(builder, common)``, with a right ``builder``."""
-
-
-def right(builder: Builder, common: Any) -> States:
+def right(builder, common):
     return Builder.build(builder, 0, common)
 
 
-def view(_builder: Builder, common: Any) -> States:
+def view(_builder, common):
     """Right as well: a view of the runner's own table."""
     return States(common.block_table_tensor[:, 0])
 
 
-def moves(_builder: Builder, common: Any) -> States:
+def moves(_builder, common):
     return States(common.block_table_tensor[:, 0].clone())
 
 
-def counts(builder: Builder, common: Any) -> States:
+def counts(builder, common):
     return replace(right(builder, common), num_decodes=int((common.query_start_loc_cpu.diff() > 0).sum()))
 
 
-def stale(builder: Builder, common: Any) -> States:
+def stale(builder, common):
     return States(builder.pages[: len(common.block_table_tensor)]) if builder.pages.any() else right(builder, common)
 
 
-def pads(builder: Builder, common: Any) -> States:
+def pads(builder, common):
     states = right(builder, common)
     states.state_indices[common.query_start_loc_cpu.diff() == 0] = states.state_indices[0].clone()
     return states
 
 
-def writes(builder: Builder, common: Any) -> States:
+def writes(builder, common):
     common.seq_lens.clamp_(max=7)
     return right(builder, common)
 
 
-def reads(builder: Builder, common: Any) -> States:
+def reads(builder, common):
     common.seq_lens.tolist()
     return right(builder, common)
 
 
-def backend_of(build: Build, **members: Any) -> type[AttentionBackend]:
+def backend_of(build, **members):
     class Driven(Builder):
-        def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> States:
+        def build(self, common_prefix_len, common_attn_metadata, fast_build=False):
             return build(self, common_attn_metadata)
 
     builder = type("Driven", (Driven,), members)
@@ -99,16 +93,15 @@ def backend_of(build: Build, **members: Any) -> type[AttentionBackend]:
     return Backend
 
 
-def found(build: Build, check: str, **members: Any) -> Any:
+def found(build, check, **members):
     return finding_of(BuilderChecks(backend_of(build, **members), CASE, 0, torch.device("cpu"), ()), check)
 
 
 @pytest.mark.parametrize("build", [right, view])
-def test_a_right_builder_passes_and_no_level_is_called_measured(build: Build) -> None:
+def test_a_right_builder_passes_and_no_level_is_called_measured(build):
     assert found(build, "builder") == Holds()
     level = found(build, "cudagraph")
     assert isinstance(level, NotExamined)
-    assert level.graph is not None
     assert (level.graph.declared, level.graph.measured) == ("UNIFORM_BATCH", None)
     assert [(probe.level, probe.outcome) for probe in level.graph.probes] == [
         ("UNIFORM_SINGLE_TOKEN_DECODE", "passed"),
@@ -126,22 +119,19 @@ def test_a_right_builder_passes_and_no_level_is_called_measured(build: Build) ->
         (pads, "state_indices names page 2 for padding, which is a request's"),
     ],
 )
-def test_what_a_graph_would_read_wrongly_is_named(build: Build, fault: str) -> None:
+def test_what_a_graph_would_read_wrongly_is_named(build, fault):
     level = found(build, "cudagraph")
-    assert isinstance(level, Broken)
     assert level.summary == f"declared UNIFORM_BATCH: probe 'metadata of decodes' broke: metadata.{fault}"
-    assert level.graph is not None
     assert level.graph.measured is None
 
 
-def test_a_builder_that_promises_no_graph_is_not_captured() -> None:
+def test_a_builder_that_promises_no_graph_is_not_captured():
     level = found(moves, "cudagraph", cudagraph_support=AttentionCGSupport.NEVER)
     assert isinstance(level, NotExamined)
-    assert level.graph is not None
     assert level.graph.probes == ()
 
 
-def test_what_a_build_changes_or_waits_for_is_reported(plain: Callable[[str], str]) -> None:
+def test_what_a_build_changes_or_waits_for_is_reported(plain):
     assert found(writes, "builder").summary == "build changed metadata.seq_lens"
     (note,) = found(reads, "builder").notes
     assert plain(note) == snapshot(
@@ -149,12 +139,12 @@ def test_what_a_build_changes_or_waits_for_is_reported(plain: Callable[[str], st
     )
 
 
-def test_the_other_checks_state_why_they_do_not_apply() -> None:
+def test_the_other_checks_state_why_they_do_not_apply():
     plan = RunPlan(cases=(CASE,), checks=("numerics", "refusals", "builder"), device="cpu")
     backend = backend_of(right)
-    backend.unsupported_reasons = staticmethod(lambda *_: [])  # type: ignore[method-assign, assignment]
+    backend.unsupported_reasons = staticmethod(lambda *_: [])
     loaded = LoadedBackend("STATE", "STATE", backend, "", "")
     records = {record.check: record for record in Examiner(plan).records(CASE, loaded)}
     outcomes = {check: record.outcome for check, record in records.items()}
     assert outcomes == {"numerics": "unsupported", "refusals": "unsupported", "builder": "passed"}
-    assert records["numerics"].reasons[0].startswith("only its metadata builder is driven: ")  # type: ignore[union-attr]
+    assert records["numerics"].reasons[0].startswith("only its metadata builder is driven: ")

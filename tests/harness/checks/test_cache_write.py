@@ -1,7 +1,5 @@
 """``cache_write``: functions on pages, keys for a layer over another layer's cache, and inputs without a cache."""
 
-from typing import Any
-
 import pytest
 import torch
 
@@ -9,7 +7,7 @@ from attncheck.backends.candidates.reference import ReferenceBackend, ReferenceI
 from attncheck.backends.registry import load
 from attncheck.cases.loader import load_suite
 from attncheck.harness.checks.cache_write import check_block_moves
-from attncheck.harness.checks.findings import Broken, Finding, Holds, NotExamined
+from attncheck.harness.checks.findings import Broken, Holds, NotExamined
 from attncheck.harness.driver.foreign_code import StageError
 from attncheck.harness.problem.problem import build_problem
 from attncheck.reference import copy_blocks, reshape_and_cache, swap_blocks
@@ -19,7 +17,7 @@ FIRST = Holds({"slots_written": 3})
 RIGHT = {"reshape_and_cache": reshape_and_cache, "copy_blocks": copy_blocks, "swap_blocks": swap_blocks}
 
 
-def moved(case: Any, first: Finding = FIRST, **functions: Any) -> Finding:
+def moved(case, first=FIRST, **functions):
     backend = type("Mine", (ReferenceBackend,), {"functions": staticmethod(lambda: functions)})
     return check_block_moves(build_problem(case, 0), backend, torch.device("cpu"), first)
 
@@ -33,23 +31,23 @@ def moved(case: Any, first: Finding = FIRST, **functions: Any) -> Finding:
         ({"kv_cache_dtype": "fp8_e5m2", "k_scale": 0.3}, {}),
     ],
 )
-def test_the_reference_is_right(make_case: Any, cache: Any, layer: Any) -> None:
+def test_the_reference_is_right(make_case, cache, layer):
     assert moved(make_case(cache=cache, head_size_v=32, **layer), **RIGHT) is FIRST
 
 
-def test_what_was_found_before_stays(make_case: Any) -> None:
+def test_what_was_found_before_stays(make_case):
     skipped = NotExamined(("no writer",))
     assert moved(make_case(), skipped, **RIGHT) is skipped
 
 
-def test_functions_get_arguments_that_reveal_faults(make_case: Any) -> None:
-    seen: dict[str, Any] = {}
+def test_functions_get_arguments_that_reveal_faults(make_case):
+    seen = {}
 
-    def copy(caches: Any, mapping: Any) -> None:
+    def copy(caches, mapping):
         seen["copy"] = ([cache.clone() for cache in caches], mapping.tolist(), caches[0].is_contiguous())
         copy_blocks(caches, mapping)
 
-    def write(key: Any, value: Any, key_cache: Any, value_cache: Any, slots: Any, **scales: Any) -> None:
+    def write(key, value, key_cache, value_cache, slots, **scales):
         seen["write"] = (key.shape, key_cache.stride(), slots.tolist(), scales)
         reshape_and_cache(key, value, key_cache, value_cache, slots, **scales)
 
@@ -69,29 +67,27 @@ def test_functions_get_arguments_that_reveal_faults(make_case: Any) -> None:
     assert seen["copy"][2]  # without views, pages lie side by side
 
 
-def test_wrong_functions_are_found(make_case: Any) -> None:
-    def without_scales(key: Any, value: Any, key_cache: Any, value_cache: Any, slots: Any, **scales: Any) -> None:
+def test_wrong_functions_are_found(make_case):
+    def without_scales(key, value, key_cache, value_cache, slots, **scales):
         assert key_cache.dtype == torch.float8_e5m2
         reshape_and_cache(key, value, key_cache, value_cache, slots)
 
-    def between_pages(caches: Any, mapping: Any) -> None:
+    def between_pages(caches, mapping):
         copy_blocks(caches, mapping)
         page = caches[0][0].numel()
         caches[0].as_strided((1,), (1,), page).fill_(9)
 
-    def changes_source(src: Any, dst: Any, mapping: Any) -> None:
+    def changes_source(src, dst, mapping):
         swap_blocks(src, dst, mapping)
         src[0] = 0
 
     scaled = make_case(cache={"kv_cache_dtype": "fp8_e5m2", "k_scale": 0.3})
     found = moved(scaled, reshape_and_cache=without_scales)
-    assert isinstance(found, Broken)
     assert found.summary == "reshape_and_cache: 10 of 13 pages of key_cache are wrong, the first is page 0"
     case = make_case()
     assert moved(case, copy_blocks=between_pages) == Broken("copy_blocks wrote between the pages of key_cache")
     assert moved(case, swap_blocks=changes_source) == Broken("swap_blocks changed its argument src")
     found = moved(case, swap_blocks=lambda src, dst, mapping: None)
-    assert isinstance(found, Broken)
     assert found.summary == "swap_blocks: 5 of 13 pages of dst are wrong, the first is page 3"
     assert found.meaning == "no page was written as block_mapping requires"
 
@@ -100,16 +96,14 @@ SHARED = next(case for case in load_suite("smoke").cases if case.id == "shared-c
 
 
 @pytest.mark.parametrize("name", ["reference", "torch_sdpa"])
-def test_right_backends_leave_keys_for_a_shared_cache_alone(judge: Any, name: str) -> None:
+def test_right_backends_leave_keys_for_a_shared_cache_alone(judge, name):
     assert isinstance(judge("cache_write", load(name).backend, SHARED), Holds)
 
 
 @pytest.mark.parametrize("error", [ValueError("no keys here"), KeyError("no")])
-def test_keys_for_a_shared_cache_may_be_refused_but_nothing_may_break(
-    judge: Any, backend_of: Any, error: Exception
-) -> None:
+def test_keys_for_a_shared_cache_may_be_refused_but_nothing_may_break(judge, backend_of, error):
     class Impl(ReferenceImpl):
-        def forward(self, layer: Any, query: Any, key: Any, *rest: Any, **more: Any) -> Any:
+        def forward(self, layer, query, key, *rest, **more):
             if key is not None and rest[2] is not None:
                 raise error
             return super().forward(layer, query, key, *rest, **more)
@@ -122,9 +116,9 @@ def test_keys_for_a_shared_cache_may_be_refused_but_nothing_may_break(
     assert failure.value.raised.stage == "forward with keys for a shared cache"
 
 
-def test_changed_inputs_are_found_where_there_is_no_cache(judge: Any, backend_of: Any, make_case: Any) -> None:
+def test_changed_inputs_are_found_where_there_is_no_cache(judge, backend_of, make_case):
     class Impl(ReferenceImpl):
-        def attend(self, layer: Any, query: Any, *rest: Any) -> None:
+        def attend(self, layer, query, *rest):
             super().attend(layer, query, *rest)
             query.mul_(2)
 

@@ -1,7 +1,6 @@
 """Layers and paths in combinations that are in no suite: a right backend passes each."""
 
 from dataclasses import replace
-from typing import Any
 
 import pytest
 from inline_snapshot import snapshot
@@ -9,7 +8,6 @@ from inline_snapshot import snapshot
 from attncheck.backends.candidates.reference import ReferenceBackend
 from attncheck.backends.candidates.reference_mla import ReferenceMLABackend
 from attncheck.backends.registry import load
-from attncheck.cases.model import Case
 from attncheck.errors import BlindCaseError
 from attncheck.harness.problem.sizes import needed_bytes
 from attncheck.harness.run.evaluate import Examiner, RunPlan
@@ -18,7 +16,7 @@ from attncheck.reference.spec import DCPOptions, MLASpec, OutputQuantSpec, Reque
 CHECKS = ("numerics", "lse", "cache_write", "refusals")
 
 
-def outcomes(case: Case, backend: str = "reference", **members: Any) -> dict[str, str]:
+def outcomes(case, backend="reference", **members):
     """Outcome by check; raises what the case itself is at fault for."""
     loaded = load(backend)
     loaded = replace(loaded, backend=type("Tried", (loaded.backend,), members))
@@ -33,13 +31,13 @@ def outcomes(case: Case, backend: str = "reference", **members: Any) -> dict[str
     ("path", "options"),
     [("split_kv", SplitKVOptions(parts=2)), ("dcp", DCPOptions(size=2, interleave=2)), ("cascade", None)],
 )
-def test_parts_of_a_cache_that_another_layer_fills(path: str, options: Any, make_case: Any) -> None:
+def test_parts_of_a_cache_that_another_layer_fills(path, options, make_case):
     batch = [RequestSpec(query_len=n, seq_len=n + 40, shared_prefix=16 * (path == "cascade")) for n in (1, 3)]
     case = make_case(*batch, kv_sharing=True, padding=(1, 2), path=path, options=options)
     assert outcomes(case) == dict.fromkeys(CHECKS, "passed")
 
 
-def test_chunks_that_are_no_whole_pages_are_refused_by_backends_that_take_chunks(make_case: Any) -> None:
+def test_chunks_that_are_no_whole_pages_are_refused_by_backends_that_take_chunks(make_case):
     case = make_case((3, 40), (1, 33), attn_chunk_size=24, path="local")
     assert outcomes(case)["numerics"] == "passed"
     seen = outcomes(case, "torch_sdpa")
@@ -47,15 +45,15 @@ def test_chunks_that_are_no_whole_pages_are_refused_by_backends_that_take_chunks
 
 
 @pytest.mark.parametrize("modifier", [{"sliding_window": 24}, {"alibi": True}, {"attn_chunk_size": 32}])
-def test_a_prefix_has_no_positions_of_queries(modifier: dict[str, Any], make_case: Any) -> None:
+def test_a_prefix_has_no_positions_of_queries(modifier, make_case):
     case = make_case(RequestSpec(query_len=9, seq_len=73, shared_prefix=32, count=2), **modifier, path="cascade")
     assert set(outcomes(case).values()) == {"passed"}
     without_lse = ReferenceBackend.features - {"cascade", "lse"}
     assert set(outcomes(case, features=without_lse).values()) == {"unsupported"}
 
 
-def test_needed_memory_includes_every_rank_part_code_and_projection(make_case: Any) -> None:
-    far: dict[str, Any] = {"first_block": 1000}
+def test_needed_memory_includes_every_rank_part_code_and_projection(make_case):
+    far = {"first_block": 1000}
     alone = needed_bytes(make_case((1, 500), cache=far))
     assert needed_bytes(make_case((1, 500), cache=far, path="dcp", options=DCPOptions(size=7))) > 7 * alone
     assert needed_bytes(make_case((1, 500), cache=far | {"kv_cache_dtype": "fp8"})) - alone == 4 * 500 * 2 * 128 * 8
@@ -66,13 +64,13 @@ def test_needed_memory_includes_every_rank_part_code_and_projection(make_case: A
     assert needed_bytes(latent) > 2 * 8 * 512 * 128 * 256
 
 
-def test_functions_of_a_latent_backend_are_not_examined_on_latent_layers(make_case: Any) -> None:
+def test_functions_of_a_latent_backend_are_not_examined_on_latent_layers(make_case):
     merge, attention = make_case(path="merge"), make_case()
     assert ReferenceMLABackend.unsupported_reasons(merge.layer, merge.cache, merge.batch) == []
     assert ReferenceMLABackend.unsupported_reasons(attention.layer, attention.cache, attention.batch) != []
 
 
-def test_a_case_that_cannot_show_an_error_is_no_question(make_case: Any) -> None:
+def test_a_case_that_cannot_show_an_error_is_no_question(make_case):
     mla = MLASpec(kv_lora_rank=3, qk_nope_head_dim=16, qk_rope_head_dim=1, v_head_dim=24)
     layer = {"num_kv_heads": 1, "head_size": 4, "dtype": "float16", "scale": 0.001, "mla": mla}
     with pytest.raises(BlindCaseError) as refused:

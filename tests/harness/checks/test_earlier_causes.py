@@ -2,7 +2,6 @@
 
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import pytest
 import torch
@@ -18,12 +17,12 @@ BATCHES = [((1, 40), (5, 37)), ((1, 33), (7, 50)), ((1, 61), (4, 44))]
 
 
 @pytest.fixture
-def small(make_case: Any) -> Any:
+def small(make_case):
     """Return a function to cases of few heads."""
     return partial(make_case, num_heads=2, num_kv_heads=1, head_size=32)
 
 
-def meaning(causes: EarlierCauses, case: Any, noise: float = 0.0, **changes: Any) -> str:
+def meaning(causes, case, noise=0.0, **changes):
     """What is found for an honest run under other parameters; ``noise``: a random part of the output besides."""
     problem = build_problem(case, 0)
     truth = truth_of(problem, torch.device("cpu"))
@@ -32,7 +31,7 @@ def meaning(causes: EarlierCauses, case: Any, noise: float = 0.0, **changes: Any
     return str(causes.explain(problem, truth, out, share_of_budget(out - truth.out, truth.budget))[0])
 
 
-def refuse(*_: Any) -> Any:
+def refuse(*_):
     raise AssertionError("all faults are tried")
 
 
@@ -43,9 +42,7 @@ def refuse(*_: Any) -> Any:
         ({"scale": 32**-0.5 * 1.137}, "the scale is 1.137 times the layer's"),
     ],
 )
-def test_a_cause_of_two_cases_is_tried_first(
-    small: Any, monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], cause: str
-) -> None:
+def test_a_cause_of_two_cases_is_tried_first(small, monkeypatch, changes, cause):
     cases = [small(*batch, logits_soft_cap=5.0) for batch in BATCHES]
     causes = EarlierCauses()
     for case in cases[:2]:
@@ -56,12 +53,10 @@ def test_a_cause_of_two_cases_is_tried_first(
     assert likely_causes(meaning(causes, cases[2], **changes)) == (cause,)
 
 
-def test_a_cause_with_other_figures_is_tried_first_after_four_cases(
-    small: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_cause_with_other_figures_is_tried_first_after_four_cases(small, monkeypatch):
     causes = EarlierCauses()
 
-    def found(lens: tuple[tuple[int, int], ...], window: int) -> str:
+    def found(lens, window):
         return meaning(causes, small(*lens, sliding_window=window), window=(window, 0))
 
     for window, lens in zip((5, 6, 7, 8), (*BATCHES, BATCHES[0]), strict=True):
@@ -70,7 +65,7 @@ def test_a_cause_with_other_figures_is_tried_first_after_four_cases(
     assert likely_causes(found(BATCHES[1], 9)) == ("the window is one key too long (sliding_window=10)",)
 
 
-def test_after_two_cases_without_a_known_cause_only_new_faults_and_kinds_are_tried(small: Any) -> None:
+def test_after_two_cases_without_a_known_cause_only_new_faults_and_kinds_are_tried(small):
     causes = EarlierCauses()
     first, second, third = (small(*batch) for batch in BATCHES)
     assert ON_EARLIER not in meaning(causes, first, noise=0.3) + meaning(causes, second, noise=0.3)
@@ -81,7 +76,7 @@ def test_after_two_cases_without_a_known_cause_only_new_faults_and_kinds_are_tri
     assert likely_causes(meaning(causes, without_context, scale=0.0))[0].startswith("all visible keys weigh the same")
 
 
-def test_large_cases_on_which_nothing_is_tried_refute_nothing(small: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_cases_on_which_nothing_is_tried_refute_nothing(small, monkeypatch):
     causes = EarlierCauses()
     monkeypatch.setattr(explaining, "_FEW_WORK", 0)
     for batch in BATCHES:

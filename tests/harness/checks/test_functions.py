@@ -1,11 +1,8 @@
 """Functions of a backend, ``merge_attn_states`` and ``causal_conv1d``: their problems, truths and budgets, and findings."""
 
 import math
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -28,21 +25,21 @@ NOT_APPLICABLE = dict.fromkeys(("lse", "features", "determinism", "invariance", 
 
 
 @pytest.fixture
-def merge_case(make_case: Any) -> Any:
+def merge_case(make_case):
     return partial(make_case, path="merge")
 
 
 @pytest.fixture
-def conv_case(make_case: Any) -> Any:
+def conv_case(make_case):
     """Return a function to a case of a convolution; ``options`` are the path's."""
 
-    def make(*requests: tuple[int, int], options: dict[str, Any] | None = None, **given: Any) -> Any:
+    def make(*requests, options=None, **given):
         return make_case(*requests, path="causal_conv1d", options=CausalConv1dOptions(**(options or {})), **given)
 
     return make
 
 
-def test_states_are_the_same_bits_on_every_machine(merge_case: Any) -> None:
+def test_states_are_the_same_bits_on_every_machine(merge_case):
     problem = build_merge(merge_case((2, 9), (1, 1), dtype="float32"), 0)
     rows = problem.lse_a[0].tolist()
     assert rows != build_merge(problem.case, 1).lse_a[0].tolist()
@@ -51,7 +48,7 @@ def test_states_are_the_same_bits_on_every_machine(merge_case: Any) -> None:
     assert [math.floor(value * 2**10) for value in (rows[0], rows[1])] == [2254, -380]
 
 
-def test_rows_and_heads_are_about_everything_that_goes_wrong(merge_case: Any) -> None:
+def test_rows_and_heads_are_about_everything_that_goes_wrong(merge_case):
     problem = build_merge(merge_case((33, 70)), 0)
     a, b = problem.lse_a, problem.lse_b
     both = torch.isfinite(a) & torch.isfinite(b)
@@ -70,7 +67,7 @@ def test_rows_and_heads_are_about_everything_that_goes_wrong(merge_case: Any) ->
     assert bool(a.isneginf().any(dim=0).all())  # in every head
 
 
-def test_where_the_cut_decides_the_states_follow_the_lengths(merge_case: Any) -> None:
+def test_where_the_cut_decides_the_states_follow_the_lengths(merge_case):
     problem = build_merge(merge_case((4, 1004), (3, 3), inputs=()), 0)
     assert problem.positions == ((0, 1000), (0, 1001), (0, 1002), (0, 1003), (1, 0), (1, 1), (1, 2))
     # No context, no first state, but where the second has to be the empty one.
@@ -81,7 +78,7 @@ def test_where_the_cut_decides_the_states_follow_the_lengths(merge_case: Any) ->
     assert not bool((problem.lse_a[torch.isfinite(problem.lse_a)].abs() > 9.1).any())  # ``inputs`` has no large states
 
 
-def test_rubbish_is_only_in_empty_states_and_states_are_views_that_swap(merge_case: Any) -> None:
+def test_rubbish_is_only_in_empty_states_and_states_are_views_that_swap(merge_case):
     problem = build_merge(merge_case((33, 70), dtype="float32"), 0)
     given, other, swapped = (problem.arguments(CPU, **how) for how in ({}, {"rubbish": 7.0}, {"swapped": True}))
     for one, two in ("ab", "ba"):
@@ -96,7 +93,7 @@ def test_rubbish_is_only_in_empty_states_and_states_are_views_that_swap(merge_ca
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
-def test_a_merge_that_counts_in_powers_of_two_is_within_the_budget(merge_case: Any, dtype: str) -> None:
+def test_a_merge_that_counts_in_powers_of_two_is_within_the_budget(merge_case, dtype):
     problem = build_merge(merge_case((33, 70), (20, 20), dtype=dtype), 0)
     truth = merge_truth(problem, CPU)
     out_a, lse_a, out_b, lse_b = (tensor.float() for tensor in problem.arguments(CPU).values())
@@ -116,7 +113,7 @@ def test_a_merge_that_counts_in_powers_of_two_is_within_the_budget(merge_case: A
     assert all(torch.equal(getattr(truth.budget, name) * 4, getattr(four, name)) for name in ("norm", "peak", "lse"))
 
 
-def test_lines_are_distinct_and_padding_has_none(conv_case: Any) -> None:
+def test_lines_are_distinct_and_padding_has_none(conv_case):
     problem = build_conv(conv_case(*[(1, 5)] * 30), 0)
     assert len(set(problem.lines)) == 30
     assert not {0, len(problem.states) - 1} & set(problem.lines)
@@ -131,7 +128,7 @@ def test_lines_are_distinct_and_padding_has_none(conv_case: Any) -> None:
     assert not torch.equal(problem.x, build_conv(problem.case, 1).x)
 
 
-def test_regions_are_all_that_no_answer_looks_at(conv_case: Any) -> None:
+def test_regions_are_all_that_no_answer_looks_at(conv_case):
     problem = build_conv(conv_case((3, 9), (2, 2), options={"channels": 5}), 0)
     first, second = problem.lines
     poisoned = problem.arguments(CPU, math.nan)["conv_states"]
@@ -139,7 +136,6 @@ def test_regions_are_all_that_no_answer_looks_at(conv_case: Any) -> None:
     clean = ~torch.isnan(poisoned).any(dim=1)
     assert clean.nonzero().tolist() == [[first, 0], [first, 1], [first, 2]]
     without_state = problem.arguments(CPU, math.nan, ("lines of sequences without a state",))["conv_states"]
-    assert without_state is not None
     assert without_state.isnan().any(dim=(1, 2)).nonzero().flatten().tolist() == [second]
     everywhere = sum(mask.expand(-1, 5, -1).long() for mask in problem.regions().values())
     assert int(everywhere.max()) == 1  # disjoint
@@ -147,7 +143,7 @@ def test_regions_are_all_that_no_answer_looks_at(conv_case: Any) -> None:
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 @pytest.mark.parametrize("rounds", ["products", "sums"])
-def test_a_convolution_that_rounds_on_its_way_is_within_the_budget(conv_case: Any, dtype: str, rounds: str) -> None:
+def test_a_convolution_that_rounds_on_its_way_is_within_the_budget(conv_case, dtype, rounds):
     problem = build_conv(conv_case((60, 60), (7, 30), (1, 9), dtype=dtype, options={"width": 4}), 0)
     truth = conv_truth(problem, CPU)
     starts = problem.query_start_loc.tolist()
@@ -158,17 +154,17 @@ def test_a_convolution_that_rounds_on_its_way_is_within_the_budget(conv_case: An
         tape = torch.cat([past, problem.x[first:last]])
         carried = problem.dtype if rounds == "products" else torch.float32
         terms = [tape[k : k + last - first].to(carried) * problem.weight[:, k].to(carried) for k in range(4)]
-        z = problem.bias.float() + sum(term.float() for term in terms)  # type: ignore[union-attr]
+        z = problem.bias.float() + sum(term.float() for term in terms)
         z = z.to(problem.dtype).float() if rounds == "sums" else z
         y[first:last, 0] = torch.nn.functional.silu(z).to(problem.dtype).double()
     assert float(share_of_budget(y - truth.y, truth.budget).max()) < 0.8
 
 
-def offering(**functions: Callable[..., Any]) -> Any:
+def offering(**functions):
     return type("Mine", (ReferenceBackend,), {"functions": staticmethod(lambda: functions)})
 
 
-def examine(backend: Any, case: Any, **plan: Any) -> dict[str, Any]:
+def examine(backend, case, **plan):
     loaded = LoadedBackend(name="mine", ref="./x.py:Mine", backend=backend, version="", origin="test")
     examiner = Examiner(RunPlan(cases=(case,), backends=(loaded,), **plan))
     records = {record.check: record for record in examiner.run()}
@@ -176,18 +172,16 @@ def examine(backend: Any, case: Any, **plan: Any) -> dict[str, Any]:
     return records
 
 
-def emptied(tensor: Any) -> Any:
+def emptied(tensor):
     tensor.untyped_storage().resize_(0)
     return tensor
 
 
-def outcomes(records: dict[str, Any]) -> dict[str, str]:
+def outcomes(records):
     return {check: record.outcome for check, record in records.items()}
 
 
-def test_what_is_not_offered_or_not_declared_is_not_examined_and_the_reason_is_stated(
-    merge_case: Any, conv_case: Any
-) -> None:
+def test_what_is_not_offered_or_not_declared_is_not_examined_and_the_reason_is_stated(merge_case, conv_case):
     narrow = offering(merge_attn_states=merge_attn_states)
     narrow.get_supported_dtypes = staticmethod(lambda: [torch.float16])
     for backend, case, reason in (
@@ -199,13 +193,13 @@ def test_what_is_not_offered_or_not_declared_is_not_examined_and_the_reason_is_s
             assert (record.outcome, record.reasons, record.by) == ("unsupported", (reason,), "backend")
 
 
-def test_an_exception_is_the_functions_and_breaks_the_claim(merge_case: Any, conv_case: Any) -> None:
+def test_an_exception_is_the_functions_and_breaks_the_claim(merge_case, conv_case):
     unlisted = type("Mine", (ReferenceBackend,), {"functions": staticmethod(lambda: 1 / 0)})
     records = examine(unlisted, merge_case())
     assert outcomes(records) == dict.fromkeys(DEFAULT_CHECKS, "errored")
     assert records["numerics"].stage == "functions"
 
-    def broken(*_: Any, **__: Any) -> None:
+    def broken(*_, **__):
         raise KeyError("line")
 
     records = examine(offering(causal_conv1d=broken), conv_case())
@@ -228,20 +222,20 @@ def test_an_exception_is_the_functions_and_breaks_the_claim(merge_case: Any, con
         (lambda a, x, b, y: (a.half(), x), "the output has dtype float16, expected bfloat16, float32 or float64"),
     ],
 )
-def test_an_answer_of_another_form_is_wrong(merge_case: Any, merge: Callable[..., Any], complaint: str) -> None:
+def test_an_answer_of_another_form_is_wrong(merge_case, merge, complaint):
     records = examine(offering(merge_attn_states=merge), merge_case((5, 40)), checks=("numerics", "lse", "refusals"))
     assert outcomes(records) == {"numerics": "failed", "lse": "failed", "refusals": "passed"}
     assert records["numerics"].summary == records["lse"].summary == complaint
 
 
-def test_changed_arguments_are_named_though_the_answer_is_right(merge_case: Any, conv_case: Any) -> None:
-    def merge(out_a: Any, lse_a: Any, out_b: Any, lse_b: Any) -> Any:
+def test_changed_arguments_are_named_though_the_answer_is_right(merge_case, conv_case):
+    def merge(out_a, lse_a, out_b, lse_b):
         answer = merge_attn_states(out_a, lse_a, out_b, lse_b)
         lse_a[0] += 1
         out_b.untyped_storage().fill_(0)
         return answer
 
-    def convolve(x: Any, *rest: Any, **options: Any) -> Any:
+    def convolve(x, *rest, **options):
         y = causal_conv1d(x, *rest, **options)
         rest[-1].logical_not_()
         x.as_strided((1,), (1,), x.shape[1]).zero_()  # in memory behind the first row of the view
@@ -255,8 +249,8 @@ def test_changed_arguments_are_named_though_the_answer_is_right(merge_case: Any,
 
 
 @pytest.mark.parametrize("is_declared_safe", [False, True])
-def test_rubbish_is_only_nan_where_nan_is_declared_to_be_safe(merge_case: Any, is_declared_safe: bool) -> None:
-    def multiply(out_a: Any, lse_a: Any, out_b: Any, lse_b: Any) -> Any:
+def test_rubbish_is_only_nan_where_nan_is_declared_to_be_safe(merge_case, is_declared_safe):
+    def multiply(out_a, lse_a, out_b, lse_b):
         a, b = (out.masked_fill(out.isinf(), torch.nan) for out in (out_a, out_b))
         out, lse = merge_attn_states(a, lse_a, b, lse_b)
         return out + (a + b).isnan().any() * torch.nan if bool((a + b).isnan().any()) else out, lse
@@ -270,10 +264,10 @@ def test_rubbish_is_only_nan_where_nan_is_declared_to_be_safe(merge_case: Any, i
         assert record.summary.startswith("NaN instead of 3072 behind an LSE of -inf reaches 40 of 40 rows")
 
 
-def test_a_merge_that_does_not_repeat_itself_is_held_to_the_budget(merge_case: Any) -> None:
-    calls: list[int] = []
+def test_a_merge_that_does_not_repeat_itself_is_held_to_the_budget(merge_case):
+    calls = []
 
-    def merge(out_a: Any, lse_a: Any, out_b: Any, lse_b: Any) -> Any:
+    def merge(out_a, lse_a, out_b, lse_b):
         calls.append(1)
         out, lse = merge_attn_states(out_a, lse_a, out_b, lse_b)
         return out * (1 + 1e-6 * len(calls)), lse
@@ -283,7 +277,7 @@ def test_a_merge_that_does_not_repeat_itself_is_held_to_the_budget(merge_case: A
     assert record.notes == ("compared within the allowed error: equal input gives different bits",)
 
 
-def test_what_does_not_fit_is_unavailable_before_anything_is_made(conv_case: Any, merge_case: Any) -> None:
+def test_what_does_not_fit_is_unavailable_before_anything_is_made(conv_case, merge_case):
     for case, function in (
         (conv_case((10**6, 10**6), options={"channels": 10**6}), causal_conv1d),
         (merge_case((10**6, 10**6), num_heads=1024), merge_attn_states),
@@ -293,8 +287,8 @@ def test_what_does_not_fit_is_unavailable_before_anything_is_made(conv_case: Any
     assert needed_bytes(merge_case((1, 10**6))) < 2**20  # context is only a number
 
 
-def test_a_wrong_convolution_is_reported_in_rows(plain: Callable[[str], str], conv_case: Any) -> None:
-    def convolve(x: Any, *rest: Any, **options: Any) -> Any:
+def test_a_wrong_convolution_is_reported_in_rows(plain, conv_case):
+    def convolve(x, *rest, **options):
         y = causal_conv1d(x, *rest, **options)
         y[7] *= 1.05
         y[9] = torch.nan
@@ -308,8 +302,8 @@ def test_a_wrong_convolution_is_reported_in_rows(plain: Callable[[str], str], co
     assert records["cache_write"].outcome == "passed"
 
 
-def test_rows_of_padding_are_the_functions_own(conv_case: Any) -> None:
-    def convolve(x: Any, weight: Any, bias: Any, states: Any, starts: Any, *rest: Any, **options: Any) -> Any:
+def test_rows_of_padding_are_the_functions_own(conv_case):
+    def convolve(x, weight, bias, states, starts, *rest, **options):
         y = causal_conv1d(x, weight, bias, states, starts, *rest, **options)
         y[10:] = torch.nan
         return y
@@ -318,7 +312,7 @@ def test_rows_of_padding_are_the_functions_own(conv_case: Any) -> None:
     assert outcomes(records) == dict.fromkeys(DEFAULT_CHECKS, "passed") | NOT_APPLICABLE
 
 
-def test_a_failure_is_dumped_with_the_tensors_of_its_question(merge_case: Any, tmp_path: Path) -> None:
+def test_a_failure_is_dumped_with_the_tensors_of_its_question(merge_case, tmp_path):
     examine(offering(merge_attn_states=lambda a, x, b, y: (a, x)), merge_case((5, 40)), dump=tmp_path)
     (file,) = tmp_path.iterdir()
     content = torch.load(file, weights_only=True)

@@ -9,7 +9,6 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -22,11 +21,11 @@ from attncheck.harness.driver.foreign_code import StageError
 from attncheck.reference.spec import BACKEND_CHECKS
 
 
-def test_the_first_step_is_made_once_and_when_it_is_needed(checked: Any, backend_of: Any, make_case: Any) -> None:
+def test_the_first_step_is_made_once_and_when_it_is_needed(checked, backend_of, make_case):
     calls = []
 
     class Counting(ReferenceImpl):
-        def forward(self, *args: Any, **keywords: Any) -> Any:
+        def forward(self, *args, **keywords):
             calls.append(1)
             return super().forward(*args, **keywords)
 
@@ -39,10 +38,8 @@ def test_the_first_step_is_made_once_and_when_it_is_needed(checked: Any, backend
 
 
 @pytest.mark.parametrize("stage", ["__init__", "forward"])
-def test_what_the_backend_raises_ends_a_check_that_needs_the_step(
-    checked: Any, backend_of: Any, make_case: Any, stage: str
-) -> None:
-    def broken(*_args: Any, **_keywords: Any) -> None:
+def test_what_the_backend_raises_ends_a_check_that_needs_the_step(checked, backend_of, make_case, stage):
+    def broken(*_args, **_keywords):
         raise RuntimeError("no such kernel")
 
     case = checked(backend_of(type("Broken", (ReferenceImpl,), {stage: broken})), make_case())
@@ -56,7 +53,7 @@ def test_what_the_backend_raises_ends_a_check_that_needs_the_step(
     assert case.seen is None
 
 
-def test_a_dump_is_named_by_case_and_backend_and_holds_no_more_than_its_tensors(make_case: Any, tmp_path: Path) -> None:
+def test_a_dump_is_named_by_case_and_backend_and_holds_no_more_than_its_tensors(make_case, tmp_path):
     whole = torch.arange(1000)
     path = dump_tensors(tmp_path / "new", make_case(), 3, "vllm:./a b.py:C", {"part": whole[:2]})
     assert path == tmp_path / "new" / "made.case.vllm:._a_b.py:C.seed3.pt"
@@ -65,14 +62,14 @@ def test_a_dump_is_named_by_case_and_backend_and_holds_no_more_than_its_tensors(
     assert content["seed"] == 3
 
 
-def test_checks_of_backends_are_found_and_others_refused() -> None:
+def test_checks_of_backends_are_found_and_others_refused():
     assert all(isinstance(find_check(name), Check) for name in BACKEND_CHECKS)
     for name in ("utilities", "interface"):
         with pytest.raises(ValueError, match=f"check '{name}' has no examiner; known: numerics, lse"):
             find_check(name)
 
 
-def test_one_check_loads_no_other(preloaded: None) -> None:
+def test_one_check_loads_no_other(preloaded):
     code = (
         "import sys; from attncheck.harness.checks.case_checks import find_check; find_check('lse'); "
         "rooms = [f'attncheck.harness.checks.{name}' for name in ('timing', 'cudagraph', 'containment')]; "
@@ -132,7 +129,7 @@ cases:
 """
 
 
-def test_a_new_check_is_one_module_and_one_row(tmp_path: Path, preloaded: None) -> None:
+def test_a_new_check_is_one_module_and_one_row(tmp_path, preloaded):
     package = tmp_path / "with_check" / "attncheck"
     shutil.copytree(Path(attncheck.__file__).parent, package, ignore=shutil.ignore_patterns("__pycache__"))
     (package / "harness" / "checks" / "repeats.py").write_text(MODULE)

@@ -1,7 +1,6 @@
 """FP8 caches and outputs: codes that right arithmetic reaches, the errors of codes, scales in explanations."""
 
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
@@ -31,18 +30,16 @@ E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 SCALES = {"k_scale": 0.3, "v_scale": (0.07, 0.7), "q_scale": 1.7}
 
 
-def storage(kind: Any = "fp8", scale: Any = 0.3) -> Any:
+def storage(kind="fp8", scale=0.3):
     return key_storage(
         LayerSpec(num_heads=2, num_kv_heads=2, head_size=64), CacheSpec(kv_cache_dtype=kind, k_scale=scale)
     )
 
 
 @pytest.mark.parametrize("kind", ["fp8_e4m3", "fp8_e5m2"])
-def test_dividing_and_multiplying_by_the_reciprocal_are_both_right(
-    judge: Any, backend_of: Any, make_case: Any, kind: str
-) -> None:
+def test_dividing_and_multiplying_by_the_reciprocal_are_both_right(judge, backend_of, make_case, kind):
     class Impl(ReferenceImpl):
-        def write(self, layer, key, value, key_cache, value_cache, slot_mapping):  # type: ignore[no-untyped-def]
+        def write(self, layer, key, value, key_cache, value_cache, slot_mapping):
             limit = torch.finfo(key_cache.dtype).max
             slots = slot_mapping[slot_mapping >= 0]
             for new, cache, scale in ((key, key_cache, layer._k_scale), (value, value_cache, layer._v_scale)):
@@ -63,11 +60,9 @@ def test_dividing_and_multiplying_by_the_reciprocal_are_both_right(
         ("fp8_e4m3", False, "NaN is stored as a number"),
     ],
 )
-def test_a_writer_that_makes_numbers_of_nan_is_named(
-    judge: Any, backend_of: Any, make_case: Any, kind: str, is_cut: bool, meaning: str
-) -> None:
+def test_a_writer_that_makes_numbers_of_nan_is_named(judge, backend_of, make_case, kind, is_cut, meaning):
     class Impl(ReferenceImpl):
-        def write(self, layer, key, value, key_cache, value_cache, slot_mapping):  # type: ignore[no-untyped-def]
+        def write(self, layer, key, value, key_cache, value_cache, slot_mapping):
             limit = torch.finfo(key_cache.dtype).max
             for new, cache in ((key, key_cache), (value, value_cache)):
                 scaled = (new.double() / 0.25).nan_to_num(nan=limit).clamp(-limit, limit)
@@ -78,7 +73,7 @@ def test_a_writer_that_makes_numbers_of_nan_is_named(
     assert judge("cache_write", backend_of(Impl), case).meaning == meaning
 
 
-def test_the_rows_reach_codes_that_only_one_of_the_two_makes() -> None:
+def test_the_rows_reach_codes_that_only_one_of_the_two_makes():
     held = storage(scale=(0.3, 0.71))
     rows = cache_write.extreme_rows(torch.zeros(40, 2, 64, dtype=torch.bfloat16), held)
     first, *others = cache_write.honest_codes(rows, held)
@@ -88,7 +83,7 @@ def test_the_rows_reach_codes_that_only_one_of_the_two_makes() -> None:
     assert all(torch.equal(codes[0], other) for other in codes[1:])
 
 
-def test_a_codec_is_trusted_with_its_own_scales_and_cache_alone(make_case: Any) -> None:
+def test_a_codec_is_trusted_with_its_own_scales_and_cache_alone(make_case):
     problem = build_problem(make_case(cache={"kv_cache_dtype": "fp8"} | SCALES), 0)
     right = ReferenceBackend.kv_cache_codec(problem.layer, problem.cache)
     assert isinstance(right, PackedCodec)
@@ -105,17 +100,16 @@ def test_a_codec_is_trusted_with_its_own_scales_and_cache_alone(make_case: Any) 
         """Keys and values share the memory of one page."""
 
         @classmethod
-        def get_kv_cache_shape(cls, *sizes: int, **_: int) -> tuple[int, ...]:
+        def get_kv_cache_shape(cls, *sizes, **_):
             return (2, 1, *ReferenceBackend.get_kv_cache_shape(*sizes)[2:])
 
     with pytest.raises(IndexError):  # a right codec vouches for no other cache
         prove_codec(right, Flat, problem)
 
 
-def test_foreign_slots_hold_an_infinity_where_the_format_has_one(make_case: Any) -> None:
+def test_foreign_slots_hold_an_infinity_where_the_format_has_one(make_case):
     for kind, infinite in (("fp8_e5m2", True), ("fp8_e4m3", False)):
         session = Session(ReferenceBackend, build_problem(make_case(cache={"kv_cache_dtype": kind}), 0), CPU)
-        assert session.pool is not None
         foreign = torch.cat(list(session.pool.regions.values()))
         owned = session.problem.key_slots[session.problem.old_keys]
         session.pool.filled(float("-inf"))
@@ -126,14 +120,14 @@ def test_foreign_slots_hold_an_infinity_where_the_format_has_one(make_case: Any)
             assert bool(torch.isfinite(rows).all())
 
 
-def test_a_case_that_cannot_notice_a_scale_is_blind(make_case: Any) -> None:
+def test_a_case_that_cannot_notice_a_scale_is_blind(make_case):
     with pytest.raises(BlindCaseError, match="v_scale"):
         truth_of(build_problem(make_case(cache={"kv_cache_dtype": "fp8", "v_scale": 1.001}), 0), CPU)
     with pytest.raises(BlindCaseError, match="k_scale"):
         truth_of(build_problem(make_case((1, 1), cache={"kv_cache_dtype": "fp8", "k_scale": 3.0}), 0), CPU)
 
 
-def test_the_error_of_a_code_is_the_distance_to_its_value() -> None:
+def test_the_error_of_a_code_is_the_distance_to_its_value():
     layer = LayerSpec(num_heads=1, num_kv_heads=1, head_size=8, output_quant=OutputQuantSpec(scale=0.1))
     assert output_codes(layer) == OutputCodes(E4M3, float(torch.tensor(0.1, dtype=torch.float32)))
     codes = OutputCodes(E4M3, 0.5)
@@ -149,7 +143,7 @@ def test_the_error_of_a_code_is_the_distance_to_its_value() -> None:
 class NeverFuses(ReferenceImpl):
     """Would quantise its output, but returns False."""
 
-    def fused_output_quant_supported(self, quant_key: Any) -> bool:
+    def fused_output_quant_supported(self, quant_key):
         return False
 
 
@@ -157,7 +151,7 @@ class NeverFuses(ReferenceImpl):
     ("features", "outcome"),
     [(ReferenceBackend.features - {"output_quant"}, "passed"), (ReferenceBackend.features, "failed")],
 )
-def test_an_impl_that_returns_false_refuses(make_case: Any, features: frozenset[str], outcome: str) -> None:
+def test_an_impl_that_returns_false_refuses(make_case, features, outcome):
     members = {"get_impl_cls": staticmethod(lambda: NeverFuses), "features": features}
     candidate = LoadedBackend("no", "no", type("No", (ReferenceBackend,), members), "", "test")
     case = make_case(output_quant=OutputQuantSpec(scale=0.1))
@@ -166,7 +160,7 @@ def test_an_impl_that_returns_false_refuses(make_case: Any, features: frozenset[
     assert "construct" in str(records["refusals"])
 
 
-def test_padding_rows_of_codes_stay_and_a_profiling_call_is_finite(make_case: Any) -> None:
+def test_padding_rows_of_codes_stay_and_a_profiling_call_is_finite(make_case):
     problem = build_problem(make_case((1, 9), (3, 20), padding=(1, 3), output_quant=OutputQuantSpec(scale=0.01)), 0)
     session = Session(ReferenceBackend, problem, CPU)
     seen = session.run(Fill())
@@ -184,9 +178,9 @@ def test_padding_rows_of_codes_stay_and_a_profiling_call_is_finite(make_case: An
         (lambda layer: {"_v_scale": layer._v_scale**2}, "v_scale is applied twice"),
     ],
 )
-def test_faults_of_scales_are_named(judge: Any, backend_of: Any, make_case: Any, change: Any, meaning: str) -> None:
+def test_faults_of_scales_are_named(judge, backend_of, make_case, change, meaning):
     class Impl(ReferenceImpl):
-        def attend(self, layer: Any, *rest: Any) -> None:
+        def attend(self, layer, *rest):
             own = {name: getattr(layer, name) for name in ("_q_scale", "_k_scale", "_v_scale")}
             super().attend(type("Layer", (), own | change(layer)), *rest)
 

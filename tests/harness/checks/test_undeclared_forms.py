@@ -1,8 +1,5 @@
 """Undeclared forms are tried one at a time, once a backend, and judged like a case of a suite."""
 
-from collections.abc import Callable
-from typing import Any
-
 import pytest
 import torch
 from inline_snapshot import snapshot
@@ -26,19 +23,19 @@ class Bare(ReferenceBackend):
     get_supported_kernel_block_sizes = staticmethod(lambda: [16])
 
 
-def records(backend: Any, *cases: Any) -> dict[str, Any]:
+def records(backend, *cases):
     loaded = LoadedBackend(name="mine", ref="./x.py:Mine", backend=backend, version="", origin="test")
     plan = RunPlan(cases=cases, backends=(loaded,), checks=("refusals",))
     return {record.case_id: record for record in Examiner(plan).run()}
 
 
-def wrong(impl: Any, case: Any) -> Any:
+def wrong(impl, case):
     record = records(type("Wrong", (Bare,), {"get_impl_cls": staticmethod(lambda: impl)}), case)["case"]
     assert record.outcome == "failed"
     return record
 
 
-def test_every_dimension_is_tried_by_itself(make_case: Any) -> None:
+def test_every_dimension_is_tried_by_itself(make_case):
     forms = list(undeclared_forms(Bare, make_case(), "cpu"))
     tried = {form.changes for form in forms}
     assert {changes.split()[0] for changes in tried} == {
@@ -50,13 +47,13 @@ def test_every_dimension_is_tried_by_itself(make_case: Any) -> None:
         assert len({reason.split(":")[0].split()[0] for reason in form.reasons}) <= 2, form
 
 
-def test_declared_forms_are_not_tried(make_case: Any) -> None:
+def test_declared_forms_are_not_tried(make_case):
     everything = type("All", (ReferenceBackend,), {"features": frozenset(FEATURES)})
     assert list(undeclared_forms(everything, make_case(), "cpu")) == []
     assert list(undeclared_forms(Bare, make_case(dtype="float32"), "cpu")) == []
 
 
-def test_forms_are_tried_with_the_first_plain_case_and_a_right_answer_is_a_note(make_case: Any) -> None:
+def test_forms_are_tried_with_the_first_plain_case_and_a_right_answer_is_a_note(make_case):
     window, first, second = make_case(name="a", sliding_window=9), make_case(name="b"), make_case((1, 9), name="c")
     assert [is_plain(case) for case in (window, first, second)] == [False, True, True]
     seen = records(Bare, window, first, second)
@@ -73,24 +70,24 @@ def test_forms_are_tried_with_the_first_plain_case_and_a_right_answer_is_a_note(
 class AcceptsByAccident(ReferenceImpl):
     """Unpacks a window, which is one number."""
 
-    def __init__(self, *arguments: Any, **more: Any) -> None:
+    def __init__(self, *arguments, **more):
         if arguments[5] is not None:
             _left, _right = arguments[5]
         super().__init__(*arguments, **more)
 
 
-def test_an_accident_in_one_form_fails(make_case: Any) -> None:
+def test_an_accident_in_one_form_fails(make_case):
     assert wrong(AcceptsByAccident, make_case()).summary == snapshot(
         "tried undeclared with sliding_window 9: not declared, and no clear refusal: TypeError at construct: cannot unpack non-iterable int object"
     )
 
 
-def test_no_form_has_pages_of_no_token(make_case: Any) -> None:
+def test_no_form_has_pages_of_no_token(make_case):
     block_sizes = list[int]()
 
     class Recording(Bare):
         @classmethod
-        def unsupported_reasons(cls, layer: Any, cache: Any, batch: Any) -> list[str]:
+        def unsupported_reasons(cls, layer, cache, batch):
             block_sizes.append(cache.block_size)
             return ["no other page size"] if cache.block_size > 1 else []
 
@@ -98,17 +95,15 @@ def test_no_form_has_pages_of_no_token(make_case: Any) -> None:
     assert min(block_sizes) == 1
 
 
-def test_a_wrong_form_is_reported_before_a_profiling_call_that_fails_and_forms_that_raise(
-    plain: Callable[[str], str], make_case: Any
-) -> None:
+def test_a_wrong_form_is_reported_before_a_profiling_call_that_fails_and_forms_that_raise(plain, make_case):
     class Impl(AcceptsByAccident):
-        def forward(self, *args: Any, **more: Any) -> Any:
+        def forward(self, *args, **more):
             output = super().forward(*args, **more)
             if args[5] is None:
                 output.fill_(torch.nan)
             return output
 
-        def attend(self, layer: Any, query: Any, *rest: Any) -> None:
+        def attend(self, layer, query, *rest):
             super().attend(layer, query * (2 if self.logits_soft_cap else 1), *rest)
 
     record = wrong(Impl, make_case())
@@ -122,16 +117,16 @@ def test_a_wrong_form_is_reported_before_a_profiling_call_that_fails_and_forms_t
 # Declared forms: sizes that few kernels divide evenly, and scales of heads.
 
 
-def only_multiples_of(size: int, name: str) -> type[ReferenceImpl]:
+def only_multiples_of(size, name):
     """An impl that raises for other head sizes, or reads the first scale alone."""
 
     class Impl(ReferenceImpl):
-        def __init__(self, *arguments: Any, **more: Any) -> None:
+        def __init__(self, *arguments, **more):
             if name == "head_size" and arguments[1] % size:
                 raise ValueError(f"head size {arguments[1]} is no multiple of {size}")
             super().__init__(*arguments, **more)
 
-        def forward(self, layer: Any, query: Any, key: Any, value: Any, kv_cache: Any, *rest: Any, **more: Any) -> Any:
+        def forward(self, layer, query, key, value, kv_cache, *rest, **more):
             scales = layer._k_scale, layer._v_scale
             if name == "block_size" and kv_cache.numel() and kv_cache.shape[2] % size:
                 raise NotImplementedError(f"pages of {kv_cache.shape[2]}")
@@ -157,7 +152,7 @@ def only_multiples_of(size: int, name: str) -> type[ReferenceImpl]:
         ("nothing", 1, ""),
     ],
 )
-def test_a_declared_form_must_run(make_case: Any, name: str, size: int, words: str) -> None:
+def test_a_declared_form_must_run(make_case, name, size, words):
     impl = only_multiples_of(size, name)
     members = {"get_impl_cls": staticmethod(lambda: impl)}
     record = records(type("Strict", (ReferenceBackend,), members), make_case())["case"]

@@ -1,8 +1,12 @@
-"""``attncheck run --resume`` as typed: the rest of a run that was cut off, and nothing twice."""
+"""``attncheck run --resume``: the rest of a run that was cut off or killed at any moment, and nothing twice."""
 
 import json
+import random
 import shlex
+import signal
+import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -11,7 +15,7 @@ from inline_snapshot import snapshot
 from attncheck.errors import RunFileError
 from attncheck.harness.cli import app as cli
 from attncheck.harness.cli.run_files import found_in, read_part, resume_command
-from attncheck.reports.run_file.store import RunWriter, read_run
+from attncheck.reports.run_file.store import RunWriter, lacks_header, read_run
 
 WORDS = "run --backend reference --backend torch_sdpa --suite smoke --case decode.*,soft-cap"
 RUN = f"{WORDS} --check numerics,lse,cache_write --in-process --no-cache --quiet"
@@ -244,3 +248,44 @@ def test_the_command_that_resumes_is_that_of_the_run(tmp_path):
     command = shlex.split(resume_command(words, tmp_path / "r.jsonl"))
     assert command == ["attncheck", "run", "a b", "--seed", "1", "--resume", str(tmp_path / "r.jsonl")]
     assert shlex.split(resume_command(command, tmp_path / "r.jsonl")) == command
+
+
+KILLED = "run reference ./wrong.py:Wrong --suite smoke --case decode.*,soft-cap --check numerics,lse --device cpu"
+COMMAND = [sys.executable, "-m", "attncheck", *KILLED.split(), "-j", "2", "--no-cache", "--quiet"]
+KILLS = 12
+
+
+def started(*words):
+    return subprocess.Popen([*COMMAND, *words], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+
+
+def records_of(path):
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    return [{k: v for k, v in line.items() if k != "duration_s"} for line in lines if line["kind"] == "record"]
+
+
+@pytest.mark.slow
+def test_a_run_that_is_killed_and_resumed_is_that_of_a_run_left_alone(folder, preloaded, workers_of, is_alive):
+    subprocess.run([sys.executable, "-c", ""], check=True)  # waits until the preloaded process is there
+    began = time.monotonic()
+    assert started("--output", "whole.jsonl").wait(60) == 1
+    took = time.monotonic() - began
+    moments = random.Random(KILLS)
+    for number in range(KILLS):
+        cut = folder / f"cut{number}.jsonl"
+        process = started("--output", cut.name)
+        time.sleep(moments.uniform(0, took))
+        process.send_signal(signal.SIGSTOP)  # so that it starts no worker behind the list
+        workers = workers_of(process.pid)
+        process.kill()
+        process.wait()
+        killed = time.monotonic()
+        while any(map(is_alive, workers)):
+            assert time.monotonic() - killed < 5  # a second, and what a busy machine adds
+            time.sleep(0.005)
+        kept = cut.read_bytes().rpartition(b"\n")[0] if cut.exists() else b""
+        if not cut.exists() or lacks_header(cut) or not read_run(cut).complete:
+            assert started("--resume" if cut.exists() else "--output", cut.name).wait(60) == 1
+        assert read_run(cut).complete
+        assert cut.read_bytes().startswith(kept)
+        assert records_of(cut) == records_of(folder / "whole.jsonl")

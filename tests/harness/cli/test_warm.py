@@ -71,7 +71,6 @@ def test_what_it_warms_is_what_a_run_needs(folder, typed, kernels):
     warmed = kernels()
     assert set(ROWS) <= {rows for _, rows in warmed}
     line = re.search(r"^Compiling: 6 cases, \S+ s, processes at once: 2; kernels added: (.*)$", done.out)
-    assert line is not None
     assert line[1] == f"triton {len({rows for _, rows in warmed})}, inductor 0, flashinfer 0"
     assert not list((folder / "results").iterdir())
     assert typed(f"run {OPTIONS}").code == 0

@@ -1,16 +1,12 @@
 """Wrong outputs and LSEs, and what the diagnosis makes of them."""
 
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import pytest
 import torch
-from torch import Tensor
 
 from attncheck.backends.candidates.reference import ReferenceBackend, ReferenceImpl
-from attncheck.cases.model import Case
 from attncheck.harness.checks import numerics
-from attncheck.harness.checks.findings import Finding
 from attncheck.harness.diagnosis.explain import explain
 from attncheck.harness.driver.session import Session
 from attncheck.harness.problem.problem import Problem, build_problem
@@ -26,7 +22,7 @@ class Asked(NamedTuple):
     problem: Problem
     truth: Truth
 
-    def explained(self, output: Tensor) -> str:
+    def explained(self, output):
         """The explanation of an output that is wrong; "" for none."""
         shares = share_of_budget(output - self.truth.out, self.truth.budget)
         assert bool((shares > 1).any())
@@ -34,10 +30,10 @@ class Asked(NamedTuple):
 
 
 @pytest.fixture
-def ask(make_case: Any) -> Callable[..., Asked]:
+def ask(make_case):
     """Return a function from the arguments of ``make_case`` to a problem and its truth."""
 
-    def asked(*requests: Any, **fields: Any) -> Asked:
+    def asked(*requests, **fields):
         problem = build_problem(make_case(*requests, **fields), 0)
         return Asked(problem, truth_of(problem, CPU))
 
@@ -45,15 +41,13 @@ def ask(make_case: Any) -> Callable[..., Asked]:
 
 
 @pytest.fixture
-def finding_of() -> Callable[..., Finding]:
+def finding_of():
     """Return a function from a case, and members of an impl that replace those of ``base``, to a check's finding."""
 
-    def found(
-        case: Case, check: str = "numerics", features: Any = None, base: type = ReferenceImpl, **members: Any
-    ) -> Finding:
-        impl: Any = type("Impl", (base,), members)
+    def found(case, check="numerics", features=None, base=ReferenceImpl, **members):
+        impl = type("Impl", (base,), members)
         own = {"get_impl_cls": staticmethod(lambda: impl)} | ({} if features is None else {"features": features})
-        backend: Any = type("Wrong", (ReferenceBackend,), own)
+        backend = type("Wrong", (ReferenceBackend,), own)
         impl.backend = backend
         problem = build_problem(case, 0)
         truth, seen = truth_of(problem, CPU), Session(backend, problem, CPU).run()

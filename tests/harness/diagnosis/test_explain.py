@@ -1,15 +1,12 @@
 """What a wrong answer looks like: faults are named, together with the rows they show in, and nothing else is."""
 
-from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
 
 from attncheck.backends.candidates.reference import ReferenceImpl
 from attncheck.cases.loader import load_suite
-from attncheck.harness.checks.findings import Broken
 from attncheck.harness.diagnosis.explain import ZEROS, Misfit, best_fit, explain, known_faults
 from attncheck.harness.problem.problem import build_problem
 from attncheck.harness.truth.truth import truth_of
@@ -25,10 +22,10 @@ DECODES = "the 2 wrong rows, all with query_len 1"
 FITS, FITS_LSE = EVIDENCE.format("output"), EVIDENCE.format("LSE")
 
 
-def where(rows: Any, heads: Any = slice(None), **changes: Any) -> Any:
+def where(rows, heads=slice(None), **changes):
     """``attend`` that answers another question in some rows and heads, as a kernel chosen by length would."""
 
-    def attend(self: Any, *args: Any) -> None:
+    def attend(self, *args):
         ReferenceImpl.attend(self, *args)
         output, output_lse = args[6].clone(), args[7].clone()
         honest = self.params
@@ -44,19 +41,18 @@ def where(rows: Any, heads: Any = slice(None), **changes: Any) -> Any:
 
 
 @pytest.fixture
-def meaning(finding_of: Any) -> Callable[..., str]:
+def meaning(finding_of):
     """The first cause of a wrong backend, and the rows that fit."""
 
-    def found(attend: Any, case: Any, check: str = "numerics") -> str:
+    def found(attend, case, check="numerics"):
         finding = finding_of(case, check, attend=attend)
-        assert isinstance(finding, Broken)
         return str(finding.meaning).partition(ALTERNATIVE)[0]
 
     return found
 
 
 @pytest.mark.parametrize("every", [15, pytest.param(1, marks=pytest.mark.slow)])
-def test_a_question_with_the_right_answer_explains_nothing(every: int) -> None:
+def test_a_question_with_the_right_answer_explains_nothing(every):
     """Wherever a hypothesis equals the truth, an output that is merely imprecise must not be blamed on it."""
     met = 0
     for case in load_suite("smoke").cases[::every]:
@@ -90,13 +86,13 @@ def test_a_question_with_the_right_answer_explains_nothing(every: int) -> None:
         (slice(None), slice(3, 4), ", only head 3"),
     ],
 )
-def test_the_rows_that_fit_are_named(make_case: Any, meaning: Any, rows: Any, heads: Any, which: str) -> None:
+def test_the_rows_that_fit_are_named(make_case, meaning, rows, heads, which):
     explanation = meaning(where(rows, heads, logits_soft_cap=None), make_case(*BATCH, logits_soft_cap=5.0))
     assert explanation.startswith(f"the soft cap is ignored{FITS} ")
     assert explanation.endswith(which)
 
 
-def test_faults_that_leave_zeros_are_not_named_beside_the_zeros(ask: Any) -> None:
+def test_faults_that_leave_zeros_are_not_named_beside_the_zeros(ask):
     problem, _ = ask(*BATCH)
     wrong = torch.full((len(problem.query), problem.layer.num_heads), 50.0, dtype=torch.float64)
     exact = torch.zeros_like(wrong)
@@ -106,19 +102,19 @@ def test_faults_that_leave_zeros_are_not_named_beside_the_zeros(ask: Any) -> Non
     assert len(likely_causes(best_fit(problem, [faults[0], faults[2]], wrong))) == 2
 
 
-def test_rows_without_context_share_just_that(make_case: Any, meaning: Any) -> None:
+def test_rows_without_context_share_just_that(make_case, meaning):
     batch = (1, 90), (25, 25), (14, 60), (18, 18), (1, 45)
     attend = where([*range(1, 26), *range(40, 58)], logits_soft_cap=None)
     assert meaning(attend, make_case(*batch, logits_soft_cap=5.0)).endswith("wrong rows, all without context")
 
 
-def test_a_window_ignored_on_both_sides_is_one_fault(make_case: Any, meaning: Any) -> None:
+def test_a_window_ignored_on_both_sides_is_one_fault(make_case, meaning):
     case = make_case((40, 40), (30, 30), sliding_window=8, attn_type="encoder_only")
     found = meaning(where(slice(None), window=(-1, -1)), case)
     assert found == f"the window is ignored on both sides{FITS} all rows"
 
 
-def test_a_common_factor_is_named(ask: Any) -> None:
+def test_a_common_factor_is_named(ask):
     asked = ask(*BATCH)
     output = asked.truth.out.clone()
     output[1:34] *= 0.9
@@ -126,7 +122,7 @@ def test_a_common_factor_is_named(ask: Any) -> None:
     assert asked.explained(output) == f"the output is the right one times 0.9{FITS} {which}"
 
 
-def ten_bits(x: torch.Tensor) -> torch.Tensor:
+def ten_bits(x):
     """As TF32 rounds."""
     return ((x.contiguous().view(torch.int32) + 0x1000) & ~0x1FFF).view(torch.float32)
 
@@ -150,9 +146,7 @@ FLOAT32 = Precision(torch.float32)
         ("bfloat16", None, (), Precision(*3 * (torch.bfloat16,)), "scores and sums kept in bfloat16"),
     ],
 )
-def test_coarse_arithmetic_is_recognised_by_the_size_of_its_error(
-    ask: Any, dtype: str, rounded: Any, parts: tuple[str, ...], coarse: Precision, imprecision: str
-) -> None:
+def test_coarse_arithmetic_is_recognised_by_the_size_of_its_error(ask, dtype, rounded, parts, coarse, imprecision):
     asked = ask(*BATCH, dtype=dtype)
     problem, truth = asked
     rows = replace(truth.rows, **{part: rounded(getattr(truth.rows, part)).to(problem.dtype) for part in parts})
@@ -161,14 +155,14 @@ def test_coarse_arithmetic_is_recognised_by_the_size_of_its_error(
     assert asked.explained(out.double()) == likely
 
 
-def test_an_error_of_another_size_is_no_imprecision(ask: Any) -> None:
+def test_an_error_of_another_size_is_no_imprecision(ask):
     asked = ask(*BATCH)
     out = asked.truth.out
     noise = torch.randn(out.shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     assert likely_causes(asked.explained(out + noise)) == ()
 
 
-def test_not_a_number_is_explained_by_its_place(ask: Any) -> None:
+def test_not_a_number_is_explained_by_its_place(ask):
     asked = ask((5, 3), (1, 20))
     truth = asked.truth
     output = truth.out.clone()
@@ -191,7 +185,7 @@ def test_not_a_number_is_explained_by_its_place(ask: Any) -> None:
     assert "or a padding row of the inputs" in padded.explained(padded.truth.out * float("nan"))
 
 
-def lse_without_sinks(self: Any, *args: Any) -> None:
+def lse_without_sinks(self, *args):
     """Leave the sinks out of the LSE alone."""
     where(slice(None), sinks=None)(self, *args)
     lse = args[7].clone()
@@ -199,12 +193,12 @@ def lse_without_sinks(self: Any, *args: Any) -> None:
     args[7].copy_(lse)
 
 
-def partly_to_base_two(self: Any, *args: Any) -> None:
+def partly_to_base_two(self, *args):
     ReferenceImpl.attend(self, *args)
     args[7][[0, 34]] /= torch.tensor(2.0).log()
 
 
-def lse_in_bfloat16(self: Any, *args: Any) -> None:
+def lse_in_bfloat16(self, *args):
     ReferenceImpl.attend(self, *args)
     args[7].copy_(args[7].bfloat16())
 
@@ -226,5 +220,5 @@ def lse_in_bfloat16(self: Any, *args: Any) -> None:
         ),
     ],
 )
-def test_what_is_wrong_with_an_lse_is_named(make_case: Any, meaning: Any, attend: Any, layer: Any, cause: str) -> None:
+def test_what_is_wrong_with_an_lse_is_named(make_case, meaning, attend, layer, cause):
     assert meaning(attend, make_case(*BATCH, **layer), "lse") == cause

@@ -2,7 +2,6 @@
 
 import re
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
@@ -16,7 +15,7 @@ from attncheck.reports.run_file.causes import likely_causes
 BATCH = (1, 130), (5, 37), (20, 20)
 
 
-def causes_of(asked: Any, lost: torch.Tensor | None = None, **changes: Any) -> tuple[str, ...]:
+def causes_of(asked, lost=None, **changes):
     """The likely causes of an honest run under other parameters; ``lost``: rows and heads that are NaN besides."""
     problem, truth = asked
     out = truth.rows.attend(replace(truth.params, **changes), Precision.kernel(problem.dtype))[0].double()
@@ -27,21 +26,20 @@ def causes_of(asked: Any, lost: torch.Tensor | None = None, **changes: Any) -> t
 
 
 @pytest.mark.parametrize(("dtype", "factor"), [("float16", 0.97), ("bfloat16", 1.02), ("float32", 3.1)])
-def test_a_scale_wrong_by_a_factor(ask: Any, dtype: str, factor: float) -> None:
+def test_a_scale_wrong_by_a_factor(ask, dtype, factor):
     (cause,) = causes_of(ask(*BATCH, dtype=dtype), scale=0.125 * factor)
     words = re.fullmatch(r"the scale is (\S+) times the layer's", cause)
-    assert words is not None
     assert float(words[1]) == pytest.approx(factor, rel=2e-3)
 
 
-def test_a_soft_cap_or_slopes_wrong_by_a_factor(ask: Any) -> None:
+def test_a_soft_cap_or_slopes_wrong_by_a_factor(ask):
     capped, sloped = ask(*BATCH, logits_soft_cap=7.0, dtype="float32"), ask(*BATCH, alibi=True, dtype="float32")
     assert causes_of(capped, logits_soft_cap=6.3)[0] == "the soft cap is 0.9 times the layer's"
     slopes = tuple(1.3 * slope for slope in sloped.problem.layer.alibi_slopes)
     assert causes_of(sloped, alibi_slopes=slopes)[0] == "the ALiBi slopes are 1.3 times the layer's"
 
 
-def test_beside_values_that_are_not_finite_the_finite_ones_are_explained(ask: Any) -> None:
+def test_beside_values_that_are_not_finite_the_finite_ones_are_explained(ask):
     lost = torch.zeros(26, 8, dtype=torch.bool)
     lost[::3, 2] = True
     (cause,) = causes_of(ask(*BATCH, logits_soft_cap=7.0), lost, logits_soft_cap=7.0 * 1.2)
@@ -49,14 +47,14 @@ def test_beside_values_that_are_not_finite_the_finite_ones_are_explained(ask: An
 
 
 @pytest.mark.parametrize(("shift", "other"), [(1, "h - 1"), (-1, "h + 1")])
-def test_queries_of_the_next_head(ask: Any, shift: int, other: str) -> None:
+def test_queries_of_the_next_head(ask, shift, other):
     asked = ask(*BATCH)
     rows = asked.truth.rows
     out, _ = replace(rows, query=rows.query.roll(shift, 1)).attend(asked.truth.params)
     assert likely_causes(asked.explained(out)) == (f"query head h has the query of head {other}",)
 
 
-def test_overflow_under_a_cap_is_recognised_by_the_scores(ask: Any) -> None:
+def test_overflow_under_a_cap_is_recognised_by_the_scores(ask):
     asked = ask(*BATCH, logits_soft_cap=7.0)
     problem, truth = asked
     keys = problem.keys.double().repeat_interleave(4, dim=1)
@@ -79,7 +77,7 @@ def test_overflow_under_a_cap_is_recognised_by_the_scores(ask: Any) -> None:
 
 
 @pytest.mark.parametrize("first_block", [None, 8388600])
-def test_the_contents_of_a_pool_are_known_slot_by_slot(make_case: Any, first_block: int | None) -> None:
+def test_the_contents_of_a_pool_are_known_slot_by_slot(make_case, first_block):
     cache = {"first_block": first_block}
     problem = build_problem(make_case((1, 40), (3, 21), cache=cache, num_kv_heads=1, head_size=16), 0)
     read = rows_in_pool(problem)
@@ -106,7 +104,7 @@ def test_the_contents_of_a_pool_are_known_slot_by_slot(make_case: Any, first_blo
         (lambda pages: pages[::-1], "all pages, in reversed order, of the block table are exchanged"),
     ],
 )
-def test_exchanged_pages_are_named(ask: Any, order: Any, cause: str) -> None:
+def test_exchanged_pages_are_named(ask, order, cause):
     asked = ask((1, 100), (6, 90), (20, 120), alibi=True)
     problem, truth = asked
     size, slots = problem.cache.block_size, []
@@ -114,7 +112,6 @@ def test_exchanged_pages_are_named(ask: Any, order: Any, cause: str) -> None:
         pages = order(request.pages)
         slots += [pages[position // size] * size + position % size for position in range(request.num_keys)]
     found = rows_in_pool(problem)(torch.tensor(slots))
-    assert found is not None
     out, _ = replace(truth.rows, keys=found[0], values=found[1]).attend(truth.params)
     assert likely_causes(asked.explained(out))[0].startswith(cause)
 
@@ -123,7 +120,7 @@ def test_exchanged_pages_are_named(ask: Any, order: Any, cause: str) -> None:
 # 1 to 5; 6 to 38; 39 are at positions 36; 35 to 39; 0 to 32; 129. Pages of 16.
 
 
-def mask(size: int, *places: int) -> torch.Tensor:
+def mask(size, *places):
     return torch.isin(torch.arange(size), torch.tensor(places))
 
 
@@ -146,7 +143,7 @@ def mask(size: int, *places: int) -> torch.Tensor:
         ((0, 9, 23), None),
     ],
 )
-def test_rows_are_described_by_what_the_others_do_not_have(make_case: Any, rows: Any, words: str | None) -> None:
+def test_rows_are_described_by_what_the_others_do_not_have(make_case, rows, words):
     wrong = mask(40, *rows)
     shared = shared_by(build_problem(make_case(), 0), wrong, ~wrong)
     assert shared == words
@@ -161,11 +158,11 @@ def test_rows_are_described_by_what_the_others_do_not_have(make_case: Any, rows:
         ((6,), "only head 6"),
     ],
 )
-def test_heads_are_described_by_their_group(make_case: Any, heads: tuple[int, ...], words: str) -> None:
+def test_heads_are_described_by_their_group(make_case, heads, words):
     assert which_heads(build_problem(make_case(), 0), mask(8, *heads)) == words
 
 
-def test_rows_heads_and_channels_are_described_together(ask: Any) -> None:
+def test_rows_heads_and_channels_are_described_together(ask):
     problem, truth = ask()
     error = torch.zeros_like(truth.out)
     error[6:39, 2, 48:] = 1.0
@@ -177,7 +174,7 @@ def test_rows_heads_and_channels_are_described_together(ask: Any) -> None:
 
 
 @pytest.mark.parametrize(("factor", "amount"), [(0.6, "too little"), (1.6, "too much")])
-def test_keys_of_other_weights_are_named(ask: Any, factor: float, amount: str) -> None:
+def test_keys_of_other_weights_are_named(ask, factor, amount):
     asked = ask((1, 120), (20, 150), (1, 140))
     problem, truth = asked
     keys = truth.rows.keys.clone()
@@ -188,7 +185,7 @@ def test_keys_of_other_weights_are_named(ask: Any, factor: float, amount: str) -
 
 
 @pytest.mark.parametrize(("size", "words"), [(3.0, "wrong are rows with position 38, only head 1"), (1.1, None)])
-def test_errors_near_the_budget_name_no_place(ask: Any, size: float, words: str | None) -> None:
+def test_errors_near_the_budget_name_no_place(ask, size, words):
     """Of errors that hardly exceed the budget, chance chooses the row and the head."""
     problem, truth = ask()
     shares = torch.zeros(truth.out.shape[:2], dtype=torch.float64)

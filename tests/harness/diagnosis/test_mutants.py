@@ -1,11 +1,10 @@
 """What mutants leave in their output is named, by the first words that a reader sees."""
 
 import re
-from typing import Any
 
 import pytest
 
-from attncheck.backends.mutants.catalogue import Mutant, catalogue
+from attncheck.backends.mutants.catalogue import catalogue
 from attncheck.harness.api import examine
 from attncheck.reports.analysis.findings import findings
 from attncheck.reports.run_file.records import Failed
@@ -20,9 +19,9 @@ MUTANTS += [m for m in catalogue() if m.name in {*LATENT, "latent-drafts-see-eac
 
 
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
-def test_the_fault_is_named_first(mutant: Mutant) -> None:
+def test_the_fault_is_named_first(mutant):
     suite, _, case = str(mutant.case).partition("/")
-    examined: Any = examine(mutant.ref, suite=suite, cases=case, checks=str(mutant.check))
+    examined = examine(mutant.ref, suite=suite, cases=case, checks=str(mutant.check))
     first = findings(examined.records, examined.header)[0]
     assert isinstance(first.example, Failed)
     diagnosis = f"{first.title} {first.example.meaning}"

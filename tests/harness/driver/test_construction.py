@@ -1,7 +1,5 @@
 """The config of a builder: bounds that hold for each of its steps, drafts and trees as vLLM writes them."""
 
-from typing import Any
-
 import pytest
 import torch
 
@@ -30,16 +28,14 @@ class Bounded(ReferenceBackend):
 
     features = ReferenceBackend.features - {"local", "cascade"}
 
-    @staticmethod
-    def get_builder_cls() -> Any:
-        return BoundedBuilder
+    get_builder_cls = staticmethod(lambda: BoundedBuilder)
 
 
 class BoundedBuilder(ReferenceBuilder):
     backend = Bounded
     reorder_batch_threshold = 4
 
-    def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Any:
+    def build(self, common_prefix_len, common_attn_metadata, fast_build=False):
         common, config = common_attn_metadata, self.vllm_config
         scheduler, longest = config.scheduler_config, config.model_config.max_model_len
         size = self.kv_cache_spec.block_size
@@ -72,12 +68,10 @@ class BoundedBuilder(ReferenceBuilder):
         ("fast_prefill", FastPrefillOptions(rows=2), {}, True),
     ],
 )
-def test_bounds_hold_for_every_batch_that_follows(
-    make_case: Any, path: str, options: Any, layer: dict[str, Any], has_codec: bool
-) -> None:
+def test_bounds_hold_for_every_batch_that_follows(make_case, path, options, layer, has_codec):
     # Without a codec, the cache is filled by the backend's own writer.
     codec = {} if has_codec else {"kv_cache_codec": classmethod(lambda *_: None)}
-    backend: Any = type("Tried", (Bounded,), codec)
+    backend = type("Tried", (Bounded,), codec)
     # At 33 and 65 tokens, a batch one token shorter needs a page less and a chunk less.
     case = make_case((1, 33), (7, 65), (20, 49), padding=(1, 2), path=path, options=options, inputs=("views",), **layer)
     problem = build_problem(case, 0)
@@ -88,11 +82,11 @@ def test_bounds_hold_for_every_batch_that_follows(
         assert variation.wrong() is None, variation.what
 
 
-def config_of(case: Any) -> Any:
+def config_of(case):
     return construct_builder(ReferenceBackend, [build_problem(case, 0)], CPU).vllm_config
 
 
-def test_virtual_requests_are_counted_for_builders_without_chunks(make_case: Any) -> None:
+def test_virtual_requests_are_counted_for_builders_without_chunks(make_case):
     case = make_case((5, 35), (1, 33), attn_chunk_size=32, path="local", padding=(1, 0))
     problem = build_problem(case, 0)
     known, unknown = (construct_builder(b, [problem], CPU) for b in (ReferenceBackend, Bounded))
@@ -102,7 +96,7 @@ def test_virtual_requests_are_counted_for_builders_without_chunks(make_case: Any
     assert unknown.kv_cache_spec.attention_chunk_size is None
 
 
-def test_drafts_trees_and_the_layout_are_written_as_vllm_writes_them(make_case: Any) -> None:
+def test_drafts_trees_and_the_layout_are_written_as_vllm_writes_them(make_case):
     tree = config_of(make_case((4, 40), path="tree", options=TreeOptions(parents=(-1, 0, 0, 1)))).speculative_config
     assert (tree.num_speculative_tokens, tree.speculative_token_tree) == (3, "[(0,), (1,), (0, 0)]")
     chain = make_case((4, 40), path="spec_decode", options=SpecDecodeOptions(num_speculative_tokens=3))
@@ -112,21 +106,21 @@ def test_drafts_trees_and_the_layout_are_written_as_vllm_writes_them(make_case: 
     assert config_of(make_case(cache={"layout": "HND"})).cache_config.kv_cache_layout == "HND"
 
 
-def test_the_config_is_current_while_impl_and_builder_are_made_and_holds_the_layer(make_case: Any) -> None:
+def test_the_config_is_current_while_impl_and_builder_are_made_and_holds_the_layer(make_case):
     class Impl(ReferenceImpl):
-        def __init__(self, *args: Any, **keywords: Any) -> None:
+        def __init__(self, *args, **keywords):
             super().__init__(*args, **keywords)
             config = get_current_vllm_config()
             self.was = (config.model_config.dtype, dict(config.compilation_config.static_forward_context))
 
     class Builder(ReferenceBuilder):
-        def __init__(self, *args: Any) -> None:
+        def __init__(self, *args):
             super().__init__(*args)
             self.current = get_current_vllm_config()
 
     classes = {"get_impl_cls": staticmethod(lambda: Impl), "get_builder_cls": staticmethod(lambda: Builder)}
-    backend: Any = type("Keeps", (ReferenceBackend,), classes)
-    session: Any = Session(backend, build_problem(make_case((1, 5)), 0), CPU)
+    backend = type("Keeps", (ReferenceBackend,), classes)
+    session = Session(backend, build_problem(make_case((1, 5)), 0), CPU)
     assert session.impl.was == (session.problem.dtype, {})
     config = session.builder.vllm_config
     assert session.builder.current is config

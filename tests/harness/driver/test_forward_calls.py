@@ -1,11 +1,15 @@
-"""Which calls a path is played by: hand-made pieces, their order, and bounds that stay true."""
+"""The calls of a step: pieces of a path, the strides of their operands, and their results put together."""
 
-from typing import Any
+import math
+from dataclasses import replace
+from typing import get_args
 
 import pytest
 import torch
 
-from attncheck.harness.driver.step import forward_calls_of, make_step, num_builders
+from attncheck.backends.conventions import Conventions
+from attncheck.harness.driver.outputs import CallResult, GuardedBuffer, merged, placed
+from attncheck.harness.driver.step import ForwardCall, forward_calls_of, make_step, num_builders, operand_views
 from attncheck.harness.problem.problem import build_problem
 from attncheck.reference.spec import (
     AttentionType,
@@ -15,15 +19,17 @@ from attncheck.reference.spec import (
     RequestSpec,
     SpecDecodeOptions,
     SplitKVOptions,
+    StrideForm,
+    StridesSpec,
 )
 
 
-def calls(case: Any, *features: str, threshold: int | None = None, **step: Any) -> Any:
+def calls(case, *features, threshold=None, **step):
     made = make_step(build_problem(case, 0), torch.device("cpu"), **step)
     return made, forward_calls_of(made, frozenset(features), threshold)
 
 
-def lengths(call: Any) -> list[tuple[int, int]]:
+def lengths(call):
     """(query_len, seq_len) of each request of a call, whose metadata must agree."""
     common = call.common
     query_lens, seq_lens = common.query_start_loc.diff().tolist(), common.seq_lens.tolist()
@@ -33,22 +39,22 @@ def lengths(call: Any) -> list[tuple[int, int]]:
     return list(zip(query_lens, seq_lens, strict=True))
 
 
-def chunked(make_case: Any, *requests: tuple[int, int], **padding: Any) -> Any:
+def chunked(make_case, *requests, **padding):
     """Chunks of two pages; request 0 has rows at positions 30 to 34, request 1 at 32."""
     return make_case(*(requests or ((5, 35), (1, 33))), attn_chunk_size=32, path="local", **padding)
 
 
-def cut(make_case: Any, *cuts: int, **fields: Any) -> Any:
+def cut(make_case, *cuts, **fields):
     """Twelve rows: seven of a request of 40 tokens, three of a prompt, two of a request of 70."""
     options = MicroBatchOptions(cuts=cuts)
     return make_case((7, 40), (3, 3), (2, 70), path="micro_batch", options=options, **fields)
 
 
-def cascade(make_case: Any) -> Any:
+def cascade(make_case):
     return make_case(*[RequestSpec(query_len=n, seq_len=60, shared_prefix=32) for n in (1, 5)], path="cascade")
 
 
-def split(make_case: Any) -> Any:
+def split(make_case):
     return make_case((4, 52), path="split_kv", options=SplitKVOptions(parts=3))
 
 
@@ -65,12 +71,12 @@ def split(make_case: Any) -> Any:
         pytest.param(split, (), {}, [[(4, 16)], [(4, 16)], [(4, 20)]], id="runs of keys"),
     ],
 )
-def test_the_lengths_of_the_calls(make_case: Any, make: Any, arguments: Any, how: Any, expected: Any) -> None:
+def test_the_lengths_of_the_calls(make_case, make, arguments, how, expected):
     _, made = calls(make(make_case, *arguments), **how)
     assert [lengths(call) for call in made] == expected
 
 
-def test_most_paths_and_backends_with_the_feature_get_one_call(make_case: Any) -> None:
+def test_most_paths_and_backends_with_the_feature_get_one_call(make_case):
     step, (call,) = calls(make_case((1, 5), (3, 3), padding=(1, 2)))
     assert call.query is step.query
     assert (call.num_rows, call.num_key_rows) == (4, 4)
@@ -81,7 +87,7 @@ def test_most_paths_and_backends_with_the_feature_get_one_call(make_case: Any) -
     assert (prefix.common_prefix_len, lengths(prefix)) == (32, [(1, 60), (5, 60)])
 
 
-def test_chunks_have_their_pages_and_positions_and_requests_of_padding_stay_behind(make_case: Any) -> None:
+def test_chunks_have_their_pages_and_positions_and_requests_of_padding_stay_behind(make_case):
     step, (call,) = calls(chunked(make_case, padding=(0, 2)))
     pages = step.block_table.tolist()
     assert call.common.block_table_tensor.tolist() == [pages[0][:2], pages[0][2:4], pages[1][2:4]]
@@ -104,7 +110,7 @@ def test_chunks_have_their_pages_and_positions_and_requests_of_padding_stay_behi
     assert lengths(call) == [(8, 8), (1, 1), (32, 32), (0, 0), (0, 0)]
 
 
-def test_a_request_cut_in_two(make_case: Any) -> None:
+def test_a_request_cut_in_two(make_case):
     step, (first, last) = calls(cut(make_case, 3, padding=(1, 2)))
     assert num_builders(step.problem) == 2
     assert (first.builder, last.builder) == (0, 1)
@@ -120,7 +126,7 @@ def test_a_request_cut_in_two(make_case: Any) -> None:
     assert [lengths(piece) for piece in pieces] == [[(2, 70)], [(3, 3), (7, 40)]]
 
 
-def test_loose_bounds_are_those_of_the_call_and_do_not_reach_past_the_table(make_case: Any) -> None:
+def test_loose_bounds_are_those_of_the_call_and_do_not_reach_past_the_table(make_case):
     encoder = make_case((4, 4), (2, 2), attn_type=AttentionType.ENCODER_ONLY)
     for case, bounds in (
         (chunked(make_case, padding=(0, 2)), [(8, 32)]),
@@ -159,9 +165,7 @@ def test_loose_bounds_are_those_of_the_call_and_do_not_reach_past_the_table(make
         ),
     ],
 )
-def test_lengths_on_the_host_are_upper_bounds_for_decodes(
-    make_case: Any, requests: Any, how: dict[str, Any], expected: list[int]
-) -> None:
+def test_lengths_on_the_host_are_upper_bounds_for_decodes(make_case, requests, how, expected):
     _, (exact, *_) = calls(make_case(*requests, padding=(1, 1) if how == {} else (0, 0), **how))
     _, (loose, *_) = calls(make_case(*requests, padding=(1, 1) if how == {} else (0, 0), **how), loose=("host_lens",))
     count = len(expected)
@@ -173,12 +177,12 @@ def test_lengths_on_the_host_are_upper_bounds_for_decodes(
     assert torch.equal(loose.position, exact.position)
 
 
-def test_upper_bounds_stay_within_the_table(make_case: Any) -> None:
+def test_upper_bounds_stay_within_the_table(make_case):
     _, (call,) = calls(make_case((1, 15), cache={"block_size": 2}), loose=("host_lens",))
     assert (call.common.seq_lens_cpu.tolist(), call.common.block_table_tensor.shape[1] * 2) == ([20], 20)
 
 
-def test_parts_are_causal_carry_sinks_and_write_once(make_case: Any) -> None:
+def test_parts_are_causal_carry_sinks_and_write_once(make_case):
     step, made = calls(cascade(make_case))
     assert num_builders(step.problem) == 1
     assert [call.common_prefix_len for call in made] == [0, 0]
@@ -188,7 +192,7 @@ def test_parts_are_causal_carry_sinks_and_write_once(make_case: Any) -> None:
     assert [call.common.causal for call in calls(split(make_case))[1]] == [False, False, True]
 
 
-def test_ranks_write_their_own_keys(make_case: Any) -> None:
+def test_ranks_write_their_own_keys(make_case):
     case = make_case((1, 4), (1, 5), path="dcp", options=DCPOptions(size=2, interleave=2), padding=(1, 1))
     step, made = calls(case)
     assert [lengths(call) for call in made] == [[(1, 2), (1, 3), (0, 0)], [(1, 2), (1, 2), (0, 0)]]
@@ -198,7 +202,7 @@ def test_ranks_write_their_own_keys(make_case: Any) -> None:
     assert [call.common.slot_mapping.tolist() for call in made] == [[-1, slots[1], -1], [slots[0], -1, -1]]
 
 
-def test_fast_prefill_hands_over_the_last_rows_and_the_metadata_of_all(make_case: Any) -> None:
+def test_fast_prefill_hands_over_the_last_rows_and_the_metadata_of_all(make_case):
     case = make_case((6, 40), (1, 9), path="fast_prefill", options=FastPrefillOptions(rows=2), padding=(0, 2))
     step, (call,) = calls(case)
     assert lengths(call) == [(6, 40), (1, 9)]
@@ -208,3 +212,135 @@ def test_fast_prefill_hands_over_the_last_rows_and_the_metadata_of_all(make_case
     assert call.common.num_logits_indices == call.num_rows == 3
     assert call.position.tolist() == [38, 39, 8]
     assert (step.slot_mapping >= 0).tolist() == [True] * 7 + [False] * 2
+
+
+CPU = torch.device("cpu")
+
+
+def rows(count=5, heads=3, size=4):
+    return torch.arange(count * heads * size, dtype=torch.float32).view(count, heads, size)
+
+
+@pytest.mark.parametrize(
+    ("form", "heads", "strides"),
+    [
+        ("contiguous", 3, (12, 4, 1, False)),
+        ("padded", 3, (28, 4, 1, False)),
+        ("offset", 3, (12, 4, 1, True)),
+        ("transposed", 3, (4, 20, 1, True)),
+        ("odd", 1, (4, 7, 1, True)),
+    ],
+)
+def test_each_form_holds_the_values_with_the_strides_it_is_named_for(form, heads, strides):
+    given = rows(heads=heads)
+    view, *_ = operand_views([given] * 3, StridesSpec(query=form, key="contiguous", value="contiguous"))
+    assert torch.equal(view, given)
+    assert (*view.stride(), view.storage_offset() > 0) == strides
+    if form == "padded":
+        whole = view.as_strided((5, 28), (28, 1))
+        assert bool(torch.isnan(whole[:, 12:]).all())  # room between rows is no number
+
+
+def test_fused_operands_share_memory_and_others_do_not():
+    given = rows(), rows() + 100, rows() + 200
+    views = operand_views(given, StridesSpec(query="fused", key="transposed", value="fused"))
+    assert all(torch.equal(view, own) for view, own in zip(views, given, strict=True))
+    query, key, value = [each.untyped_storage().data_ptr() for each in views]
+    assert query == value != key
+
+
+@pytest.mark.parametrize("form", get_args(StrideForm))
+def test_writes_beside_the_rows_of_a_buffer_are_found_in_any_form(form):
+    for shape in ((5, 3, 4), (5, 3)):
+        buffer = GuardedBuffer(shape, 4, torch.float32, CPU, form)
+        assert bool(buffer.unwritten_rows()[:4].all())
+        assert not buffer.touched()
+        buffer.handed_out()[:] = 2.0
+        assert buffer.touched()
+        assert not bool(buffer.unwritten_rows().any())
+        assert not buffer.breached()
+        behind = buffer.rows.as_strided(
+            shape, buffer.rows.stride(), buffer.rows.storage_offset() + buffer.rows.stride(0)
+        )
+        behind[:] = 2.0
+        assert buffer.breached()
+
+
+def test_what_lies_between_padded_rows_is_guarded():
+    buffer = GuardedBuffer((5, 3, 4), 5, torch.float32, CPU, "padded")
+    out = buffer.rows
+    out.as_strided((5,), (out.stride(0),), out.storage_offset() + 12).fill_(9.0)
+    assert buffer.breached()
+
+
+def test_a_step_takes_the_strides_of_its_case_before_what_its_inputs_plant(make_case):
+    problem = build_problem(make_case(), 0)
+    fused = make_step(problem, CPU)
+    assert fused.query.stride(0) == (8 + 2 + 2) * 64 + 16
+    strided = replace(problem, case=replace(problem.case, strides=StridesSpec(query="transposed", output="padded")))
+    step = make_step(strided, CPU)
+    assert step.query.stride() == (64, 40 * 64, 1)
+    assert step.output_form == "padded"
+    assert torch.equal(step.query, fused.query)
+
+
+PAD, OTHER_PAD = 7.0, 8.0
+
+
+def result(rows, output, lse, unwritten=-1):
+    """One head of size 1; what follows ``rows`` is padding."""
+    index = torch.tensor(rows)
+    call = ForwardCall(
+        common=None,  # not looked at
+        query=torch.zeros(len(output), 1, 1),
+        key=None,
+        value=None,
+        rows=index,
+        nth=torch.zeros_like(index),
+        position=index * 10,
+        num_key_rows=0,
+    )
+    missing = torch.arange(len(output)) == unwritten
+    numbers = None if lse is None else torch.tensor(lse)[:, None]
+    return CallResult(call, torch.tensor(output)[:, None, None], numbers, missing, None if lse is None else missing)
+
+
+def flat(rows):
+    return [round(x, 6) for x in rows.flatten().tolist()]
+
+
+def test_rows_go_to_their_places_and_padding_behind_them():
+    one = result([2, 0], [20.0, 0.0, PAD], [2.5, 0.5, PAD], unwritten=1)
+    whole = placed([one, result([3, 1], [30.0, 10.0, OTHER_PAD], [3.5, 1.5, OTHER_PAD])])
+    assert flat(whole.output) == [0.0, 10.0, 20.0, 30.0, PAD, OTHER_PAD]
+    assert flat(whole.lse) == [0.5, 1.5, 2.5, 3.5, PAD, OTHER_PAD]
+    assert whole.unwritten.tolist() == whole.lse_unwritten.tolist() == [True, False, False, False]
+    assert whole.position.tolist() == [0, 10, 20, 30]
+    without = placed([result([1, 0], [1.0, 0.0], None)])
+    assert flat(without.output) == [0.0, 1.0]
+    assert (without.lse, without.lse_unwritten) == (None, None)
+
+
+@pytest.mark.parametrize(("base", "unit"), [("e", 1.0), ("2", math.log(2))])
+def test_parts_are_weighted_by_their_lse(base, unit):
+    """Row 0: weights 3 and 1. Row 1: nothing in the second part, whose output is anything finite."""
+    first = result([0, 1], [1.0, 5.0, PAD], [math.log(3) / unit, 0.25, PAD], unwritten=1)
+    second = result([0, 1], [9.0, 77.0, OTHER_PAD], [0.0, -math.inf, OTHER_PAD])
+    whole = merged([first, second], Conventions(lse_base=base))
+    assert flat(whole.output) == [3.0, 5.0, PAD, OTHER_PAD]
+    assert flat(whole.lse) == [round(math.log(4) / unit, 6), 0.25, PAD, OTHER_PAD]
+    assert whole.output.dtype == torch.float64
+    assert whole.unwritten.tolist() == [False, True]
+
+
+@pytest.mark.parametrize("rubbish", [math.nan, math.inf])
+def test_rubbish_of_a_part_that_saw_nothing_is_seen(rubbish):
+    parts = [result([0, 1], [1.0, 1.0], [0.0, 0.0]), result([0, 1], [1.0, rubbish], [0.0, -math.inf])]
+    output = merged(parts, Conventions()).output.flatten().tolist()
+    assert output[0] == 1.0
+    assert math.isnan(output[1])
+
+
+def test_parts_without_an_lse_cannot_be_merged():
+    with pytest.raises(ValueError, match="without an LSE"):
+        merged([result([0], [1.0], None)] * 2, Conventions())

@@ -3,8 +3,6 @@
 import os
 import subprocess
 import sys
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -55,7 +53,7 @@ for kernel in (kernels_at_fault.plain, kernels_at_fault.calling):
 """
 
 
-def test_a_kernel_that_cannot_be_compiled(tmp_path: Path, preloaded: None) -> None:
+def test_a_kernel_that_cannot_be_compiled(tmp_path, preloaded):
     """In a process of its own: an interpreted kernel changes ``triton.language`` for the rest of a process."""
     kernels, script = tmp_path / "kernels_at_fault.py", tmp_path / "compiling.py"
     kernels.write_text(KERNELS)
@@ -70,14 +68,14 @@ def test_a_kernel_that_cannot_be_compiled(tmp_path: Path, preloaded: None) -> No
     assert other_message.startswith(f"'constexpr' object has no attribute 'shape'{launched}")
 
 
-def test_a_kernel_that_is_interpreted(tmp_path: Path) -> None:
+def test_a_kernel_that_is_interpreted(tmp_path):
     """The launch replaces the exception, as Triton's does, in a file of an installed library."""
     library = tmp_path / "site-packages" / "interpreter.py"
     kernel = tmp_path / "kernel.py"
     text = (
         "\ndef launch(kernel):\n    try: kernel()\n    except Exception as e: raise InterpreterError(repr(e)) from e\n"
     )
-    names: dict[str, Any] = {}
+    names = {}
     exec(compile("from triton.runtime.errors import InterpreterError" + text, library, "exec"), names)
     exec(compile("\n\ndef attend():\n    [][3]\n", kernel, "exec"), names)
     with pytest.raises(Exception, match="IndexError") as caught:

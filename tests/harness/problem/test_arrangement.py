@@ -1,18 +1,16 @@
 """Requests arranged in another way keep their rows, keys and values, and own pages of their own."""
 
-from typing import Any
-
 import pytest
 import torch
 
-from attncheck.harness.problem.problem import Arrangement, Problem, arranged, build_problem
+from attncheck.harness.problem.problem import Arrangement, arranged, build_problem
 from attncheck.harness.truth.truth import truth_of
 from attncheck.reference.spec import AttentionType, DCPOptions, PaddingSpec, RequestSpec
 
 CPU = torch.device("cpu")
 
 
-def truths_agree(problem: Problem, how: Arrangement) -> None:
+def truths_agree(problem, how):
     """The truth of the arranged problem, computed afresh, is that of the same rows."""
     other, rows = arranged(problem, how), how.rows_of(problem)
     whole, own = (truth_of(each, CPU, refuse_blindness=False) for each in (problem, other))
@@ -23,11 +21,11 @@ def truths_agree(problem: Problem, how: Arrangement) -> None:
 @pytest.mark.parametrize(
     ("which", "elsewhere"), [((3, 2, 1, 0), False), ((1,), True), ((0, 3), False), ((2, 0, 1, 3, 2), True)]
 )
-def test_the_truth_of_the_rows_holds_for_them_elsewhere(make_case: Any, which: Any, elsewhere: bool) -> None:
+def test_the_truth_of_the_rows_holds_for_them_elsewhere(make_case, which, elsewhere):
     truths_agree(build_problem(make_case(sliding_window=16), 0), Arrangement(which, elsewhere))
 
 
-def test_pages_and_tables_of_an_arrangement(make_case: Any) -> None:
+def test_pages_and_tables_of_an_arrangement(make_case):
     problem = build_problem(make_case(), 0)
     own = [request.pages for request in problem.requests]
     backwards = arranged(problem, Arrangement((3, 2, 1, 0)))
@@ -65,7 +63,7 @@ def test_pages_and_tables_of_an_arrangement(make_case: Any) -> None:
         (((5, 3), (1, 20), (4, 30)), {}),
     ],
 )
-def test_layers_and_paths_of_all_kinds_are_arranged(make_case: Any, requests: Any, fields: dict[str, Any]) -> None:
+def test_layers_and_paths_of_all_kinds_are_arranged(make_case, requests, fields):
     problem = build_problem(make_case(*requests, **fields), 0)
     for elsewhere in (False, problem.has_pool):
         truths_agree(problem, Arrangement((2, 1, 0), elsewhere))

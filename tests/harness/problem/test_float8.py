@@ -14,24 +14,24 @@ from attncheck.harness.problem.storage import (
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 
 
-def f64(*numbers: float) -> torch.Tensor:
+def f64(*numbers):
     return torch.tensor(numbers, dtype=torch.float64)
 
 
-def test_ties_go_to_even_and_what_is_beyond_saturates() -> None:
+def test_ties_go_to_even_and_what_is_beyond_saturates():
     x = f64(1.0625, 1.1875, -1.0625, 2.0**-10, 3 * 2.0**-10, 464.0, 1e9, float("-inf"))
     assert numbers_of(nearest_code(x, E4M3), E4M3).tolist() == [1.0, 1.25, -1.0, 0.0, 2.0**-8, 448.0, 448.0, -448.0]
     assert nearest_code(f64(float("nan")), E4M3).item() == 0x7F
 
 
 @given(st.floats(-440.0, 440.0, width=32))
-def test_rounding_is_torchs_within_the_range(x: float) -> None:
+def test_rounding_is_torchs_within_the_range(x):
     for dtype in (E4M3, E5M2):
         expected = torch.tensor([x], dtype=torch.float32).to(dtype)
         assert numbers_of(nearest_code(f64(x), dtype), dtype).item() == expected.double().item()
 
 
-def test_the_values_of_codes() -> None:
+def test_the_values_of_codes():
     codes = nearest_code(f64(0.0, 2.0**-9, 1.0, -1.0, 448.0, -448.0, float("nan")), E4M3)
     low, high = rounding_interval(codes, E4M3)
     assert low[:6].tolist() == [-(2.0**-10), 2.0**-10, 0.96875, -1.0625, 432.0, -torch.inf]
@@ -40,7 +40,7 @@ def test_the_values_of_codes() -> None:
 
 
 @given(st.integers(0, 255), st.floats(0.0, 1.0))
-def test_whatever_rounds_to_a_code_lies_in_its_interval(code: int, share: float) -> None:
+def test_whatever_rounds_to_a_code_lies_in_its_interval(code, share):
     for dtype in (E4M3, E5M2):
         codes = torch.tensor([code], dtype=torch.uint8)
         low, high = rounding_interval(codes, dtype)
@@ -50,7 +50,7 @@ def test_whatever_rounds_to_a_code_lies_in_its_interval(code: int, share: float)
         assert torch.equal(alike(nearest_code(inside, dtype), dtype), alike(codes, dtype))
 
 
-def test_all_nans_are_alike_and_both_zeros() -> None:
+def test_all_nans_are_alike_and_both_zeros():
     assert alike(torch.tensor([0x7F, 0xFF, 0x80, 0x00, 0x81], dtype=torch.uint8), E4M3).tolist() == [
         127,
         127,

@@ -1,7 +1,5 @@
 """Memory that a case needs beside what the device, the host and the process have."""
 
-from typing import Any
-
 import pytest
 import torch
 
@@ -12,7 +10,7 @@ GIB = 2**30
 
 
 @pytest.fixture
-def held(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
+def held(monkeypatch):
     """The memory of a GPU of 1024 GiB; ``fraction``: of 1024, that torch may take."""
     held = {"free": 0, "allocated": 0, "reserved": 0, "fraction": 1024}
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _device: (held["free"], 1024 * GIB))
@@ -22,16 +20,14 @@ def held(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
     return held
 
 
-def test_what_torch_keeps_for_itself_is_free(held: dict[str, int], make_case: Any) -> None:
+def test_what_torch_keeps_for_itself_is_free(held, make_case):
     held |= {"allocated": 2**20, "reserved": 16 * GIB}
     assert shortage(make_case(), torch.device("cuda:0")) is None
     held["reserved"] = 2**20
     assert "cuda:0 has 0.0 GiB free" in str(shortage(make_case(), torch.device("cuda:0")))
 
 
-def test_torch_may_be_allowed_a_part_of_what_is_free(
-    held: dict[str, int], make_case: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_torch_may_be_allowed_a_part_of_what_is_free(held, make_case, monkeypatch):
     monkeypatch.setattr(sizes, "needed_bytes", lambda _case, **_: 2 * GIB)
     held |= {"free": 1000 * GIB, "fraction": 4}
     assert shortage(make_case(), torch.device("cuda:0")) is None
@@ -40,7 +36,7 @@ def test_torch_may_be_allowed_a_part_of_what_is_free(
     assert found == "the case needs about 2.0 GiB, cuda:0 has 1.0 GiB free"
 
 
-def test_the_process_may_have_less_than_the_host(make_case: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_process_may_have_less_than_the_host(make_case, monkeypatch):
     monkeypatch.setattr(sizes, "needed_bytes", lambda _case, **_: 2 * GIB)
     monkeypatch.setattr(sizes, "free_host_bytes", lambda: 64 * GIB)
     assert shortage(make_case(), torch.device("cpu")) is None

@@ -1,7 +1,6 @@
 """Random numbers, spans of visible keys, and parts of a batch: each key lies in one part, at the slot that it gives."""
 
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
@@ -10,32 +9,31 @@ from hypothesis import strategies as st
 
 from attncheck.errors import SpecError
 from attncheck.harness.problem.pages import RandomStream, layout_of_layer, visible_span
-from attncheck.harness.problem.problem import Problem, build_problem
+from attncheck.harness.problem.problem import build_problem
 from attncheck.reference import AttentionParams, compute_slot_mapping, visible
 from attncheck.reference.spec import BlockTableSpec, DCPOptions, RequestSpec, SplitKVOptions
 
 PAGE = 16
 
 
-def shared(*lengths: tuple[int, int, int]) -> list[RequestSpec]:
+def shared(*lengths):
     return [RequestSpec(query_len=q, seq_len=s, shared_prefix=p) for q, s, p in lengths]
 
 
-def slots_of(problem: Problem, part: int, request: int) -> list[int]:
+def slots_of(problem, part, request):
     """Where the keys of a request lie, read as a kernel reads them: by the table and length of the part."""
     own = problem.parts[part]
     table = own.table[request].tolist()
     return [table[j // PAGE] * PAGE + j % PAGE for j in range(own.lengths[request])]
 
 
-def keys_of(problem: Problem, request: int) -> list[int]:
+def keys_of(problem, request):
     first = problem.requests[request].base
-    slots: list[int] = problem.key_slots[first : first + problem.requests[request].num_keys].tolist()
-    return slots
+    return problem.key_slots[first : first + problem.requests[request].num_keys].tolist()
 
 
 @pytest.mark.parametrize("parts", [1, 2, 3, 7])
-def test_runs_of_pages_cover_every_key_once(make_case: Any, parts: int) -> None:
+def test_runs_of_pages_cover_every_key_once(make_case, parts):
     case = make_case((1, 33), (7, 40), (20, 20), (1, 300), path="split_kv", options=SplitKVOptions(parts=parts))
     problem = build_problem(case, 0)
     assert len(problem.parts) == parts
@@ -50,7 +48,7 @@ def test_runs_of_pages_cover_every_key_once(make_case: Any, parts: int) -> None:
         assert [part.lengths[3] for part in problem.parts] == [96, 96, 108]
 
 
-def test_a_cascade_has_the_pages_all_share_and_the_rest(make_case: Any) -> None:
+def test_a_cascade_has_the_pages_all_share_and_the_rest(make_case):
     case = make_case(*shared((2, 70, 64), (1, 90, 48), (4, 101, 80)), path="cascade")
     problem = build_problem(case, 0)
     prefix, rest = problem.parts
@@ -62,9 +60,7 @@ def test_a_cascade_has_the_pages_all_share_and_the_rest(make_case: Any) -> None:
 
 
 @pytest.mark.parametrize(("size", "interleave"), [(1, 1), (2, 1), (3, 2), (4, 4), (2, 16)])
-def test_ranks_hold_what_the_slot_mapping_of_context_parallelism_assigns(
-    make_case: Any, size: int, interleave: int
-) -> None:
+def test_ranks_hold_what_the_slot_mapping_of_context_parallelism_assigns(make_case, size, interleave):
     lengths = (1, 2, 31, 64, 65, 130)
     options = DCPOptions(size=size, interleave=interleave)
     problem = build_problem(make_case(*((1, n) for n in lengths), path="dcp", options=options), 0)
@@ -87,7 +83,7 @@ def test_ranks_hold_what_the_slot_mapping_of_context_parallelism_assigns(
     assert all(part.is_aligned for part in problem.parts)
 
 
-def test_new_rows_of_an_extend_lie_in_a_part_of_their_own(make_case: Any) -> None:
+def test_new_rows_of_an_extend_lie_in_a_part_of_their_own(make_case):
     case = make_case((4, 40), (7, 90), (3, 3), path="dcp", options=DCPOptions(size=2, interleave=2))
     problem = build_problem(case, 0)
     first, second, new = problem.parts
@@ -104,7 +100,7 @@ def test_new_rows_of_an_extend_lie_in_a_part_of_their_own(make_case: Any) -> Non
     ("path", "options"),
     [("split_kv", SplitKVOptions(parts=3)), ("dcp", DCPOptions(size=2)), ("dcp", DCPOptions(size=3))],
 )
-def test_slack_of_a_part_names_none_of_its_pages(make_case: Any, path: str, options: Any) -> None:
+def test_slack_of_a_part_names_none_of_its_pages(make_case, path, options):
     problem = build_problem(make_case((1, 33), (1, 300), (1, 70), path=path, options=options), 0)
     for part in problem.parts:
         for row, length in zip(part.table.tolist(), part.lengths, strict=True):
@@ -114,14 +110,14 @@ def test_slack_of_a_part_names_none_of_its_pages(make_case: Any, path: str, opti
             assert 0 not in row[:pages]
 
 
-def test_a_pool_too_small_for_the_ranks_is_refused(make_case: Any) -> None:
+def test_a_pool_too_small_for_the_ranks_is_refused(make_case):
     cache = {"num_blocks": 5}
     with pytest.raises(SpecError, match="needs 8 pages"):
         build_problem(make_case((1, 70), (1, 130), path="dcp", options=DCPOptions(size=2), cache=cache), 0)
 
 
 @pytest.mark.parametrize("first_block", [None, 21])
-def test_a_block_of_the_manager_is_a_run_of_pages(make_case: Any, first_block: int | None) -> None:
+def test_a_block_of_the_manager_is_a_run_of_pages(make_case, first_block):
     cache = {"manager_block_size": 3 * PAGE, "first_block": first_block}
     specs = [*shared((1, 100, 96), (5, 130, 96)), RequestSpec(query_len=20, seq_len=20)]
     problem = build_problem(make_case(*specs, cache=cache, sliding_window=30), 0)
@@ -141,7 +137,7 @@ def test_a_block_of_the_manager_is_a_run_of_pages(make_case: Any, first_block: i
 
 
 @pytest.mark.parametrize("layer", [{"sliding_window": 1}, {"sliding_window": 17}, {"sliding_window": 40}, {}])
-def test_pages_that_no_row_sees_are_null_in_the_table_alone(make_case: Any, layer: dict[str, Any]) -> None:
+def test_pages_that_no_row_sees_are_null_in_the_table_alone(make_case, layer):
     case = make_case((1, 200), (5, 70), (40, 40), **layer)
     plain = build_problem(case, 0)
     nulled = BlockTableSpec(null_pages=True, extra_columns=3)
@@ -158,7 +154,7 @@ def test_pages_that_no_row_sees_are_null_in_the_table_alone(make_case: Any, laye
 
 
 @pytest.mark.parametrize("other", [17, 18, 40, None])
-def test_another_layer_has_other_null_pages(make_case: Any, other: int | None) -> None:
+def test_another_layer_has_other_null_pages(make_case, other):
     case = make_case((1, 65), (5, 70), sliding_window=17)
     case = replace(case, batch=replace(case.batch, block_table=BlockTableSpec(null_pages=True)))
     problem, beside = build_problem(case, 0), replace(case.layer, sliding_window=other)
@@ -179,18 +175,18 @@ def test_another_layer_has_other_null_pages(make_case: Any, other: int | None) -
 # Random numbers: fixed for ever, uniform enough, independent of each other.
 
 
-def test_the_stream_is_what_it_was_on_every_other_machine() -> None:
+def test_the_stream_is_what_it_was_on_every_other_machine():
     # Philox4x64-10 with a key from SHA-256; these numbers are the definition, not a measurement.
     first = RandomStream("pinned").int8(2, 3)
     assert first.tolist() == [[-43, -30, -99], [-103, -61, 88]]
 
 
-def test_other_parts_give_another_stream() -> None:
+def test_other_parts_give_another_stream():
     assert RandomStream(0, "a").int8(64).tolist() != RandomStream(1, "a").int8(64).tolist()
     assert RandomStream("1", "2").int8(64).tolist() != RandomStream("12").int8(64).tolist()
 
 
-def test_int8_is_centred_and_never_minus_128() -> None:
+def test_int8_is_centred_and_never_minus_128():
     values = RandomStream("many").int8(1 << 16)
     assert values.min() == -127
     assert values.max() == 127
@@ -198,7 +194,7 @@ def test_int8_is_centred_and_never_minus_128() -> None:
     assert abs(float(values.double().std()) - 73.6) < 1.0  # sqrt((255**2 - 1) / 12)
 
 
-def test_uniform_fills_a_float32_mantissa() -> None:
+def test_uniform_fills_a_float32_mantissa():
     values = RandomStream("many").uniform(1 << 14)
     assert -2 <= float(values.min()) < -1.99
     assert 1.99 < float(values.max()) < 2

@@ -1,7 +1,5 @@
 """What caches can hold: rows come out as they went in, and keep their signatures."""
 
-from typing import Any
-
 import pytest
 import torch
 from hypothesis import given, settings
@@ -19,7 +17,7 @@ DTYPES = st.sampled_from(["float16", "bfloat16", "float32"])
 
 @settings(max_examples=60, deadline=None)
 @given(kind=FP8, dtype=DTYPES, scale=st.floats(2.0**-9, 60.0), seed=st.integers(0, 2**31))
-def test_quantising_stored_rows_again_changes_nothing(kind: Any, dtype: Any, scale: float, seed: int) -> None:
+def test_quantising_stored_rows_again_changes_nothing(kind, dtype, scale, seed):
     layer = LayerSpec(num_heads=2, num_kv_heads=2, head_size=64, dtype=dtype)
     storage = key_storage(layer, CacheSpec(kv_cache_dtype=kind, k_scale=(scale, 3 * scale)))
     numbers = torch.rand(20, 2, 64, generator=torch.Generator().manual_seed(seed), dtype=torch.float64) * 4 - 2
@@ -39,7 +37,7 @@ def test_quantising_stored_rows_again_changes_nothing(kind: Any, dtype: Any, sca
     assert bool(near.all())
 
 
-def test_a_writer_that_cuts_the_mantissa_off_stores_the_same_codes_where_heads_share_a_scale() -> None:
+def test_a_writer_that_cuts_the_mantissa_off_stores_the_same_codes_where_heads_share_a_scale():
     cases = [case for name in suite_names() for case in load_suite(name) if case.layer.has_cache]
     storages = [how(case.layer, case.cache) for case in cases for how in (key_storage, value_storage)]
     distinct = {
@@ -53,7 +51,7 @@ def test_a_writer_that_cuts_the_mantissa_off_stores_the_same_codes_where_heads_s
             assert torch.equal(truncated_code(quotient.double(), storage.held), storage.codes(rows)), storage
 
 
-def test_exact_numbers_are_codes_times_the_scale_as_the_backend_gets_it(make_case: Any) -> None:
+def test_exact_numbers_are_codes_times_the_scale_as_the_backend_gets_it(make_case):
     cache = {"kv_cache_dtype": "fp8", "k_scale": 0.3, "v_scale": (0.7, 0.07)}
     problem = build_problem(make_case(cache=cache), 0)
     keys, values = key_storage(problem.layer, problem.cache), value_storage(problem.layer, problem.cache)
@@ -65,7 +63,7 @@ def test_exact_numbers_are_codes_times_the_scale_as_the_backend_gets_it(make_cas
 
 @pytest.mark.parametrize("kind", ["fp8_e4m3", "fp8_e5m2"])
 @pytest.mark.parametrize("scale", [0.02, 1.0, 20.0])
-def test_signatures_survive(make_case: Any, kind: str, scale: float) -> None:
+def test_signatures_survive(make_case, kind, scale):
     cache = {"kv_cache_dtype": kind, "k_scale": scale, "v_scale": scale}
     problem = build_problem(make_case((3, 9), (1, 40), cache=cache), 0)
     for rows, name, letter in ((problem.keys, "key", "K"), (problem.values, "value", "V")):
@@ -76,19 +74,19 @@ def test_signatures_survive(make_case: Any, kind: str, scale: float) -> None:
                 assert found == [f"{letter} of request {request}, position {position}, KV head {head}"]
 
 
-def test_a_float_cache_of_another_dtype_holds_what_it_is_given(make_case: Any) -> None:
+def test_a_float_cache_of_another_dtype_holds_what_it_is_given(make_case):
     problem = build_problem(make_case(dtype="float32", cache={"kv_cache_dtype": "bfloat16"}), 0)
     assert problem.keys.dtype == torch.float32
     assert torch.equal(problem.keys.to(torch.bfloat16).float(), problem.keys)
     assert not torch.equal(build_problem(make_case(dtype="float32"), 0).keys, problem.keys)
 
 
-def test_an_encoder_has_no_cache_to_round_for() -> None:
+def test_an_encoder_has_no_cache_to_round_for():
     layer = LayerSpec(num_heads=1, num_kv_heads=1, head_size=8, attn_type=AttentionType.ENCODER_ONLY)
     assert not key_storage(layer, CacheSpec(kv_cache_dtype="fp8")).is_fp8
 
 
-def test_codes_that_the_dtype_cannot_represent_are_not_used() -> None:
+def test_codes_that_the_dtype_cannot_represent_are_not_used():
     layer = LayerSpec(num_heads=1, num_kv_heads=1, head_size=1, dtype="float16")
     storage = key_storage(layer, CacheSpec(kv_cache_dtype="fp8_e5m2", k_scale=2.0))
     codes = torch.tensor([0x7B, 0x78, 0x01, 0x7C, 0x7F, 0x00], dtype=torch.uint8).view(-1, 1, 1)  # 57344 * 2 > 65504

@@ -2,7 +2,6 @@
 
 import re
 import shlex
-from collections.abc import Iterator
 from contextlib import redirect_stdout
 from io import StringIO
 from pathlib import Path
@@ -32,7 +31,7 @@ def slice_query_start_locs(query_start_loc, request_slice):
 
 
 @pytest.fixture(autouse=True, scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+def folder(tmp_path_factory):
     path = tmp_path_factory.mktemp("providers")
     files = {"small.yaml": SUITE, "right.py": RIGHT, "wrong.py": WRONG, "broken.py": "import nowhere\n", "none.py": ""}
     for name, text in files.items():
@@ -43,19 +42,19 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         yield
 
 
-def run(*words: str) -> int:
+def run(*words):
     return cli.main(["run", "--suite", "small.yaml", *words])
 
 
 @pytest.fixture(scope="module")
-def printed() -> str:
+def printed():
     """What a run of the wrong provider prints; its file is ``wrong.jsonl``."""
     with redirect_stdout(StringIO()) as text:
         assert run("--provider", "wrong.py", "--output", "wrong.jsonl") == 1
     return text.getvalue()
 
 
-def test_a_right_provider_ends_with_0_and_a_record_for_every_function(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_right_provider_ends_with_0_and_a_record_for_every_function(capsys):
     assert run("--provider", "right.py", "--output", "right.jsonl") == 0
     printed = capsys.readouterr().out
     assert "utilities of right 7.1" in printed
@@ -69,7 +68,7 @@ def test_a_right_provider_ends_with_0_and_a_record_for_every_function(capsys: py
     assert [(info.name, info.ref, info.version) for info in found.header.backends] == [("right", "right.py", "7.1")]
 
 
-def test_a_wrong_one_ends_with_1_both_values_and_a_cause(printed: str) -> None:
+def test_a_wrong_one_ends_with_1_both_values_and_a_cause(printed):
     assert re.search(r"^slice_query_start_locs: verdict differs, ", printed, re.MULTILINE)
     assert re.search(r"^split_attn_metadata: verdict equal, ", printed, re.MULTILINE)
     flat = " ".join(printed.split())
@@ -80,7 +79,7 @@ def test_a_wrong_one_ends_with_1_both_values_and_a_cause(printed: str) -> None:
     assert record.figures["equal"] == 2  # what the reference refuses, this one refuses too
 
 
-def test_the_line_that_repeats_it_does(printed: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_line_that_repeats_it_does(printed, capsys):
     (line,) = re.findall(r"repeat: attncheck (run .*)", printed)
     assert cli.main(shlex.split(line)) == 1
     assert "1 provider, 1 function: 1 failed" in capsys.readouterr().out
@@ -88,7 +87,7 @@ def test_the_line_that_repeats_it_does(printed: str, capsys: pytest.CaptureFixtu
 
 @pytest.mark.parametrize("form", ["terminal", "markdown"])
 @pytest.mark.usefixtures("printed")
-def test_a_run_file_is_reported(form: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_file_is_reported(form, capsys):
     assert cli.main(["report", "wrong.jsonl", "--format", form]) == 0
     report = capsys.readouterr().out
     assert "utilities of wrong" in report
@@ -113,12 +112,12 @@ def test_a_run_file_is_reported(form: str, capsys: pytest.CaptureFixture[str]) -
         (("--provider", "right.py", "--provider", "./right.py"), "two of the providers are called 'right'"),
     ],
 )
-def test_wrong_questions_end_with_2(words: tuple[str, ...], why: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_wrong_questions_end_with_2(words, why, capsys):
     assert run(*words) == 2
     assert why in capsys.readouterr().err
 
 
-def test_functions_are_chosen_by_pattern_which_a_case_may_resemble() -> None:
+def test_functions_are_chosen_by_pattern_which_a_case_may_resemble():
     assert run("--provider", "wrong.py", "--case", "PAD*", "--in-process", "--output", "chosen.jsonl") == 0
     assert [record.case_id for record in read_run("chosen.jsonl").records] == ["PAD_SLOT_ID"]
     like = SUITE.replace("small", "like").replace("id: mixed", "id: split_prefill_chunk")
@@ -127,7 +126,7 @@ def test_functions_are_chosen_by_pattern_which_a_case_may_resemble() -> None:
     assert run("--provider", "right.py", *words, "--dry-run") == 0
 
 
-def test_beside_a_backend_both_are_examined(capsys: pytest.CaptureFixture[str]) -> None:
+def test_beside_a_backend_both_are_examined(capsys):
     words = ("--backend", "reference", "--check", "numerics", "--check", "utilities", "--case", "slice*")
     assert run("--provider", "right.py", *words, "--output", "both.jsonl") == 0
     assert "passed: 1 backend, 2 cases: 2 right; 1 provider, 1 function: 1 passed" in capsys.readouterr().out
@@ -135,7 +134,7 @@ def test_beside_a_backend_both_are_examined(capsys: pytest.CaptureFixture[str]) 
     assert records == [("reference", "numerics")] * 2 + [("right", "utilities")]
 
 
-def test_an_expected_difference_is_no_failure() -> None:
+def test_an_expected_difference_is_no_failure():
     entry = "backend: wrong, case: slice_query_start_locs, check: utilities, outcome: failed, reason: known"
     Path("known.yaml").write_text(f"- {{{entry}}}\n", encoding="utf-8")
     assert run("--provider", "wrong.py", "--expect", "known.yaml", "--output", "expected.jsonl") == 0

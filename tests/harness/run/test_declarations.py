@@ -1,8 +1,6 @@
 """What a backend declares about cases and machines decides the outcome, and must be true."""
 
-from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 import pytest
 from inline_snapshot import snapshot
@@ -12,18 +10,17 @@ from attncheck.backends.conventions import Conventions
 from attncheck.harness.run.evaluate import Examiner, RunPlan
 from attncheck.harness.run.outcomes import not_loaded
 from attncheck.reference.spec import DEFAULT_CHECKS, OutputQuantSpec, PathSpec, SplitKVOptions, StridesSpec
-from attncheck.reports.run_file.records import Record
 
 WITHOUT_SINKS = ReferenceBackend.features - {"sinks"}
 NO_SINKS = "the layer has attention sinks: feature 'sinks' is not declared"
 
 
-def outcomes(records: dict[str, Record]) -> dict[str, str]:
+def outcomes(records):
     return {check: record.outcome for check, record in records.items()}
 
 
-def test_refusing_what_one_declares_is_errored_never_unsupported(make_case: Any, examine: Any, with_impl: Any) -> None:
-    def refuse(*_args: Any, **_keywords: Any) -> None:
+def test_refusing_what_one_declares_is_errored_never_unsupported(make_case, examine, with_impl):
+    def refuse(*_args, **_keywords):
         raise NotImplementedError("windows are not for me")
 
     records = examine(with_impl(__init__=refuse), make_case(sliding_window=16))
@@ -35,10 +32,8 @@ def test_refusing_what_one_declares_is_errored_never_unsupported(make_case: Any,
 
 @pytest.mark.parametrize("name", ["unsupported_reasons", "unavailable_reasons", "unavailable_case_reasons"])
 @pytest.mark.parametrize("answer", [KeyError("no"), "no GPU", [1], None])
-def test_a_declaration_that_raises_or_gives_no_list_of_strings_is_errored(
-    make_case: Any, name: str, answer: Any, examine: Any, variant: Any
-) -> None:
-    def declare(*_args: Any) -> Any:
+def test_a_declaration_that_raises_or_gives_no_list_of_strings_is_errored(make_case, name, answer, examine, variant):
+    def declare(*_args):
         if isinstance(answer, Exception):
             raise answer
         return answer
@@ -50,7 +45,7 @@ def test_a_declaration_that_raises_or_gives_no_list_of_strings_is_errored(
     assert record.message == "'no'" if isinstance(answer, Exception) else f"returned {answer!r}" in record.message
 
 
-def test_undeclared_and_refused_is_unsupported_and_an_honest_claim(make_case: Any, examine: Any, variant: Any) -> None:
+def test_undeclared_and_refused_is_unsupported_and_an_honest_claim(make_case, examine, variant):
     backend = variant(features=WITHOUT_SINKS)
     impl = type("Impl", (ReferenceImpl,), {"backend": backend})  # which refuses what its backend does not declare
     backend.get_impl_cls = staticmethod(lambda: impl)
@@ -59,7 +54,7 @@ def test_undeclared_and_refused_is_unsupported_and_an_honest_claim(make_case: An
     assert records["numerics"].reasons[0] == NO_SINKS
 
 
-def ignoring_sinks(self: Any, *args: Any, **keywords: Any) -> None:
+def ignoring_sinks(self, *args, **keywords):
     ReferenceImpl.__init__(self, *args, **(keywords | {"sinks": None}))
 
 
@@ -83,9 +78,7 @@ def ignoring_sinks(self: Any, *args: Any, **keywords: Any) -> None:
         ),
     ],
 )
-def test_undeclared_and_accepted_must_be_right(
-    plain: Callable[[str], str], make_case: Any, examine: Any, with_impl: Any, impl: Any, outcome: str, stated: str
-) -> None:
+def test_undeclared_and_accepted_must_be_right(plain, make_case, examine, with_impl, impl, outcome, stated):
     backend = with_impl(**impl)
     backend.features = WITHOUT_SINKS
     claim = examine(backend, make_case(sinks=True), checks=("refusals",))["refusals"]
@@ -95,16 +88,16 @@ def test_undeclared_and_accepted_must_be_right(
         assert claim.meaning.startswith("the sinks are ignored")
 
 
-def test_undeclared_lse_is_unsupported(make_case: Any, examine: Any, variant: Any) -> None:
+def test_undeclared_lse_is_unsupported(make_case, examine, variant):
     backend = variant(features=ReferenceBackend.features - {"lse"})
     found = outcomes(examine(backend, make_case(), checks=("numerics", "lse")))
     assert found == {"numerics": "passed", "lse": "unsupported"}
 
 
 def test_other_machines_missing_libraries_and_cases_that_this_machine_gets_wrong_are_unavailable(
-    make_case: Any, examine: Any, variant: Any
-) -> None:
-    def gaps(device: str, layer: Any, cache: Any, batch: Any) -> list[str]:
+    make_case, examine, variant
+):
+    def gaps(device, layer, cache, batch):
         return [f"{layer.dtype} on {device}"] if layer.dtype == "bfloat16" else []
 
     assert set(outcomes(examine(variant(supported_devices=("cuda",)), make_case())).values()) == {"unavailable"}
@@ -116,7 +109,7 @@ def test_other_machines_missing_libraries_and_cases_that_this_machine_gets_wrong
     assert examine(backend, make_case(dtype="float16"), checks=("numerics",))["numerics"].outcome == "passed"
 
 
-def test_strides_that_a_convention_leaves_out_are_not_examined(make_case: Any, examine: Any, variant: Any) -> None:
+def test_strides_that_a_convention_leaves_out_are_not_examined(make_case, examine, variant):
     backend = variant(conventions=Conventions(padded_rows="untouched", operand_strides="rows"))
     plain = replace(make_case(), strides=StridesSpec(query="padded", key="contiguous", output="offset"))
     assert examine(backend, plain, checks=("numerics",))["numerics"].outcome == "passed"
@@ -132,9 +125,7 @@ def test_strides_that_a_convention_leaves_out_are_not_examined(make_case: Any, e
     ("declared", "taken"),
     [("undeclared", {"LB"}), ("pages", {"LB"}), ("blocks", {"LB", "BL"}), ("any", {"LB", "BL", "BHL", "LHB"})],
 )
-def test_a_case_whose_pages_lie_apart_runs_if_that_is_declared(
-    make_case: Any, examine: Any, variant: Any, declared: Any, taken: set[str]
-) -> None:
+def test_a_case_whose_pages_lie_apart_runs_if_that_is_declared(make_case, examine, variant, declared, taken):
     backend = variant(conventions=Conventions(padded_rows="untouched", cache_strides=declared))
     for order in ("LB", "BL", "BHL", "LHB"):
         case = make_case(cache={"layout": "HND", "pool_order": order})
@@ -144,7 +135,7 @@ def test_a_case_whose_pages_lie_apart_runs_if_that_is_declared(
             assert f"pool_order {order}: cache_strides is {declared!r}" in records["numerics"].reasons
 
 
-def test_what_attncheck_cannot_examine_is_recorded_as_its_own_limit(make_case: Any, examine: Any) -> None:
+def test_what_attncheck_cannot_examine_is_recorded_as_its_own_limit(make_case, examine):
     case = make_case((1, 70), output_quant=OutputQuantSpec(scale=0.02))
     split = PathSpec(name="split_kv", options=SplitKVOptions())
     record = examine(ReferenceBackend, replace(case, batch=replace(case.batch, path=split)))["refusals"]

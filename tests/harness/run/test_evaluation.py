@@ -3,11 +3,8 @@
 import contextlib
 import gc
 import weakref
-from collections.abc import Callable, Iterator
 from dataclasses import fields, replace
-from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, cast
 
 import pytest
 import torch
@@ -16,7 +13,7 @@ from pydantic import ValidationError
 
 from attncheck.backends.candidates.reference import ReferenceBackend, ReferenceImpl
 from attncheck.errors import BackendUnavailableError
-from attncheck.harness.checks.findings import Broken, Finding, Holds, Measurements, NotExamined, TimingSettings
+from attncheck.harness.checks.findings import Broken, Holds, Measurements, NotExamined, TimingSettings
 from attncheck.harness.problem.sizes import needed_bytes, shortage
 from attncheck.harness.run import evaluate
 from attncheck.harness.run.evaluate import THREAD_VARIABLES, Examiner, RunPlan, current_device
@@ -25,33 +22,30 @@ from attncheck.harness.truth.truth import truth_of
 from attncheck.reference.spec import DEFAULT_CHECKS, PathSpec, SplitKVOptions
 from attncheck.reports.run_file import records
 from attncheck.reports.run_file.graph_levels import GraphLevels
-from attncheck.reports.run_file.records import Record
 from attncheck.reports.run_file.timings import Timing
 
 PASSED = dict.fromkeys(DEFAULT_CHECKS, "passed")
 
 
-def outcomes(records: dict[str, Record]) -> dict[str, str]:
+def outcomes(records):
     return {check: record.outcome for check, record in records.items()}
 
 
-def raising(error: BaseException) -> Callable[..., Any]:
-    def fail(*_args: Any, **_options: Any) -> None:
+def raising(error):
+    def fail(*_args, **_options):
         raise error
 
     return fail
 
 
-def test_an_honest_backend_passes_everything(make_case: Any, examine: Any) -> None:
+def test_an_honest_backend_passes_everything(make_case, examine):
     assert outcomes(examine(ReferenceBackend, make_case())) == PASSED
 
 
 @pytest.mark.parametrize("path", [PathSpec(), PathSpec(name="split_kv", options=SplitKVOptions())])
-def test_a_backend_may_answer_in_a_tensor_of_its_own(
-    make_case: Any, path: PathSpec, examine: Any, with_impl: Any
-) -> None:
-    def forward(self: Any, *args: Any, output: torch.Tensor, **keywords: Any) -> torch.Tensor:
-        return cast(torch.Tensor, ReferenceImpl.forward(self, *args, output=output.clone(), **keywords))
+def test_a_backend_may_answer_in_a_tensor_of_its_own(make_case, path, examine, with_impl):
+    def forward(self, *args, output, **keywords):
+        return ReferenceImpl.forward(self, *args, output=output.clone(), **keywords)
 
     backend = with_impl(forward=forward)
     backend.accept_output_buffer = False
@@ -68,17 +62,15 @@ def test_a_backend_may_answer_in_a_tensor_of_its_own(
     ],
 )
 def test_what_a_backend_raises_is_the_outcome_and_breaks_its_claim(
-    error: BaseException, outcome: str, claim: str, stated: Any, make_case: Any, examine: Any, with_impl: Any
-) -> None:
+    error, outcome, claim, stated, make_case, examine, with_impl
+):
     records = examine(with_impl(attend=raising(error)), make_case())
     assert outcomes(records) == dict.fromkeys(DEFAULT_CHECKS, outcome) | {"refusals": claim}
     record = records["numerics"]
     assert stated == (record.reasons if outcome == "unavailable" else (record.stage, record.error_type, record.message))
 
 
-def test_a_fault_of_attncheck_costs_one_check_and_is_called_its_own(
-    make_case: Any, monkeypatch: pytest.MonkeyPatch, examine: Any
-) -> None:
+def test_a_fault_of_attncheck_costs_one_check_and_is_called_its_own(make_case, monkeypatch, examine):
     monkeypatch.setattr("attncheck.harness.checks.numerics.check_lse", None)
     records = examine(ReferenceBackend, make_case())
     assert outcomes(records) == PASSED | {"lse": "errored"}
@@ -86,10 +78,10 @@ def test_a_fault_of_attncheck_costs_one_check_and_is_called_its_own(
     assert (record.stage, record.message) == ("attncheck itself", "'NoneType' object is not callable")
 
 
-def test_an_errored_case_lets_go_of_its_cache(make_case: Any, examine: Any, with_impl: Any) -> None:
+def test_an_errored_case_lets_go_of_its_cache(make_case, examine, with_impl):
     kept = []
 
-    def attend(self: Any, *_args: Any) -> None:
+    def attend(self, *_args):
         kept.append(weakref.ref(self))  # the session holds it beside the cache
         raise RuntimeError("late")
 
@@ -101,7 +93,7 @@ def test_an_errored_case_lets_go_of_its_cache(make_case: Any, examine: Any, with
         gc.enable()
 
 
-def test_long_messages_are_cut_and_odd_ones_can_be_stored(make_case: Any, examine: Any, with_impl: Any) -> None:
+def test_long_messages_are_cut_and_odd_ones_can_be_stored(make_case, examine, with_impl):
     attend = raising(RuntimeError("\udcff" + "x" * 100_000))
     record = examine(with_impl(attend=attend), make_case(), checks=("numerics",))["numerics"]
     assert record.outcome == "errored"
@@ -109,7 +101,7 @@ def test_long_messages_are_cut_and_odd_ones_can_be_stored(make_case: Any, examin
     assert len(record.model_dump_json()) < 30_000
 
 
-def test_a_blind_case_is_set_aside_and_the_run_goes_on(make_case: Any, loaded: Any) -> None:
+def test_a_blind_case_is_set_aside_and_the_run_goes_on(make_case, loaded):
     blind, fine = make_case(name="blind", sliding_window=1000), make_case(name="fine")
     backends = loaded(ReferenceBackend, "a"), loaded(ReferenceBackend, "b")
     examiner = Examiner(RunPlan(cases=(blind, fine), backends=backends, checks=("numerics",)))
@@ -122,12 +114,12 @@ def test_a_blind_case_is_set_aside_and_the_run_goes_on(make_case: Any, loaded: A
     assert fault.__traceback__ is None, "its frames would keep the case's tensors for the whole run"
 
 
-def test_checks_are_those_of_plan_and_case_in_order(make_case: Any, examine: Any) -> None:
+def test_checks_are_those_of_plan_and_case_in_order(make_case, examine):
     case = replace(make_case(), checks=("refusals", "numerics", "lse"))
     assert list(examine(ReferenceBackend, case, checks=("lse", "refusals", "cache_write"))) == ["lse", "refusals"]
 
 
-def test_memory_is_looked_at_once_a_case(monkeypatch: pytest.MonkeyPatch, make_case: Any, loaded: Any) -> None:
+def test_memory_is_looked_at_once_a_case(monkeypatch, make_case, loaded):
     case_ids = []
     monkeypatch.setattr(evaluate, "shortage", lambda case, _device: case_ids.append(case.id))
     cases = make_case(name="one"), make_case(name="two")
@@ -136,10 +128,8 @@ def test_memory_is_looked_at_once_a_case(monkeypatch: pytest.MonkeyPatch, make_c
     assert case_ids == ["one", "two"], "what the case itself holds must not count against the second backend"
 
 
-def test_a_failing_case_is_dumped_as_plain_tensors(
-    make_case: Any, tmp_path: Path, examine: Any, with_impl: Any, loaded: Any
-) -> None:
-    def attend(self: Any, *args: Any) -> None:
+def test_a_failing_case_is_dumped_as_plain_tensors(make_case, tmp_path, examine, with_impl, loaded):
+    def attend(self, *args):
         ReferenceImpl.attend(self, *args)
         args[6].mul_(1.5)
 
@@ -154,9 +144,7 @@ def test_a_failing_case_is_dumped_as_plain_tensors(
     assert bool((error > dump["budget_norm"]).any())
 
 
-def test_a_case_too_large_for_the_machine_is_unavailable_before_anything_is_allocated(
-    make_case: Any, examine: Any
-) -> None:
+def test_a_case_too_large_for_the_machine_is_unavailable_before_anything_is_allocated(make_case, examine):
     case = make_case((1, 2**20), cache={"num_blocks": 2**31})
     assert needed_bytes(case) > 2**40
     record = examine(ReferenceBackend, case)["numerics"]
@@ -165,15 +153,13 @@ def test_a_case_too_large_for_the_machine_is_unavailable_before_anything_is_allo
     assert shortage(make_case(), torch.device("cpu")) is None
 
 
-def test_a_codec_that_cannot_read_back_errs_under_the_check_that_reads(
-    make_case: Any, examine: Any, variant: Any
-) -> None:
+def test_a_codec_that_cannot_read_back_errs_under_the_check_that_reads(make_case, examine, variant):
     class Codec:
-        def __init__(self, inner: Any) -> None:
+        def __init__(self, inner):
             self.read, self._write = inner.read, inner.write
             self.steps_stored = 0
 
-        def write(self, kv_cache: Any, slots: Any, key: Any, value: Any) -> None:
+        def write(self, kv_cache, slots, key, value):
             self.steps_stored += len(slots) == 40
             if self.steps_stored == 2:  # stale rows were there first; now cache_write makes its copy
                 raise RuntimeError("not again")
@@ -197,20 +183,16 @@ REFUSED = RuntimeError("can't allocate memory: no more")
         ("run.evaluate.finding_of", NO_MORE, "unsupported", f"during the check: {NO_MORE}"),
     ],
 )
-def test_memory_that_attncheck_lacks_fails_no_backend(
-    place: str, error: Exception, outcome: str, reason: str, make_case: Any, monkeypatch: Any, examine: Any
-) -> None:
+def test_memory_that_attncheck_lacks_fails_no_backend(place, error, outcome, reason, make_case, monkeypatch, examine):
     monkeypatch.setattr(f"attncheck.harness.{place}", raising(error))
     record = examine(ReferenceBackend, make_case(), checks=("numerics",))["numerics"]
     assert (record.outcome, record.reasons) == (outcome, (f"out of memory {reason}",))
 
 
-def test_truths_are_computed_once_for_all_examiners(
-    make_case: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, loaded: Any
-) -> None:
-    computed: list[str] = []
+def test_truths_are_computed_once_for_all_examiners(make_case, tmp_path, monkeypatch, loaded):
+    computed = []
 
-    def count(problem: Any, *args: Any, **options: Any) -> Any:
+    def count(problem, *args, **options):
         computed.append(problem.case.id)
         return truth_of(problem, *args, **options)
 
@@ -218,7 +200,7 @@ def test_truths_are_computed_once_for_all_examiners(
     backends = (loaded(ReferenceBackend),)
     plan = RunPlan(cases=(make_case(),), backends=backends, checks=("numerics",), truths=folder)
 
-    def records(*, stores_truths: bool = False) -> list[Record]:
+    def records(*, stores_truths=False):
         found = Examiner(plan, stores_truths=stores_truths).run()
         return [record.model_copy(update={"duration_s": 0.0}) for record in found]
 
@@ -236,17 +218,17 @@ def test_truths_are_computed_once_for_all_examiners(
 
 LEVELS = GraphLevels(declared="ALWAYS", measured=None, recorder="cuda")
 TIMING = Timing(latencies=())
-MEASURED: dict[str, Any] = {"graph": LEVELS, "chosen_kernels": ("flash", "math"), "timing": TIMING}
+MEASURED = {"graph": LEVELS, "chosen_kernels": ("flash", "math"), "timing": TIMING}
 
 
-def recorded(finding: Finding) -> Record:
+def recorded(finding):
     circumstances = Circumstances(seed=0, environment="abcdefabcdef", attncheck_version="0.1.0")
     question = SimpleNamespace(suite="smoke", id="one", hash="0123456789ab")
-    backend: Any = SimpleNamespace(name="a", ref="a", version="", features=frozenset())
+    backend = SimpleNamespace(name="a", ref="a", version="", features=frozenset())
     return record_of(circumstances, question, backend, "cudagraph", finding, 0.5)
 
 
-def test_every_measurement_has_a_field_in_records_of_what_was_examined() -> None:
+def test_every_measurement_has_a_field_in_records_of_what_was_examined():
     measured = {field.name for field in fields(Measurements)}
     for outcome in (records.Passed, records.Failed, records.XFailed, records.XPassed):
         assert measured <= outcome.model_fields.keys()
@@ -256,7 +238,7 @@ def test_every_measurement_has_a_field_in_records_of_what_was_examined() -> None
         assert records.chosen_kernels_of(record) == ("flash", "math")
 
 
-def test_what_was_not_examined_has_levels_and_no_times() -> None:
+def test_what_was_not_examined_has_levels_and_no_times():
     assert records.graph_of(recorded(NotExamined(("no kernel",), graph=LEVELS))) == LEVELS
     with pytest.raises(ValidationError):
         recorded(NotExamined(("no kernel",), timing=TIMING))
@@ -266,11 +248,11 @@ def test_what_was_not_examined_has_levels_and_no_times() -> None:
 
 
 @pytest.fixture
-def observing(with_impl: Any) -> Any:
+def observing(with_impl):
     """``observing(read, seen)``: a backend that appends what ``read`` returns to ``seen`` in each call."""
 
-    def observing(read: Any, seen: list[Any]) -> Any:
-        def attend(self: Any, *args: Any) -> None:
+    def observing(read, seen):
+        def attend(self, *args):
             seen.append(read())
             ReferenceImpl.attend(self, *args)
 
@@ -279,8 +261,8 @@ def observing(with_impl: Any) -> Any:
     return observing
 
 
-def test_float32_stays_float32_and_the_callers_setting_comes_back(make_case: Any, examine: Any, observing: Any) -> None:
-    seen: list[str] = []
+def test_float32_stays_float32_and_the_callers_setting_comes_back(make_case, examine, observing):
+    seen = []
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("medium")
     try:
@@ -291,7 +273,7 @@ def test_float32_stays_float32_and_the_callers_setting_comes_back(make_case: Any
     assert set(seen) == {"highest"}
 
 
-def test_a_precision_set_per_backend_is_no_obstacle_and_comes_back(make_case: Any, examine: Any) -> None:
+def test_a_precision_set_per_backend_is_no_obstacle_and_comes_back(make_case, examine):
     products = torch.backends.cuda.matmul, torch.backends.mkldnn.matmul
     before = [product.fp32_precision for product in products]
     try:
@@ -310,13 +292,13 @@ def test_a_precision_set_per_backend_is_no_obstacle_and_comes_back(make_case: An
 
 @pytest.mark.parametrize("variable", [None, *THREAD_VARIABLES])
 def test_checks_but_timing_have_one_thread_unless_the_user_states_more(
-    variable: str | None, monkeypatch: pytest.MonkeyPatch, make_case: Any, examine: Any, observing: Any
-) -> None:
+    variable, monkeypatch, make_case, examine, observing
+):
     for name in THREAD_VARIABLES:
         monkeypatch.delenv(name, raising=False)
     if variable is not None:
         monkeypatch.setenv(variable, "3")
-    seen: list[int] = []
+    seen = []
     backend, case = observing(torch.get_num_threads, seen), make_case((1, 20))
     before = torch.get_num_threads()
     torch.set_num_threads(3)
@@ -331,11 +313,11 @@ def test_checks_but_timing_have_one_thread_unless_the_user_states_more(
         torch.set_num_threads(before)
 
 
-def test_a_gpu_is_the_current_device_while_a_backend_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gpu_is_the_current_device_while_a_backend_runs(monkeypatch):
     entered = []
 
     @contextlib.contextmanager
-    def device(which: torch.device) -> Iterator[None]:
+    def device(which):
         entered.append(str(which))
         yield
 

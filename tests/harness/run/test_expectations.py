@@ -1,11 +1,9 @@
 """Expected failures: the file and its mistakes, the records it excuses, and how one is written from a run."""
 
 import json
-from collections.abc import Callable, Sequence
 from datetime import date
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 from inline_snapshot import snapshot
@@ -14,14 +12,13 @@ from attncheck.errors import CaseFileError
 from attncheck.harness.run.expectations import Expectations, expectation_file, expectations_text, load_expectations
 from attncheck.harness.run.outcomes import OURSELVES
 from attncheck.reports.run_file.graph_levels import GraphLevels
-from attncheck.reports.run_file.header import RunHeader
-from attncheck.reports.run_file.records import FALLEN_SHORT, Record, XFailed, XPassed
+from attncheck.reports.run_file.records import FALLEN_SHORT, XFailed, XPassed
 from attncheck.reports.run_file.store import Run
 
 OWN_FILES = sorted((Path(__file__).resolve().parents[3] / "docs" / "expected").glob("*.yaml"))
 CASES = [SimpleNamespace(suite="smoke", id=name) for name in ("window.a", "window.b", "cap")]
 ENTRY = {"backend": "Wrong", "case": "smoke/window.*", "check": "numerics", "outcome": "failed", "reason": "issue 17"}
-OWN: dict[str, dict[str, Any]] = {
+OWN = {
     "passed": {},
     "failed": {"summary": "7 of 40 rows"},
     "errored": {"stage": "forward", "error_type": "ValueError", "message": "no kernel"},
@@ -30,22 +27,19 @@ OWN: dict[str, dict[str, Any]] = {
     "xfailed": {"underlying": "failed", "summary": "7 of 40 rows", "reason": "known: issue 17"},
 }
 
-Make = Callable[..., Record]
-Expecting = Callable[..., Expectations]
-
 
 @pytest.fixture
-def record(make_record: Make) -> Make:
+def record(make_record):
     """``record("failed", case_id="cap")``: a record of the backend Wrong, by default of ``smoke/window.a``."""
     who = {"backend": "Wrong", "case_id": "window.a"}
     return lambda outcome, **fields: make_record(outcome, **who | OWN[outcome] | fields)
 
 
 @pytest.fixture
-def expecting(tmp_path: Path) -> Expecting:
+def expecting(tmp_path):
     """``expecting({"case": "*"}, strict=True)``: the expectations of ENTRY with these fields, in such a run."""
 
-    def expecting(entry: dict[str, Any] | None = None, **limits: Any) -> Expectations:
+    def expecting(entry=None, **limits):
         path = tmp_path / "e.yaml"
         path.write_text(json.dumps([ENTRY | (entry or {})], indent=1))  # JSON is YAML
         of_run = {"cases": CASES, "selected": CASES, "backends": ["Wrong"], "checks": ["numerics", "lse"]}
@@ -58,7 +52,7 @@ def expecting(tmp_path: Path) -> Expecting:
 
 
 @pytest.mark.parametrize("text", ["", "# the last fault is repaired\n\n  # and nothing else\n", "[]\n"])
-def test_a_file_without_entries_expects_nothing(tmp_path: Path, text: str) -> None:
+def test_a_file_without_entries_expects_nothing(tmp_path, text):
     (tmp_path / "e.yaml").write_text(text)
     assert load_expectations(tmp_path / "e.yaml") == ()
 
@@ -115,9 +109,7 @@ LINE = "- {backend: W, case: a, check: lse, outcome: failed, reason: r"
         ("- {backend: [}\n", "1:14: not YAML: did not find expected node content; see the line before, too"),
     ],
 )
-def test_a_wrong_file_is_refused_with_the_place(
-    plain: Callable[[str], str], tmp_path: Path, text: str | None, message: str
-) -> None:
+def test_a_wrong_file_is_refused_with_the_place(plain, tmp_path, text, message):
     path = tmp_path / "expect.yaml"
     if text is not None:
         path.write_text(text)
@@ -126,9 +118,7 @@ def test_a_wrong_file_is_refused_with_the_place(
     assert plain(str(caught.value)) == f"TMP/expect.yaml:{message}"
 
 
-def test_a_file_of_attncheck_is_named_without_its_path_and_one_of_the_user_comes_first(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_of_attncheck_is_named_without_its_path_and_one_of_the_user_comes_first(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert OWN_FILES
     for path in OWN_FILES:
@@ -182,9 +172,7 @@ FIGURES = {"finite_budget_share": 29.5, "rows_wrong": 4, "heads_wrong": 2, "rows
         ({"until": "2026-11-21"}, "failed", {}, "failed"),
     ],
 )
-def test_an_entry_is_about_these_records_and_no_others(
-    expecting: Expecting, record: Make, entry: dict[str, Any], outcome: str, fields: dict[str, Any], becomes: str
-) -> None:
+def test_an_entry_is_about_these_records_and_no_others(expecting, record, entry, outcome, fields, becomes):
     given = record(outcome, **fields)
     found = expecting(entry).apply(given)
     assert (found.outcome, found.key) == (becomes, given.key)
@@ -202,9 +190,7 @@ def test_an_entry_is_about_these_records_and_no_others(
         (None, "budgets: at most 30, and the record has no such figure"),
     ],
 )
-def test_a_finding_beyond_its_bound_stays_failed(
-    plain: Callable[[str], str], expecting: Expecting, record: Make, figures: dict[str, float] | None, beyond: str
-) -> None:
+def test_a_finding_beyond_its_bound_stays_failed(plain, expecting, record, figures, beyond):
     own = {} if figures is None else FIGURES | figures
     failed = record("failed").model_copy(update={"figures": own})  # a file has no NaN
     found = expecting(BOUNDED).apply(failed)
@@ -212,9 +198,7 @@ def test_a_finding_beyond_its_bound_stays_failed(
     assert plain(found.details[0]) == f"more than TMP/e.yaml:2 expects: {beyond}"
 
 
-def test_a_record_states_what_happened_and_why_it_was_expected(
-    plain: Callable[[str], str], expecting: Expecting, record: Make
-) -> None:
+def test_a_record_states_what_happened_and_why_it_was_expected(plain, expecting, record):
     graph = GraphLevels(declared="ALWAYS", measured="NEVER", recorder="emulated")
     expected = expecting({"reason": "one key too long", "issue": "https://example.org/17"})
     failed, passed = (
@@ -273,15 +257,8 @@ EXPIRED = (
     ],
 )
 def test_an_entry_that_does_not_hold_fails_the_run_or_is_noted(
-    plain: Callable[[str], str],
-    expecting: Expecting,
-    record: Make,
-    entry: dict[str, Any],
-    limits: dict[str, Any],
-    outcomes: list[str],
-    unmet: str,
-    unseen: str,
-) -> None:
+    plain, expecting, record, entry, limits, outcomes, unmet, unseen
+):
     expected, wanted = expecting(entry, **limits), ENTRY | entry
     for outcome in outcomes:
         expected.apply(record(outcome))
@@ -290,7 +267,7 @@ def test_an_entry_that_does_not_hold_fails_the_run_or_is_noted(
     assert [plain(line) for line in expected.unseen()] == ([f"{which}{unseen}"] if unseen else [])
 
 
-def test_of_a_run_that_stopped_early_only_what_it_saw_is_judged(expecting: Expecting, record: Make) -> None:
+def test_of_a_run_that_stopped_early_only_what_it_saw_is_judged(expecting, record):
     expected = expecting()
     assert (len(expected.unmet(stopped_early=True)), len(expected.unmet())) == (0, 1)
     expected.apply(record("errored"))
@@ -304,10 +281,10 @@ def test_of_a_run_that_stopped_early_only_what_it_saw_is_judged(expecting: Expec
 
 
 @pytest.fixture
-def again(tmp_path: Path, header: RunHeader) -> Callable[..., tuple[str, list[Record]]]:
+def again(tmp_path, header):
     """``again(records, then)``: the file written from ``records``, and ``then`` as a run with that file has them."""
 
-    def again(records: Sequence[Record], then: Sequence[Record]) -> tuple[str, list[Record]]:
+    def again(records, then):
         text = expectations_text(Run("run.jsonl", header, tuple(records)))
         path = tmp_path / "expect.yaml"
         path.write_text(text, encoding="utf-8")
@@ -321,11 +298,11 @@ def again(tmp_path: Path, header: RunHeader) -> Callable[..., tuple[str, list[Re
     return again
 
 
-def failed(case: str = "a.1", summary: str = "7 of 40 rows", **own: Any) -> tuple[str, dict[str, Any]]:
+def failed(case="a.1", summary="7 of 40 rows", **own):
     return "failed", {"case_id": case, "summary": summary, **own}
 
 
-def errored(case: str, message: str) -> tuple[str, dict[str, Any]]:
+def errored(case, message):
     return "errored", {"case_id": case, "message": message}
 
 
@@ -367,15 +344,15 @@ def errored(case: str, message: str) -> tuple[str, dict[str, Any]]:
     ],
 )
 def test_a_run_with_its_own_expectations_is_green_and_one_with_another_fault_is_not(
-    again: Any, record: Make, before: Any, then: Any, outcomes: list[str]
-) -> None:
+    again, record, before, then, outcomes
+):
     first, second = ([record(outcome, **own) for outcome, own in each] for each in (before, then or before))
     _, found = again(first, second)
     assert [each.outcome for each in found] == outcomes
     assert then or not [each for each in found if each.outcome in FALLEN_SHORT]
 
 
-def test_every_finding_is_one_entry_with_its_story_above(again: Any, record: Make) -> None:
+def test_every_finding_is_one_entry_with_its_story_above(again, record):
     window = {"meaning": "the window is ignored"}
     stories = [failed("window.1", "row 3 is wrong", **window), failed("window.2", "row 4 is wrong", **window)]
     records = [record(outcome, **own) for outcome, own in (*stories, errored("b", "no kernel"))]
@@ -402,7 +379,7 @@ def test_every_finding_is_one_entry_with_its_story_above(again: Any, record: Mak
 """)
 
 
-def test_an_earlier_reason_is_kept_and_a_fault_of_attncheck_is_never_excused(header: RunHeader, record: Make) -> None:
+def test_an_earlier_reason_is_kept_and_a_fault_of_attncheck_is_never_excused(header, record):
     ours = record("errored", case_id="b", stage=OURSELVES)
     text = expectations_text(Run("run.jsonl", header, (record("xfailed"), ours)))
     assert 'reason: "known: issue 17"' in text

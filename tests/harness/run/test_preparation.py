@@ -1,22 +1,46 @@
-"""A run is prepared: without a named suite, each backend gets the one that it declares, on pages that it takes."""
+"""What a run prepares: kernels, rounds of times, and what its header states of the environment."""
 
+import getpass
+import os
 import re
-from collections.abc import Sequence
+import subprocess
+import sys
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
 
 import pytest
+import torch
 from inline_snapshot import snapshot
 
 import attncheck
 from attncheck.cases.loader import load_suite
 from attncheck.errors import QuestionError, SelectionError
+from attncheck.harness import device
+from attncheck.harness.checks.findings import TimingSettings
+from attncheck.harness.device import Cuda, GpuModes, accelerator_of, collect_environment
+from attncheck.harness.host import CacheContents, KernelCache, first_line, kernel_caches
 from attncheck.harness.run.backend_loading import ThisProcess
+from attncheck.harness.run.evaluate import environment_of
 from attncheck.harness.run.options import RunOptions
-from attncheck.harness.run.outcomes import not_loaded
+from attncheck.harness.run.outcomes import BackendDescription, not_loaded
 from attncheck.harness.run.run import Run
-from attncheck.harness.run.selection import DEFAULT_INTERPRETED, DEFAULT_SUITES, Selection, select_cases
-from attncheck.reports.run_file.records import Record
+from attncheck.harness.run.selection import (
+    DEFAULT_INTERPRETED,
+    DEFAULT_ROUNDS,
+    DEFAULT_SUITES,
+    RoundQuestions,
+    RunPlan,
+    check_timed,
+    count_questions,
+    rotated,
+    select_cases,
+    timed_questions,
+    untimed_questions,
+)
+from attncheck.harness.workers.pool import WorkerPool
+from attncheck.reference.spec import DEFAULT_CHECKS
+from attncheck.reports.run_file.header import BackendInfo
 
 MINE = """
 from attncheck.backends.candidates.reference import ReferenceBackend
@@ -47,24 +71,24 @@ CASES = ["decode", "decode.float16", "shared-cache"]
 
 
 @pytest.fixture
-def mine(tmp_path: Path) -> str:
+def mine(tmp_path):
     path = tmp_path / "mine.py"
     path.write_text(MINE)
     return str(path)
 
 
-def examined_keys(records: Sequence[Record]) -> dict[str, set[str]]:
-    found: dict[str, set[str]] = {}
+def examined_keys(records):
+    found = {}
     for record in records:
         found.setdefault(record.backend, set()).add(f"{record.suite}/{record.case_id}")
     return found
 
 
-def opened(selection: Selection, refs: Sequence[str], here: ThisProcess | None = None, **how: Any) -> Run:
+def opened(selection, refs, here=None, **how):
     return Run.open(selection, RunOptions(backends=tuple(refs), device="cpu"), here or ThisProcess(), **how)
 
 
-def test_each_backend_is_examined_on_its_own_suite(mine: str) -> None:
+def test_each_backend_is_examined_on_its_own_suite(mine):
     here, slow = ThisProcess(), f"{mine}:Slow"
     run = opened(select_cases([], CASES, ["numerics"]), ["reference", slow], here)
     assert examined_keys(list(here.examiner(run).run())) == {
@@ -79,7 +103,7 @@ def test_each_backend_is_examined_on_its_own_suite(mine: str) -> None:
     assert [[case.key for case in named.cases_of(ref)] for ref in ("reference", slow)] == [["smoke/decode.float16"]] * 2
 
 
-def test_a_suite_without_a_backend_is_not_part_of_the_run(mine: str) -> None:
+def test_a_suite_without_a_backend_is_not_part_of_the_run(mine):
     for ref, suite in ((f"{mine}:Slow", "interpreted"), ("reference", "smoke")):
         run = opened(select_cases([], (), ["numerics"]), [ref])
         assert run.selection.refs == (suite,)
@@ -87,7 +111,7 @@ def test_a_suite_without_a_backend_is_not_part_of_the_run(mine: str) -> None:
         assert run.notes == ()
 
 
-def test_a_run_that_names_nothing_is_short() -> None:
+def test_a_run_that_names_nothing_is_short():
     """Of the real candidates: those that are interpreted on a CPU, and those that serve latent caches alone."""
     pytest.importorskip("triton", reason="without Triton nothing is interpreted")
     run = opened(select_cases([]), [])
@@ -106,7 +130,7 @@ def test_a_run_that_names_nothing_is_short() -> None:
     )
 
 
-def test_a_run_that_names_a_backend_or_a_case_is_whole(mine: str) -> None:
+def test_a_run_that_names_a_backend_or_a_case_is_whole(mine):
     whole = {case.key for case in load_suite("interpreted").cases}
     named = opened(select_cases([]), [f"{mine}:Slow"])
     assert {case.key for case in named.plan.cases_of(f"{mine}:Slow")} == whole
@@ -115,7 +139,7 @@ def test_a_run_that_names_a_backend_or_a_case_is_whole(mine: str) -> None:
     assert {case.key for case in by_case.plan.cases_of("triton_mla")} == whole
 
 
-def test_a_backend_that_cannot_run_here_is_refused_or_kept() -> None:
+def test_a_backend_that_cannot_run_here_is_refused_or_kept():
     gone = not_loaded("gone", ("no library",))
     selection, here = select_cases(["smoke"]), ThisProcess([gone])
     with pytest.raises(SelectionError, match=r"^backend 'gone' is unavailable here: no library$"):
@@ -125,7 +149,7 @@ def test_a_backend_that_cannot_run_here_is_refused_or_kept() -> None:
     assert here.examiner(kept).plan.backends == (gone,)
 
 
-def test_what_is_wrong_is_refused_before_anything_is_examined(mine: str) -> None:
+def test_what_is_wrong_is_refused_before_anything_is_examined(mine):
     with pytest.raises(SelectionError, match=r"^no such case in interpreted, the default suite; give --suite smoke$"):
         opened(select_cases([], ["decode.float16"]), [f"{mine}:Slow", f"{mine}:Slower"])
     with pytest.raises(QuestionError, match="default_suite answered 'decode', none of smoke, interpreted"):
@@ -135,14 +159,14 @@ def test_what_is_wrong_is_refused_before_anything_is_examined(mine: str) -> None
         Run.open(select_cases(["smoke"]), RunOptions(backends=("reference",), device="cpu", seed=-1), ThisProcess())
 
 
-def test_from_python_too(mine: str) -> None:
+def test_from_python_too(mine):
     examination = attncheck.examine(f"{mine}:Slow", cases="decode", checks="numerics")
     assert examined_keys(examination.records) == {"Slow": {"interpreted/decode"}}
     assert [suite.name for suite in examination.header.suites] == ["interpreted"]
 
 
 @pytest.mark.parametrize("suites", [["smoke"], []])
-def test_a_named_backend_is_examined_on_pages_that_it_takes(mine: str, suites: list[str]) -> None:
+def test_a_named_backend_is_examined_on_pages_that_it_takes(mine, suites):
     selection = select_cases(suites, ["decode.float32"], ["numerics"])
     here = ThisProcess()
     run = opened(selection, [f"{mine}:Picky"], here, fits_pages=True)
@@ -151,3 +175,158 @@ def test_a_named_backend_is_examined_on_pages_that_it_takes(mine: str, suites: l
     assert (record.outcome, record.case_hash) == ("passed", run.selection.cases[0].hash)
     unfitted = opened(selection, [f"{mine}:Broken"], fits_pages=True)  # its declarations raise
     assert unfitted.selection.refs == ("smoke",)
+
+
+def test_times_are_taken_apart_from_all_other_checks(make_case):
+    plain, named = make_case(name="plain"), replace(make_case(name="named"), checks=("lse", "timing"))
+    by_case = RunPlan(cases=(plain, named))
+    assert untimed_questions(by_case, "a") == RoundQuestions(((plain, DEFAULT_CHECKS), (named, ("lse",))))
+    assert timed_questions(by_case, "a", 4) == RoundQuestions(((named, ("timing",)),), round=4)
+    by_run = RunPlan(cases=(plain, named), checks=("timing",))
+    assert untimed_questions(by_run, "a") == RoundQuestions(())
+    assert timed_questions(by_run, "a") == RoundQuestions(((plain, ("timing",)), (named, ("timing",))))
+    assert timed_questions(by_run, "a", 1, {plain.key}) == RoundQuestions(((named, ("timing",)),), round=1)
+
+
+def test_a_backend_is_examined_on_its_own_suite_only(make_case):
+    mine, other = make_case(), replace(make_case(), suite="other")
+    plan = RunPlan(cases=(mine, other), checks=("numerics", "timing"), chosen={"a": frozenset({other.key})}, rounds=3)
+    assert [case for case, _ in untimed_questions(plan, "a").questions] == [other]
+    assert [case for case, _ in timed_questions(plan, "a").questions] == [other]
+    assert count_questions(plan, ["a"]) == 1 + 3
+    assert count_questions(plan, ["a", "b"]) == (1 + 3) + (2 + 6)
+
+
+def test_every_backend_is_the_first_as_often_as_any_other():
+    orders = [rotated("abc", number) for number in range(6)]
+    assert all(sorted(order) == list("abc") for order in orders)
+    for place in range(3):
+        assert sorted(order[place] for order in orders) == list("aabbcc")
+    assert rotated([], 3) == ()
+
+
+class FakePool(WorkerPool):
+    """Keeps what it is assigned, and starts no process."""
+
+    def assign(self, assignment):
+        self.assignment = assignment
+
+    def choose_device(self, wishes, wanted):
+        return "cpu", (), environment_of("cpu")
+
+    def describe(self, refs):
+        return [BackendDescription(info=BackendInfo(name=ref, ref=ref)) for ref in refs]
+
+
+@pytest.mark.parametrize(
+    ("wanted", "check", "in_process", "rounds"),
+    [
+        (None, "timing", False, DEFAULT_ROUNDS),
+        (3, "timing", False, 3),
+        (None, "numerics", False, 1),
+        (None, "timing", True, 1),
+    ],
+)
+def test_ten_rounds_by_default(wanted, check, in_process, rounds):
+    options = RunOptions(backends=("reference",), rounds=wanted, in_process=in_process)
+    assert Run.open(select_cases(["decode"], (), [check]), options, FakePool()).plan.rounds == rounds
+
+
+def test_settings_of_times_reach_the_plan_the_processes_and_the_header():
+    pool, settings = FakePool(), TimingSettings(limit_s=2.0, warm=True)
+    selection = select_cases(["decode"], (), ["timing"])
+    options = RunOptions(backends=("reference",), device="cpu", rounds=4, time_limit=2.0, warm_cache=True)
+    apart = Run.open(selection, options, pool)
+    assert (apart.plan.rounds, apart.plan.timing, pool.assignment.timing) == (4, settings, settings)
+    assert (apart.header().rounds, apart.notes) == (4, ())
+    own = TimingSettings(max_samples=20)
+    here = Run.open(selection, replace(options, rounds=1), ThisProcess(), timing=own)
+    assert (here.plan.rounds, here.plan.timing) == (1, own)
+
+
+def test_options_of_times_need_times():
+    assert not select_cases(["decode"]).is_timed
+    selection = select_cases(["decode"], (), ["timing"])
+    assert selection.is_timed
+    check_timed(selection, "--kernels")
+    with pytest.raises(SelectionError, match=r"^--kernels configures the check timing: add --check timing$"):
+        check_timed(select_cases(["decode"], (), ["lse"]), "--kernels")
+    with pytest.raises(SelectionError, match=r"^--rounds 2 in one process: a round is a process; leave out --in-"):
+        RunOptions(rounds=2, in_process=True)
+
+
+SRC = Path(attncheck.__file__).parents[1]
+
+
+def test_the_environment_is_what_runs_and_its_tools_are_queried_once(monkeypatch):
+    found = collect_environment("cpu")
+    assert (found.torch, found.attncheck) == (torch.__version__, attncheck.__version__)
+    assert (found.device, found.driver, accelerator_of("cpu")) == ("cpu", None, None)
+    assert found.cores >= 1
+    assert found.cpu
+    monkeypatch.setattr(subprocess, "run", lambda *_a, **_k: pytest.fail("queried again"))
+    assert collect_environment("cpu") == found
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: not found.deterministic)
+    assert collect_environment("cpu").deterministic != found.deterministic
+
+
+@pytest.mark.parametrize("tool", ["no-such-tool-at-all", "false"])
+def test_a_missing_tool_is_none(tool):
+    assert first_line(tool) is None
+
+
+def test_a_checkout_that_is_not_installed_has_a_version():
+    # -S leaves site-packages out, so that only PYTHONPATH finds attncheck and no metadata is there.
+    command = [sys.executable, "-S", "-c", "import attncheck; print(attncheck.__version__)"]
+    done = subprocess.run(command, env=os.environ | {"PYTHONPATH": str(SRC)}, stdout=subprocess.PIPE, check=True)
+    assert done.stdout.decode().strip() == attncheck.__version__
+
+
+@pytest.mark.parametrize(
+    ("printed", "expected"),
+    [
+        ("Exclusive_Process, Disabled", GpuModes("Exclusive_Process", "Disabled")),
+        ("Default, [N/A]", GpuModes("Default", "[N/A]")),
+        ("No devices were found", None),
+        (None, None),
+    ],
+)
+def test_the_modes_of_a_gpu_are_those_that_nvidia_smi_prints_for_it(printed, expected, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid=f"of {device}"))
+    monkeypatch.setattr(device, "first_line", lambda *words: printed if "--id=GPU-of 1" in words else "of another")
+    assert Cuda(1).modes() == expected
+    assert expected is None or expected.is_shared == (expected.compute == "Default")
+
+
+def folders(environment):
+    return {cache.library: str(cache.folder) for cache in kernel_caches(environment)}
+
+
+def test_kernel_caches_lie_where_the_libraries_or_their_variables_put_them(monkeypatch):
+    placed = {"TRITON_CACHE_DIR": "t", "TORCHINDUCTOR_CACHE_DIR": "i", "FLASHINFER_WORKSPACE_BASE": "f"}
+    assert folders(placed) == {"triton": "t", "inductor": "i", "flashinfer": "f/.cache/flashinfer"}
+    assert folders({"TRITON_HOME": "h"})["triton"] == "h/.triton/cache"
+    found = folders({})
+    inductor = pytest.importorskip("torch._inductor.runtime.cache_dir_utils").default_cache_dir()
+    home = Path.home()
+    assert found == {
+        "triton": str(home / ".triton/cache"),
+        "inductor": inductor,
+        "flashinfer": str(home / ".cache/flashinfer"),
+    }
+
+    def nameless():
+        raise KeyError("getpwuid(): uid not found: 4711")
+
+    monkeypatch.setattr(getpass, "getuser", nameless)
+    assert "torchinductor_uid_" in folders({})["inductor"]
+
+
+def test_files_of_a_cache_are_counted_and_kernels_by_their_ending(tmp_path):
+    cache = KernelCache("triton", tmp_path / "cache", (".cubin", ".hsaco"))
+    assert cache.contents() == CacheContents(0, 0, 0)
+    for name, size in (("key/a.cubin", 100), ("key/a.json", 20), ("other/deep/b.hsaco", 3)):
+        (tmp_path / "cache" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "cache" / name).write_bytes(b"x" * size)
+    (tmp_path / "cache" / "gone.cubin").symlink_to("nowhere")  # as a file that vanishes between the two looks
+    assert cache.contents() == CacheContents(3, 123, 2)

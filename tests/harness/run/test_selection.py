@@ -2,10 +2,7 @@
 
 import re
 from collections import defaultdict
-from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import pytest
 from inline_snapshot import snapshot
@@ -15,7 +12,6 @@ from attncheck.errors import QuestionError, SelectionError
 from attncheck.harness.run.outcomes import BackendDescription
 from attncheck.harness.run.selection import (
     RunPlan,
-    Selection,
     Shard,
     cases_by_keywords,
     choose_checks,
@@ -32,7 +28,7 @@ SMOKE = load_suite("smoke").cases
 BY_DEFAULT = default_checks("cuda")
 
 
-def ids(selection: Selection) -> list[str]:
+def ids(selection):
     return [case.id for case in selection.cases]
 
 
@@ -51,7 +47,7 @@ def ids(selection: Selection) -> list[str]:
         ([], ()),
     ],
 )
-def test_checks_are_named_by_commas_and_patterns(words: list[str], expected: tuple[str, ...]) -> None:
+def test_checks_are_named_by_commas_and_patterns(words, expected):
     assert set(choose_checks(words)) == set(expected)
 
 
@@ -63,15 +59,13 @@ def test_checks_are_named_by_commas_and_patterns(words: list[str], expected: tup
         ("!cudagraph", "check '!cudagraph': to leave a check out, give --skip cudagraph"),
     ],
 )
-def test_a_pattern_of_no_check_is_an_error_with_a_suggestion(
-    plain: Callable[[str], str], words: str, message: str
-) -> None:
+def test_a_pattern_of_no_check_is_an_error_with_a_suggestion(plain, words, message):
     with pytest.raises(QuestionError) as refused:
         choose_checks([words])
     assert plain(str(refused.value)) == message
 
 
-def test_skip_leaves_checks_out() -> None:
+def test_skip_leaves_checks_out():
     selection = select_cases(["smoke"], skip=["cudagraph,l*"])
     assert selection.checks == tuple(check for check in BY_DEFAULT if check not in ("cudagraph", "lse"))
     assert select_cases(["smoke"], (), ["lse,numerics"], skip=["lse"]).checks == ("numerics",)
@@ -79,7 +73,7 @@ def test_skip_leaves_checks_out() -> None:
         select_cases(["smoke"], (), ["lse"], skip=["lse"])
 
 
-def test_the_checks_that_are_made_of_any_case_are_in_the_order_of_reports() -> None:
+def test_the_checks_that_are_made_of_any_case_are_in_the_order_of_reports():
     selection = select_cases(["smoke"], ["prefill"], ["lse", "numerics"])
     assert selection.selected_checks == selection.checks == ("numerics", "lse")
     assert TIMING not in select_cases(["smoke"]).selected_checks
@@ -95,9 +89,7 @@ def test_the_checks_that_are_made_of_any_case_are_in_the_order_of_reports() -> N
         ({"checks": ["streams"]}, {"cpu": True, "cuda": True, "xpu:1": True}),
     ],
 )
-def test_streams_run_by_default_on_an_accelerator_alone_and_everywhere_by_name(
-    options: dict[str, Any], expected: dict[str, bool]
-) -> None:
+def test_streams_run_by_default_on_an_accelerator_alone_and_everywhere_by_name(options, expected):
     selection = select_cases(["smoke"], ["alibi"], **options)
     plans = {device: RunPlan(selection.cases, checks=selection.checks_on(device), device=device) for device in expected}
     assert {device: "streams" in plan.checks_of(selection.cases[0]) for device, plan in plans.items()} == expected
@@ -106,14 +98,14 @@ def test_streams_run_by_default_on_an_accelerator_alone_and_everywhere_by_name(
 # Cases and suites
 
 
-def test_commas_within_brackets_and_in_names_of_files_separate_nothing(tmp_path: Path) -> None:
+def test_commas_within_brackets_and_in_names_of_files_separate_nothing(tmp_path):
     (tmp_path / "a,b.yaml").write_text("")
     assert split_commas([str(tmp_path / "a,b.yaml"), "c,d"]) == (str(tmp_path / "a,b.yaml"), "c", "d")
     varied = "decode{cache.block_size: 32, layer.head_size: 64}"
     assert [suite.name for suite in select_cases([f"smoke,{varied}"]).suites] == ["smoke", "decode"]
 
 
-def test_an_id_without_its_variants_means_all_of_them() -> None:
+def test_an_id_without_its_variants_means_all_of_them():
     expected = [case.id for case in SMOKE if re.fullmatch(r"(decode|prefill)(\..*)?", case.id)]
     assert len(expected) > 2
     assert ids(select_cases(["smoke"], ["decode,prefill"])) == expected
@@ -135,7 +127,7 @@ def test_an_id_without_its_variants_means_all_of_them() -> None:
         (["encoder", "sinks"], "encodr"),
     ],
 )
-def test_a_suggestion_is_one_that_works(suites: list[str], pattern: str) -> None:
+def test_a_suggestion_is_one_that_works(suites, pattern):
     with pytest.raises(SelectionError) as wrong:
         select_cases(suites, [pattern])
     match = re.search(r"did you mean '(.*)'\?", str(wrong.value))
@@ -146,7 +138,7 @@ def test_a_suggestion_is_one_that_works(suites: list[str], pattern: str) -> None
     assert found.cases
 
 
-def test_a_case_of_another_suite_is_suggested_with_its_suite() -> None:
+def test_a_case_of_another_suite_is_suggested_with_its_suite():
     with pytest.raises(SelectionError) as wrong:
         select_cases(["prefill"], ["verify-drafts"])
     match = re.search(r"give --suite (\w+)", str(wrong.value))
@@ -155,7 +147,7 @@ def test_a_case_of_another_suite_is_suggested_with_its_suite() -> None:
 
 
 @pytest.mark.parametrize(("suite", "settings"), [("smoke{layer.num_heads: 7}", []), ("smoke", ["layer.num_heads=7"])])
-def test_a_case_that_the_defaults_make_invalid_is_named_with_the_reason(suite: str, settings: list[str]) -> None:
+def test_a_case_that_the_defaults_make_invalid_is_named_with_the_reason(suite, settings):
     with pytest.raises(SelectionError) as wrong:
         select_cases([suite], ["decode.float32"], settings=settings)
     named = f"{suite} with --set {settings[0]}" if settings else suite
@@ -174,7 +166,7 @@ def test_a_case_that_the_defaults_make_invalid_is_named_with_the_reason(suite: s
         ("smoke/decode or smoke/prefill", lambda case: case.id.startswith(("decode", "prefill"))),
     ],
 )
-def test_keywords_are_looked_for_in_id_description_and_needs(expression: str, expected: Any) -> None:
+def test_keywords_are_looked_for_in_id_description_and_needs(expression, expected):
     found = [case.id for case in cases_by_keywords(SMOKE, expression)]
     wanted = [case.id for case in SMOKE if expected(case)]
     assert wanted
@@ -198,7 +190,7 @@ NO_MATCH = "matches no id, description or need of the 90 cases that the other op
         ("head_size=12345", f"{NO_MATCH}; did you mean 'head_size=256'?"),
     ],
 )
-def test_the_message_of_a_wrong_expression_states_what_is_wrong(expression: str, message: str) -> None:
+def test_the_message_of_a_wrong_expression_states_what_is_wrong(expression, message):
     with pytest.raises(QuestionError) as refused:
         select_cases(["smoke"], keywords=expression)
     assert str(refused.value).removeprefix(f"-k {expression!r}").lstrip(": ") == message
@@ -207,13 +199,13 @@ def test_the_message_of_a_wrong_expression_states_what_is_wrong(expression: str,
 # Shards
 
 
-def sizes(count: int, cases: Any) -> list[int]:
+def sizes(count, cases):
     """The number of cases in each shard."""
     numbers = list(Shard(1, count).numbers(cases).values())
     return [numbers.count(number) for number in range(1, count + 1)]
 
 
-def test_each_case_is_in_one_shard_and_no_shard_is_empty() -> None:
+def test_each_case_is_in_one_shard_and_no_shard_is_empty():
     for count in (1, 2, 3, 7, len(SMOKE)):
         assert all(sizes(count, SMOKE)), count
         assert Shard(1, count).numbers(SMOKE).keys() == {case.key for case in SMOKE}
@@ -223,7 +215,7 @@ def test_each_case_is_in_one_shard_and_no_shard_is_empty() -> None:
         Shard(1, 3).numbers(SMOKE[:2])
 
 
-def test_cases_of_one_layer_and_cache_are_in_one_shard() -> None:
+def test_cases_of_one_layer_and_cache_are_in_one_shard():
     where = Shard(1, 5).numbers(SMOKE)
     shards = defaultdict(set)
     for case in SMOKE:
@@ -231,7 +223,7 @@ def test_cases_of_one_layer_and_cache_are_in_one_shard() -> None:
     assert {len(numbers) for numbers in shards.values()} == {1}
 
 
-def test_large_cases_are_spread() -> None:
+def test_large_cases_are_spread():
     cases = []
     for number in range(6):
         layer = replace(SMOKE[0].layer, scale=0.1 + number / 100)
@@ -243,7 +235,7 @@ def test_large_cases_are_spread() -> None:
 
 
 @pytest.mark.parametrize("text", ["", "2", "0/7", "8/7", "2/0", "a/b", "2/", "/7", "-1/7", "1/2/3"])
-def test_what_names_no_shard_is_refused(text: str) -> None:
+def test_what_names_no_shard_is_refused(text):
     assert read_shard("2/7") == Shard(2, 7)
     with pytest.raises(SelectionError, match="as 2/7"):
         read_shard(text)
@@ -264,21 +256,21 @@ cases:
 
 
 @pytest.fixture
-def suite(tmp_path: Path) -> str:
+def suite(tmp_path):
     path = tmp_path / "own.yaml"
     path.write_text(SUITE)
     return str(path)
 
 
-def backend(name: str = "a", *, reasons: tuple[str, ...] = (), **declared: Any) -> BackendDescription:
+def backend(name="a", *, reasons=(), **declared):
     return BackendDescription(info=BackendInfo(name=name, ref=name), unavailable_reasons=reasons, **declared)
 
 
-def pages(selection: Selection) -> dict[str, tuple[int, str]]:
+def pages(selection):
     return {case.id: (case.cache.block_size, case.cache.layout) for case in selection.cases}
 
 
-def test_what_the_suite_leaves_open_is_chosen_and_what_a_case_sets_is_kept(suite: str) -> None:
+def test_what_the_suite_leaves_open_is_chosen_and_what_a_case_sets_is_kept(suite):
     fitted, notes = fit_pages(select_cases([suite]), [backend(page_multiples=(32,), layouts=("HND",))], {})
     assert pages(fitted) == {"left": (32, "HND"), "sized": (8, "HND"), "laid.NHD": (32, "NHD"), "laid.HND": (32, "HND")}
     assert notes == snapshot(
@@ -301,21 +293,19 @@ def test_what_the_suite_leaves_open_is_chosen_and_what_a_case_sets_is_kept(suite
         ({"page_sizes": (32,)}, {"a": "another"}),
     ],
 )
-def test_a_suite_that_fits_the_backends_it_is_for_stays_as_it_is(
-    suite: str, declared: dict[str, Any], suites: dict[str, str]
-) -> None:
+def test_a_suite_that_fits_the_backends_it_is_for_stays_as_it_is(suite, declared, suites):
     selection = select_cases([suite])
     assert fit_pages(selection, [backend(**declared)], suites) == (selection, ())
 
 
-def test_what_the_user_sets_is_never_changed(suite: str) -> None:
+def test_what_the_user_sets_is_never_changed(suite):
     selection = select_cases([suite], settings=["cache.block_size=64"])
     fitted, notes = fit_pages(selection, [backend(page_sizes=(32,), layouts=("HND",))], {})
     assert pages(fitted)["left"] == (64, "HND")
     assert "block_size" not in notes[0]
 
 
-def test_most_backends_decide_and_the_suite_where_as_many_take_its_own(suite: str) -> None:
+def test_most_backends_decide_and_the_suite_where_as_many_take_its_own(suite):
     selection = select_cases([suite])
     small, large, any_size = backend("s", page_sizes=(16,)), backend("l", page_sizes=(128,)), backend("x")
     kept, notes = fit_pages(selection, [small, large, any_size], {})

@@ -2,7 +2,6 @@
 
 import subprocess
 import sys
-from collections.abc import Callable
 
 import pytest
 import torch
@@ -10,18 +9,16 @@ from pretend_cuda import Settings, present
 
 from attncheck.harness.run.options import size_in_words
 from attncheck.harness.workers.limits import MemoryLimits, keep_within, with_limit_named
-from attncheck.reports.run_file.records import Record
 
 MIB, GIB = 2**20, 2**30
-Make = Callable[..., Record]
 
 
-def test_sizes_are_stated_in_the_unit_that_suits() -> None:
+def test_sizes_are_stated_in_the_unit_that_suits():
     sizes = (0, 600 * MIB, 4 * GIB, int(4.13 * GIB), 128 * GIB)
     assert list(map(size_in_words, sizes)) == ["0 MiB", "600 MiB", "4 GiB", "4.13 GiB", "128 GiB"]
 
 
-def test_on_a_cpu_memory_far_beyond_the_limit_is_refused_at_once_and_a_narrower_limit_of_the_system_stays() -> None:
+def test_on_a_cpu_memory_far_beyond_the_limit_is_refused_at_once_and_a_narrower_limit_of_the_system_stays():
     code = """
 import resource
 from attncheck.harness.host import free_own_bytes
@@ -45,7 +42,7 @@ assert resource.getrlimit(resource.RLIMIT_DATA) == (2**29, 2**29)
 
 
 @pytest.mark.parametrize(("device_limit", "is_refused"), [(None, False), (2 * GIB, False), (16 * MIB, True)])
-def test_on_a_gpu_torch_takes_no_more_than_its_limit(device_limit: int | None, *, is_refused: bool) -> None:
+def test_on_a_gpu_torch_takes_no_more_than_its_limit(device_limit, *, is_refused):
     with present(Settings(total_memory=GIB)):
         keep_within(MemoryLimits(host=1, device=device_limit), "cuda:0")
         if is_refused:
@@ -65,9 +62,7 @@ def test_on_a_gpu_torch_takes_no_more_than_its_limit(device_limit: int | None, *
         ("ValueError", "no such thing", "no such thing"),
     ],
 )
-def test_the_message_of_a_refused_allocation_names_the_limit(
-    make_record: Make, error_type: str, message: str, named: str | None
-) -> None:
+def test_the_message_of_a_refused_allocation_names_the_limit(make_record, error_type, message, named):
     record = make_record("errored", error_type=error_type, message=message)
     limits = MemoryLimits(host=GIB, device=2 * GIB)
     found = with_limit_named(record, limits)

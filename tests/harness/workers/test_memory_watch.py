@@ -14,7 +14,7 @@ from attncheck.harness.workers.process import ProcessEndedError, WorkerProcess
 MIB, GIB = 2**20, 2**30
 
 
-def start(monkeypatch: pytest.MonkeyPatch, code: str) -> WorkerProcess:
+def start(monkeypatch, code):
     """A process that runs ``code`` where the worker would be."""
     monkeypatch.setattr(process_module, "_START", f"import os, sys, time\n{code}")
     return WorkerProcess()
@@ -38,13 +38,11 @@ def start(monkeypatch: pytest.MonkeyPatch, code: str) -> WorkerProcess:
         ({}, GIB, -1, {}),
     ],
 )
-def test_one_over_its_limit_is_killed_or_else_the_largest_where_the_host_runs_short(
-    held: dict[int, int], limit: int | None, room: int | None, expected: dict[int, str]
-) -> None:
+def test_one_over_its_limit_is_killed_or_else_the_largest_where_the_host_runs_short(held, limit, room, expected):
     assert causes(held, limit, room, 900 * MIB) == expected
 
 
-def test_it_looks_again_before_a_process_can_fill_what_is_left() -> None:
+def test_it_looks_again_before_a_process_can_fill_what_is_left():
     assert seconds_to_wait([], None, None) == 0.2
     assert seconds_to_wait([GIB], 2 * GIB, 512 * MIB) == 0.125
     assert seconds_to_wait([GIB, 1.6 * GIB], 2 * GIB, 4 * GIB) == pytest.approx(0.1)
@@ -53,9 +51,7 @@ def test_it_looks_again_before_a_process_can_fill_what_is_left() -> None:
     assert [reserve_of(free * GIB) / GIB for free in (1, 2, 16, 80)] == [0.25, 0.5, 1, 4]
 
 
-def test_one_that_takes_too_much_with_what_it_started_is_killed_and_the_others_are_not(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_one_that_takes_too_much_with_what_it_started_is_killed_and_the_others_are_not(monkeypatch):
     forks = """
 for _ in range(3):
     if not os.fork():
@@ -76,7 +72,7 @@ time.sleep(60)
         assert held_bytes([session], None) == {session: 0}
 
 
-def test_files_in_memory_count_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_in_memory_count_once(monkeypatch):
     code = """
 import mmap
 file = os.memfd_create('held')
@@ -97,7 +93,7 @@ time.sleep(60)
             os.write(process._writing, b"x")
 
 
-def test_pages_that_copies_share_count_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pages_that_copies_share_count_once(monkeypatch):
     code = """
 held = b'x' * (50 * 2**20)
 for _ in range(8): os.fork() or time.sleep(60)
@@ -115,16 +111,14 @@ time.sleep(60)
         assert 50 * MIB < held_bytes([session], 400 * MIB)[session] < 120 * MIB
 
 
-def test_where_the_host_runs_short_the_largest_is_killed_and_the_next_only_if_that_does_not_help(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    killed: list[str] = []
+def test_where_the_host_runs_short_the_largest_is_killed_and_the_next_only_if_that_does_not_help(monkeypatch):
+    killed = []
 
     class Fake:
-        def __init__(self, identity: int) -> None:
+        def __init__(self, identity):
             self.identity, self.has_ended = identity, False
 
-        def end_for(self, cause: str) -> None:
+        def end_for(self, cause):
             killed.append(f"{self.identity}: {cause}")
             self.has_ended = True
 
@@ -150,7 +144,7 @@ def test_where_the_host_runs_short_the_largest_is_killed_and_the_next_only_if_th
     assert len(killed) == 2  # the third is too small to be the reason
 
 
-def test_the_thread_ends_with_the_last_process_and_begins_with_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_thread_ends_with_the_last_process_and_begins_with_the_next(monkeypatch):
     watch = MemoryWatch(GIB)
     for _ in range(2):
         with start(monkeypatch, "time.sleep(60)") as process:

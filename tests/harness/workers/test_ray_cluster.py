@@ -1,8 +1,7 @@
-"""The actors of a cluster, by a ray that runs each call at once: how many there are, and which nodes take part."""
+"""Ray: slots on the nodes of a cluster, and the actor of a slot."""
 
 import socket
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -13,16 +12,19 @@ from inline_snapshot import snapshot
 import attncheck
 from attncheck.errors import ClusterError, MissingExtraError
 from attncheck.harness.run.options import RaySettings
-from attncheck.harness.run.outcomes import BackendDescription, Circumstances
+from attncheck.harness.run.outcomes import BackendDescription, Circumstances, not_loaded
+from attncheck.harness.run.run import file_digest
 from attncheck.harness.run.selection import RunPlan, select_cases
 from attncheck.harness.workers.executor import Place
+from attncheck.harness.workers.limits import TimeLimits, WorkerSettings
+from attncheck.harness.workers.pool import assignment_of
 from attncheck.harness.workers.process import WorkerError
 from attncheck.harness.workers.protocol import HarnessFailure, Refused
-from attncheck.harness.workers.ray import ActorRecords, RayCluster
+from attncheck.harness.workers.ray import ActorRecords, RayActor, RayCluster
 from attncheck.harness.workers.schedule import BackendQuestion, Chosen
 from attncheck.harness.workers.worker import DeviceChosen, Imports
 from attncheck.reports.run_file.header import Environment
-from attncheck.reports.run_file.records import Crashed, format_line
+from attncheck.reports.run_file.records import Crashed, format_line, parse_line
 
 FACTS = dict.fromkeys(("python", "numpy", "platform", "cpu", "device", "device_name"), "")
 SAME = Environment(attncheck=attncheck.__version__, torch="2.13.0", cores=2, **FACTS)
@@ -44,41 +46,41 @@ class FakeRay(ModuleType):
         RayError = RayError
         RayTaskError = RayTaskError
 
-    def __init__(self, **offered: float) -> None:
+    def __init__(self, **offered):
         super().__init__("ray")
-        self.offered: dict[str, float] = {"CPU": 3.0, **offered}
-        self.joins: list[Any] = []
-        self.answers: list[Any] = []
-        self.options: list[dict[str, Any]] = []
-        self.joined_with: list[tuple[Any, ...]] = []
-        self.killed: list[Any] = []
-        self.initialised: dict[str, Any] = {}
+        self.offered = {"CPU": 3.0, **offered}
+        self.joins = []
+        self.answers = []
+        self.options = []
+        self.joined_with = []
+        self.killed = []
+        self.initialised = {}
         self.is_shut_down = False
 
-    def init(self, **settings: Any) -> None:
+    def init(self, **settings):
         self.initialised = settings
 
-    def shutdown(self) -> None:
+    def shutdown(self):
         self.is_shut_down = True
 
-    def cluster_resources(self) -> dict[str, float]:
+    def cluster_resources(self):
         return self.offered
 
-    def put(self, value: Any) -> Any:
+    def put(self, value):
         return value
 
-    def get(self, reference: list[Any]) -> Any:
+    def get(self, reference):
         if isinstance(reference[0], Exception):
             raise reference[0]
         return reference[0]
 
-    def wait(self, references: list[Any], num_returns: int = 1, timeout: float | None = None) -> Any:
+    def wait(self, references, num_returns=1, timeout=None):
         return [each for each in references if each[0] != "never"][:num_returns], []
 
-    def kill(self, actor: Any) -> None:
+    def kill(self, actor):
         self.killed.append(actor)
 
-    def remote(self, _: type) -> Any:
+    def remote(self, _):
         return FakeActorClass(self)
 
 
@@ -87,34 +89,34 @@ class Reference(list[Any]):
 
 
 class FakeActorClass:
-    def __init__(self, ray: FakeRay) -> None:
+    def __init__(self, ray):
         self._ray = ray
 
-    def options(self, **given: Any) -> "FakeActorClass":
+    def options(self, **given):
         self._ray.options.append(given)
         return self
 
-    def remote(self) -> "FakeActor":
+    def remote(self):
         return FakeActor(self._ray)
 
 
 class FakeActor:
-    def __init__(self, ray: FakeRay) -> None:
+    def __init__(self, ray):
         self.join, self.begin = FakeMethod(ray.joins, ray.joined_with), FakeMethod([None])
         self.examine = FakeMethod(ray.answers)
 
 
 class FakeMethod:
-    def __init__(self, answers: list[Any], called: list[tuple[Any, ...]] | None = None) -> None:
+    def __init__(self, answers, called=None):
         self._answers, self._called = answers, called
 
-    def remote(self, *given: Any) -> Reference:
+    def remote(self, *given):
         if self._called is not None:
             self._called.append(given)
         return Reference([self._answers.pop(0) if self._answers else "never"])
 
 
-def joining(environment: Environment | None = SAME, reason: str = "") -> dict[str, str]:
+def joining(environment=SAME, reason=""):
     if environment is None:
         return {"name": "far", "refused": reason}
     chosen = DeviceChosen(device="cpu", notes=(), environment=environment)
@@ -122,26 +124,23 @@ def joining(environment: Environment | None = SAME, reason: str = "") -> dict[st
 
 
 @pytest.fixture
-def ray(monkeypatch: pytest.MonkeyPatch) -> FakeRay:
+def ray(monkeypatch):
     made = FakeRay()
     monkeypatch.setitem(sys.modules, "ray", made)
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     return made
 
 
-Opener = Callable[..., RayCluster]
-
-
 @pytest.fixture
-def notes() -> list[str]:
+def notes():
     return []
 
 
 @pytest.fixture
-def opened(ray: FakeRay, notes: list[str]) -> Opener:
+def opened(ray, notes):
     """``opened(settings, **options)``: a cluster whose first node has joined and begun the run."""
 
-    def make(settings: RaySettings | None = None, **options: Any) -> RayCluster:
+    def make(settings=None, **options):
         ray.joins.insert(0, joining())
         cluster = RayCluster(settings or RaySettings(), Imports(), notes.append, **options)
         assert cluster.choose_device((), None) == ("cpu", (), SAME)
@@ -152,7 +151,7 @@ def opened(ray: FakeRay, notes: list[str]) -> Opener:
     return make
 
 
-def place() -> Place:
+def place():
     backend = BackendDescription.model_validate({"info": {"name": "reference", "ref": "reference"}})
     question = BackendQuestion(backend, select_cases(["smoke"]).cases[0], ("numerics", "lse"))
     return Place(question, Circumstances(0, SAME.digest, attncheck.__version__), ["numerics", "lse"])
@@ -172,9 +171,7 @@ CHOSEN = Chosen("reference", True, None)
         ({}, "cpu", {}, 2, (2, 1.0, 0)),
     ],
 )
-def test_actors_are_one_a_gpu_or_one_a_core(
-    ray: FakeRay, opened: Opener, offered: dict[str, float], device: str, resources: Any, jobs: int, expected: Any
-) -> None:
+def test_actors_are_one_a_gpu_or_one_a_core(ray, opened, offered, device, resources, jobs, expected):
     ray.offered |= offered
     cluster = opened(RaySettings(resources=resources), device=device, jobs=jobs)
     (options,) = ray.options
@@ -182,13 +179,13 @@ def test_actors_are_one_a_gpu_or_one_a_core(
     assert len(cluster.slots(1)) == 1
 
 
-def test_other_resources_are_requested_by_their_names(ray: FakeRay, opened: Opener) -> None:
+def test_other_resources_are_requested_by_their_names(ray, opened):
     ray.offered |= {"memory": 2e9, "accelerator_type:H100": 1.0}
     opened(RaySettings(resources={"memory": 1e9, "accelerator_type:H100": 0.001}))
     assert (ray.options[0]["memory"], ray.options[0]["resources"]) == (1e9, {"accelerator_type:H100": 0.001})
 
 
-def test_a_cluster_without_room_is_refused(ray: FakeRay, notes: list[str]) -> None:
+def test_a_cluster_without_room_is_refused(ray, notes):
     with pytest.raises(ClusterError) as refused:
         RayCluster(RaySettings(resources={"FPGA": 2.0}), Imports(), notes.append)
     assert str(refused.value) == snapshot(
@@ -197,14 +194,14 @@ def test_a_cluster_without_room_is_refused(ray: FakeRay, notes: list[str]) -> No
     assert ray.is_shut_down
 
 
-def test_nodes_work_in_the_folder_of_the_run_unless_ray_brings_one(ray: FakeRay, opened: Opener) -> None:
+def test_nodes_work_in_the_folder_of_the_run_unless_ray_brings_one(ray, opened):
     opened()
     opened(RaySettings(runtime_env={"working_dir": "."}))
     assert [folder for _, folder, *_ in ray.joined_with] == [str(Path.cwd()), None]
     assert ray.initialised["runtime_env"] == {"working_dir": "."}
 
 
-def test_a_node_with_another_environment_takes_no_part(ray: FakeRay, opened: Opener, notes: list[str]) -> None:
+def test_a_node_with_another_environment_takes_no_part(ray, opened, notes):
     cluster = opened()
     ray.joins += [joining(OTHER), joining()]
     _, second, third = cluster.slots(3)
@@ -226,7 +223,7 @@ def test_a_node_with_another_environment_takes_no_part(ray: FakeRay, opened: Ope
         ("never", "no node has joined the run within 600 s"),
     ],
 )
-def test_without_a_first_node_the_run_ends(ray: FakeRay, notes: list[str], answer: object, reason: str) -> None:
+def test_without_a_first_node_the_run_ends(ray, notes, answer, reason):
     ray.joins.append(answer)
     cluster = RayCluster(RaySettings(address="local"), Imports(), notes.append, jobs=1)
     with pytest.raises(ClusterError) as refused:
@@ -235,9 +232,7 @@ def test_without_a_first_node_the_run_ends(ray: FakeRay, notes: list[str], answe
 
 
 @pytest.mark.parametrize("error", [RayTaskError("No module named 'attncheck'"), RayError("gone")])
-def test_an_actor_that_fails_before_it_has_joined_is_not_replaced(
-    ray: FakeRay, opened: Opener, notes: list[str], error: RayError
-) -> None:
+def test_an_actor_that_fails_before_it_has_joined_is_not_replaced(ray, opened, notes, error):
     cluster = opened()
     ray.joins.append(error)
     slot = cluster.slots(2)[1]
@@ -248,9 +243,7 @@ def test_an_actor_that_fails_before_it_has_joined_is_not_replaced(
     assert len(ray.options) == 2
 
 
-def test_a_lost_node_is_replaced_up_to_three_times_at_one_question(
-    ray: FakeRay, opened: Opener, notes: list[str]
-) -> None:
+def test_a_lost_node_is_replaced_up_to_three_times_at_one_question(ray, opened, notes):
     (slot,) = opened().slots(1)
     question, actors = place(), [slot.actor]
     for _ in range(3):
@@ -274,9 +267,7 @@ def test_a_lost_node_is_replaced_up_to_three_times_at_one_question(
     assert (list(other.waiting()), other.blind) == ([crashed], "blind")
 
 
-def test_all_actors_start_at_once_and_the_end_of_the_run_is_no_loss_of_a_node(
-    ray: FakeRay, opened: Opener, notes: list[str]
-) -> None:
+def test_all_actors_start_at_once_and_the_end_of_the_run_is_no_loss_of_a_node(ray, opened, notes):
     cluster = opened()
     ray.joins += [RayError("killed")] * 2
     first, second, third = cluster.slots(3)
@@ -292,7 +283,7 @@ def test_all_actors_start_at_once_and_the_end_of_the_run_is_no_loss_of_a_node(
         third.begin(CHOSEN)
 
 
-def test_a_node_that_refuses_a_backend_gets_no_more_questions(ray: FakeRay, opened: Opener) -> None:
+def test_a_node_that_refuses_a_backend_gets_no_more_questions(ray, opened):
     (slot,) = opened().slots(1)
     ray.answers.append(Refused(reason="another file"))
     question = place()
@@ -303,10 +294,8 @@ def test_a_node_that_refuses_a_backend_gets_no_more_questions(ray: FakeRay, open
 
 
 @pytest.mark.parametrize("call", ["wait", "get"])
-def test_a_lost_connection_ends_the_run(
-    ray: FakeRay, opened: Opener, monkeypatch: pytest.MonkeyPatch, call: str
-) -> None:
-    def lost(*_: Any, **__: Any) -> None:
+def test_a_lost_connection_ends_the_run(ray, opened, monkeypatch, call):
+    def lost(*_, **__):
         raise OSError("Broken pipe")
 
     (slot,) = opened().slots(1)
@@ -320,7 +309,7 @@ def test_a_lost_connection_ends_the_run(
 @pytest.mark.parametrize(
     "answer", [RayTaskError("Traceback ...\nKeyError: 3"), HarnessFailure(error="KeyError: 3", traceback="")]
 )
-def test_a_fault_of_attncheck_on_a_node_ends_the_run(ray: FakeRay, opened: Opener, answer: object) -> None:
+def test_a_fault_of_attncheck_on_a_node_ends_the_run(ray, opened, answer):
     (slot,) = opened().slots(1)
     ray.answers.append(answer)
     with pytest.raises(WorkerError) as refused:
@@ -333,8 +322,8 @@ def test_a_fault_of_attncheck_on_a_node_ends_the_run(ray: FakeRay, opened: Opene
     [("local", "10.0.0.1:1", "local"), (None, "ray://head:1", "ray://head:1"), (None, None, "auto")],
 )
 def test_the_address_is_that_of_the_option_then_of_the_environment(
-    ray: FakeRay, notes: list[str], monkeypatch: pytest.MonkeyPatch, given: str, environment: str, expected: str
-) -> None:
+    ray, notes, monkeypatch, given, environment, expected
+):
     if environment:
         monkeypatch.setenv("RAY_ADDRESS", environment)
     with RayCluster(RaySettings(address=given), Imports(), notes.append):
@@ -342,7 +331,7 @@ def test_the_address_is_that_of_the_option_then_of_the_environment(
     assert ray.is_shut_down
 
 
-def test_an_address_at_which_nothing_listens_is_refused_at_once(ray: FakeRay, notes: list[str]) -> None:
+def test_an_address_at_which_nothing_listens_is_refused_at_once(ray, notes):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{free.getsockname()[1]}"
@@ -351,10 +340,8 @@ def test_an_address_at_which_nothing_listens_is_refused_at_once(ray: FakeRay, no
     assert ray.initialised == {}
 
 
-def test_a_cluster_that_does_not_start_in_time_is_refused(
-    ray: FakeRay, notes: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def init(**_: object) -> None:
+def test_a_cluster_that_does_not_start_in_time_is_refused(ray, notes, monkeypatch):
+    def init(**_):
         raise Exception("The current node timed out during startup.")  # noqa: TRY002 (as ray does)
 
     monkeypatch.setattr(ray, "init", init)
@@ -365,10 +352,96 @@ def test_a_cluster_that_does_not_start_in_time_is_refused(
     )
 
 
-def test_without_ray_the_extra_is_named(monkeypatch: pytest.MonkeyPatch, notes: list[str]) -> None:
+def test_without_ray_the_extra_is_named(monkeypatch, notes):
     monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(MissingExtraError) as refused:
         RayCluster(RaySettings(), Imports(), notes.append)
     assert str(refused.value) == snapshot(
         "--executor ray needs ray, which is not installed; pip install 'attncheck[ray]'"
     )
+
+
+pytestmark = pytest.mark.usefixtures("preloaded")
+
+MINE = """\
+from attncheck.backends.candidates.torch_sdpa import SDPABackend
+
+
+class Mine(SDPABackend):
+    pass
+"""
+REF = "./mine.py:Mine"
+
+
+def joined(actor, *, folder, version=attncheck.__version__, device="cpu"):
+    answer = actor.join(version, str(folder), Imports().model_dump_json(), (device, []))
+    assert answer["name"]
+    if "refused" in answer:
+        return Refused(reason=answer["refused"])
+    return DeviceChosen.model_validate_json(answer["chosen"])
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.py").write_text(MINE)
+    return tmp_path
+
+
+@pytest.fixture
+def actor():
+    made = RayActor()
+    yield made
+    made._pool.close()
+
+
+def test_a_node_examines_questions_to_backends_of_the_same_files(plain, actor, folder):
+    chosen = joined(actor, folder=folder)
+    assert isinstance(chosen, DeviceChosen)
+    selection = select_cases(["smoke"], ["decode.float32", "decode.float16"], ["numerics", "lse"])
+    assignment = assignment_of(selection, RunPlan(selection.cases), chosen.environment)
+    actor.begin(assignment, WorkerSettings(TimeLimits(600.0)))
+    (description,) = actor.describe({REF: file_digest(REF)})
+    assert isinstance(description, BackendDescription)
+    for case in selection.cases:
+        found = actor.examine(BackendQuestion(description, case, ("numerics", "lse")))
+        assert isinstance(found, ActorRecords)
+        records = [parse_line(line) for line in found.records]
+        assert [(each.case, each.check, each.outcome) for each in records] == [
+            (case.key, "numerics", "passed"),
+            (case.key, "lse", "unsupported"),
+        ]
+        assert found.blind is None
+
+    files = dict.fromkeys(description.info.files, "0" * 12)
+    assert "mine.py" in files
+    for change in ({"files": files}, {"features": ("lse",)}):
+        info = description.info.model_copy(update=change)
+        other = BackendQuestion(description.model_copy(update={"info": info}), selection.cases[0], ("lse",))
+        assert actor.examine(other) == Refused(reason=f"backend {REF!r} is another one there")
+    assert actor.describe({REF: "0" * 12}) == [f"{folder} has another file for {REF}, or none"]
+
+    (reason,) = actor.describe({"no.such:Thing": ""})
+    assert isinstance(reason, str)
+    gone = BackendQuestion(not_loaded("no.such:Thing", (reason,)), selection.cases[0], ("numerics",))
+    unavailable = actor.examine(gone)
+    assert isinstance(unavailable, ActorRecords)
+    (record,) = map(parse_line, unavailable.records)
+    assert (record.outcome, record.reasons) == ("unavailable", (reason,))
+
+    actor.begin(assignment.model_copy(update={"digests": ("0" * 12,)}), WorkerSettings())
+    (reason,) = actor.describe({"reference": ""})
+    assert isinstance(reason, str)
+    assert plain(reason) == snapshot("ROOT/src/attncheck/cases/suites/smoke.yaml has changed since the run began")
+
+
+def test_a_node_with_another_attncheck_folder_or_device_takes_no_part(actor, folder):
+    reasons = []
+    for fields in ({"version": "9.9.9"}, {"folder": folder / "elsewhere"}, {"device": "xpu"}):
+        answer = joined(actor, **{"folder": folder, **fields})
+        assert isinstance(answer, Refused)
+        reasons.append(answer.reason)
+    assert reasons[0] == f"it has attncheck {attncheck.__version__}, and the run 9.9.9"
+    assert f"cannot use the folder {folder}/elsewhere (No such file or directory)" in reasons[1]
+    assert "working_dir" in reasons[1]
+    assert "device 'xpu'" in reasons[2]

@@ -3,27 +3,19 @@
 import signal
 import threading
 import time
-from collections.abc import Callable, Generator, Sequence
 from dataclasses import replace
-from typing import cast
 
 import pytest
 
-from attncheck.cases.model import Case
 from attncheck.errors import BackendUnavailableError, ClusterError, QuestionError
 from attncheck.harness.run.outcomes import BackendDescription, Circumstances, not_loaded, record_of
 from attncheck.harness.run.selection import RunPlan
-from attncheck.harness.workers.executor import Place, ProcessExaminer, ProcessSlot, SlotExecutor
-from attncheck.harness.workers.pool import WorkerPool
+from attncheck.harness.workers.executor import Place, ProcessSlot, SlotExecutor
 from attncheck.harness.workers.process import StoppedError, WorkerError
 from attncheck.harness.workers.protocol import HarnessFailure
 from attncheck.harness.workers.schedule import BackendQuestion, Chosen, Schedule
 from attncheck.reports.run_file.header import BackendInfo, Environment
-from attncheck.reports.run_file.records import Record
 
-MakeCase = Callable[..., Case]
-Step = tuple[int, str, str]
-"""A slot, a backend and a case."""
 FACTS = dict.fromkeys(("python", "torch", "numpy", "platform", "cpu", "device", "device_name"), "")
 ENVIRONMENT = Environment(attncheck="0.1.0", cores=1, **FACTS)
 CIRCUMSTANCES = Circumstances(0, ENVIRONMENT.digest, "0.1.0")
@@ -31,11 +23,11 @@ OURS = WorkerError("b", HarnessFailure(error="RuntimeError: No CUDA GPUs are ava
 
 
 @pytest.fixture
-def cases(make_case: MakeCase) -> list[Case]:
+def cases(make_case):
     return [make_case(name=name) for name in "wxyz"]
 
 
-def questions_to(refs: str, cases: Sequence[Case], check: str = "numerics") -> list[BackendQuestion]:
+def questions_to(refs, cases, check="numerics"):
     backends = [BackendDescription(info=BackendInfo(name=ref, ref=ref)) for ref in refs]
     return [BackendQuestion(backend, case, (check,)) for backend in backends for case in cases]
 
@@ -43,32 +35,30 @@ def questions_to(refs: str, cases: Sequence[Case], check: str = "numerics") -> l
 class Team:
     """Slots that answer at once. ``deed``: what a slot does with a question before; it returns whether it is over."""
 
-    def __init__(self, count: int, deed: Callable[["FakeSlot", Place], object] = lambda slot, place: True) -> None:
-        self.steps: list[Step] = []
+    def __init__(self, count, deed=lambda slot, place: True):
+        self.steps = []
         self.deed = deed
         self.slots = [FakeSlot(self, number) for number in range(count)]
 
-    def examine(
-        self, questions: Sequence[BackendQuestion], costs: dict[tuple[str, str, str], float] | None = None
-    ) -> Generator[Record, None, None]:
+    def examine(self, questions, costs=None):
         examination = SlotExecutor(RunPlan(cases=()), (), ENVIRONMENT)
         return examination.examine_all(questions, self.slots, costs=costs)
 
 
 class FakeSlot:
-    def __init__(self, team: Team, number: int) -> None:
+    def __init__(self, team, number):
         self.team, self.number = team, number
-        self.cannot_begin: list[str] = []
-        self.left: list[str] = []
+        self.cannot_begin = []
+        self.left = []
         self.stopped = threading.Event()
-        self.error: Exception | None = None
+        self.error = None
 
-    def begin(self, chosen: Chosen) -> bool:
+    def begin(self, chosen):
         if self.error is not None:
             raise self.error
         return chosen.ref not in self.cannot_begin
 
-    def examine(self, place: Place, _left: Sequence[BackendQuestion]) -> bool:
+    def examine(self, place, _left):
         question = place.question
         self.team.steps.append((self.number, question.backend.ref, question.case.id))
         if not self.team.deed(self, place):
@@ -78,30 +68,30 @@ class FakeSlot:
             place.records.put(record_of(place.circumstances, question.case, question.backend, check, found, 0.0))
         return True
 
-    def leave(self, ref: str) -> None:
+    def leave(self, ref):
         self.left.append(ref)
 
-    def stop(self) -> None:
+    def stop(self):
         self.stopped.set()
 
-    def wait_for_stop(self) -> None:
+    def wait_for_stop(self):
         assert self.stopped.wait(30)
         raise StoppedError
 
 
-def in_order(records: Sequence[Record]) -> list[tuple[str, str]]:
+def in_order(records):
     return [(record.backend, record.case_id) for record in records]
 
 
-def everything(refs: str, cases: Sequence[Case]) -> list[tuple[str, str]]:
+def everything(refs, cases):
     return [(ref, case.id) for ref in refs for case in cases]
 
 
-def test_records_keep_the_order_of_a_serial_run_and_none_waits_for_later_ones(cases: list[Case]) -> None:
+def test_records_keep_the_order_of_a_serial_run_and_none_waits_for_later_ones(cases):
     """The second slot examines ``b`` and ``c`` while the first is at ``a``; ``c`` then waits for a record of ``a``."""
     is_b_done, is_read = threading.Event(), threading.Event()
 
-    def deed(_: FakeSlot, place: Place) -> bool:
+    def deed(_, place):
         question = place.question
         if question.backend.ref == "a":
             assert is_b_done.wait(30)
@@ -120,7 +110,7 @@ def test_records_keep_the_order_of_a_serial_run_and_none_waits_for_later_ones(ca
     assert sorted(ref for slot in team.slots for ref in slot.left) == ["a", "b", "c"]
 
 
-def test_a_backend_that_is_not_loaded_needs_no_slot(cases: list[Case]) -> None:
+def test_a_backend_that_is_not_loaded_needs_no_slot(cases):
     gone = BackendQuestion(not_loaded("gone", ("no library",)), cases[0], ("numerics",))
     team = Team(1)
     records = list(team.examine([gone, *questions_to("a", cases)]))
@@ -130,13 +120,11 @@ def test_a_backend_that_is_not_loaded_needs_no_slot(cases: list[Case]) -> None:
 
 
 @pytest.mark.parametrize(("seconds", "helpers"), [(9.0, 1), (0.01, 0)])
-def test_slots_help_with_a_backend_that_took_long_in_earlier_runs(
-    make_case: MakeCase, seconds: float, helpers: int
-) -> None:
+def test_slots_help_with_a_backend_that_took_long_in_earlier_runs(make_case, seconds, helpers):
     cases = [make_case((1, number), name=f"case{number}") for number in range(1, 9)]
     has_helper = threading.Event()
 
-    def deed(slot: FakeSlot, _: Place) -> bool:
+    def deed(slot, _):
         if slot.number != team.steps[0][0]:
             has_helper.set()
         return not helpers or has_helper.wait(30)
@@ -149,9 +137,7 @@ def test_slots_help_with_a_backend_that_took_long_in_earlier_runs(
 
 
 @pytest.mark.parametrize(("each_s", "expected"), [(0.1, None), (0.5, None), (2.0, "a")])
-def test_a_slot_helps_where_much_is_left_after_five_cases(
-    make_case: MakeCase, each_s: float, expected: str | None
-) -> None:
+def test_a_slot_helps_where_much_is_left_after_five_cases(make_case, each_s, expected):
     """5 of 20 cases are over. The others take 1.5, 7.5 or 30 s. A second process takes half, but needs 5 s to start."""
     now = [0.0]
     cases = [make_case(name=f"case{number}") for number in range(20)]
@@ -165,13 +151,13 @@ def test_a_slot_helps_where_much_is_left_after_five_cases(
     assert schedule._to_help(1) == expected
 
 
-def test_a_slot_on_a_machine_of_its_own_helps_at_once(cases: list[Case]) -> None:
+def test_a_slot_on_a_machine_of_its_own_helps_at_once(cases):
     schedule = Schedule(questions_to("a", cases), shares_machine=False)
     assert schedule.choose(0) == Chosen("a", True, None)
     assert schedule.choose(1) == Chosen("a", False, None)
 
 
-def test_a_backend_that_a_slot_cannot_begin_is_left_to_the_others(cases: list[Case]) -> None:
+def test_a_backend_that_a_slot_cannot_begin_is_left_to_the_others(cases):
     team = Team(2)
     team.slots[0].cannot_begin = ["a", "b"]
     assert in_order(list(team.examine(questions_to("ab", cases)))) == everything("ab", cases)
@@ -179,7 +165,7 @@ def test_a_backend_that_a_slot_cannot_begin_is_left_to_the_others(cases: list[Ca
     assert team.slots[0].left == []
 
 
-def test_the_first_slot_begins_even_a_backend_with_which_it_could_not_help(cases: list[Case]) -> None:
+def test_the_first_slot_begins_even_a_backend_with_which_it_could_not_help(cases):
     """Here the other slot then loses the backend, too: without the first one the run would never end."""
     schedule = Schedule(questions_to("a", cases))
     for slot in (1, 0):
@@ -189,7 +175,7 @@ def test_the_first_slot_begins_even_a_backend_with_which_it_could_not_help(cases
     assert schedule._to_begin(0) == "a"
 
 
-def test_cases_that_share_a_graph_level_stay_in_one_slot_even_if_it_is_lost(make_case: MakeCase) -> None:
+def test_cases_that_share_a_graph_level_stay_in_one_slot_even_if_it_is_lost(make_case):
     """The level belongs to layer and cache. A slot that is lost leaves all its groups to the other one."""
     first = make_case(name="first")
     wide = replace(first, id="wide", layer=replace(first.layer, num_heads=first.layer.num_heads * 2))
@@ -205,17 +191,15 @@ def test_cases_that_share_a_graph_level_stay_in_one_slot_even_if_it_is_lost(make
     assert [free.take("a", slot) for slot in (0, 1, 0)] == [0, 1, 2]
 
 
-def test_cases_that_need_much_memory_are_examined_one_at_a_time(
-    cases: list[Case], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_cases_that_need_much_memory_are_examined_one_at_a_time(cases, monkeypatch):
     large = {"x", "y"}
     monkeypatch.setattr(
         "attncheck.harness.workers.schedule.needed_bytes", lambda case: 2**31 if case.id in large else 2**20
     )
-    at_work: set[int] = set()
+    at_work = set()
     together = threading.Barrier(2, timeout=30)
 
-    def deed(slot: FakeSlot, place: Place) -> bool:
+    def deed(slot, place):
         if place.question.case.id == "w":
             together.wait()  # small cases run side by side
         elif place.question.case.id in large:
@@ -229,12 +213,12 @@ def test_cases_that_need_much_memory_are_examined_one_at_a_time(
 
 
 @pytest.mark.parametrize("ending", ["interrupt", "close", "fault"])
-def test_an_end_of_the_run_stops_all_slots(cases: list[Case], ending: str) -> None:
+def test_an_end_of_the_run_stops_all_slots(cases, ending):
     """``a`` hangs in its second case while ``b`` is examined. An interrupt still yields the records of ``b``."""
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell ignores it in what it starts with `&`
     is_reading, is_hanging = threading.Event(), threading.Event()
 
-    def deed(slot: FakeSlot, place: Place) -> bool:
+    def deed(slot, place):
         match place.question.backend.ref, place.question.case.id:
             case ("a", "x"):
                 is_hanging.set()
@@ -267,8 +251,8 @@ def test_an_end_of_the_run_stops_all_slots(cases: list[Case], ending: str) -> No
     assert not [each for each in threading.enumerate() if each.name.startswith("slot ")]
 
 
-def test_a_question_of_a_lost_slot_goes_to_another(cases: list[Case]) -> None:
-    def deed(slot: FakeSlot, _: Place) -> bool:
+def test_a_question_of_a_lost_slot_goes_to_another(cases):
+    def deed(slot, _):
         if slot.number == 0:
             slot.error = ClusterError("here", "no node is left")
         return slot.number != 0
@@ -278,13 +262,13 @@ def test_a_question_of_a_lost_slot_goes_to_another(cases: list[Case]) -> None:
     assert [slot for slot, *_ in team.steps].count(0) <= 1
 
 
-def test_a_run_without_any_slot_left_ends_after_the_records_before(cases: list[Case]) -> None:
-    def deed(slot: FakeSlot, place: Place) -> bool:
+def test_a_run_without_any_slot_left_ends_after_the_records_before(cases):
+    def deed(slot, place):
         if place.question.case.id == "y":
             slot.error = ClusterError("here", "no node is left")
         return place.question.case.id != "y"
 
-    taken: list[Record] = []
+    taken = []
     with pytest.raises(ClusterError, match="no node is left"):
         taken.extend(Team(2, deed).examine(questions_to("a", cases)))
     assert in_order(taken) == [("a", "w"), ("a", "x")]
@@ -293,28 +277,28 @@ def test_a_run_without_any_slot_left_ends_after_the_records_before(cases: list[C
 class FakePool:
     """A pool of processes: keeps what is done to it. ``gpus``: of the run. ``unstartable``: why no process starts."""
 
-    def __init__(self, name: str, log: list[str], unstartable: Exception | None = None) -> None:
+    def __init__(self, name, log, unstartable=None):
         self.name, self.log, self.unstartable = name, log, unstartable
-        self.processes: dict[str, FakeProcess] = {}
+        self.processes = {}
 
-    def twin(self) -> "FakePool":
+    def twin(self):
         return FakePool("twin", self.log, self.unstartable)
 
-    def process(self, ref: str) -> "FakeProcess | None":
+    def process(self, ref):
         return self.processes.get(ref)
 
-    def prepare(self, ref: str) -> None:
+    def prepare(self, ref):
         self.log.append(f"{self.name} prepares {ref}")
 
-    def restart(self, ref: str) -> None:
+    def restart(self, ref):
         if self.unstartable is not None:
             raise self.unstartable
         self.log.append(f"{self.name} starts {ref}")
 
-    def discard(self, ref: str) -> None:
+    def discard(self, ref):
         self.log.append(f"{self.name} discards {ref}")
 
-    def finish(self, ref: str) -> None:
+    def finish(self, ref):
         self.log.append(f"{self.name} finishes {ref}")
 
 
@@ -325,22 +309,22 @@ class FakeProcess:
 class Noting:
     """Examines nothing, and keeps where it would have."""
 
-    def __init__(self, log: list[str]) -> None:
+    def __init__(self, log):
         self.log, self.warming = log, self
 
-    def examine(self, place: Place, workers: FakePool, _left: Sequence[BackendQuestion]) -> None:
+    def examine(self, place, workers, _left):
         self.log.append(f"{workers.name} examines {place.question.backend.ref}")
 
-    def finish(self, ref: str) -> None:
+    def finish(self, ref):
         self.log.append(f"no warmers of {ref}")
 
 
-def slot_of(log: list[str], pool: FakePool, own: FakePool | None = None) -> ProcessSlot:
-    return ProcessSlot(cast(ProcessExaminer, Noting(log)), cast(WorkerPool, pool), cast("WorkerPool | None", own))
+def slot_of(log, pool, own=None):
+    return ProcessSlot(Noting(log), pool, own)
 
 
-def test_the_first_slot_at_a_backend_uses_its_process_and_starts_the_next_one_ahead(cases: list[Case]) -> None:
-    log: list[str] = []
+def test_the_first_slot_at_a_backend_uses_its_process_and_starts_the_next_one_ahead(cases):
+    log = []
     pool = FakePool("pool", log)
     pool.processes["b"] = FakeProcess()  # it has ended before its first case
     slot = slot_of(log, pool)
@@ -354,8 +338,8 @@ def test_the_first_slot_at_a_backend_uses_its_process_and_starts_the_next_one_ah
     ]
 
 
-def test_a_slot_that_helps_or_has_a_gpu_of_its_own_uses_processes_of_its_own() -> None:
-    log: list[str] = []
+def test_a_slot_that_helps_or_has_a_gpu_of_its_own_uses_processes_of_its_own():
+    log = []
     pool = FakePool("pool", log)
     for is_first, own in ((False, None), (True, FakePool("twin", log))):
         slot = slot_of(log, pool, own)
@@ -364,8 +348,8 @@ def test_a_slot_that_helps_or_has_a_gpu_of_its_own_uses_processes_of_its_own() -
     assert log == ["twin starts a", "twin finishes a", "no warmers of a"] * 2
 
 
-def test_a_slot_that_has_helped_begins_the_next_backend_in_the_process_that_described_it() -> None:
-    log: list[str] = []
+def test_a_slot_that_has_helped_begins_the_next_backend_in_the_process_that_described_it():
+    log = []
     slot = slot_of(log, FakePool("pool", log))
     for ref, is_first in (("a", False), ("b", True), ("c", False)):
         assert slot.begin(Chosen(ref, is_first, None))
@@ -378,8 +362,8 @@ def test_a_slot_that_has_helped_begins_the_next_backend_in_the_process_that_desc
 
 
 @pytest.mark.parametrize("error", [QuestionError("another GPU"), OSError("no memory"), OURS])
-def test_a_process_that_does_not_start_leaves_its_backend_to_others(error: Exception) -> None:
-    log: list[str] = []
+def test_a_process_that_does_not_start_leaves_its_backend_to_others(error):
+    log = []
     slot = slot_of(log, FakePool("pool", log, error))
     assert not slot.begin(Chosen("a", False, None))
     assert log == ["twin discards a"]

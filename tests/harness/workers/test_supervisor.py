@@ -2,17 +2,14 @@
 
 import threading
 from collections import Counter
-from collections.abc import Iterable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, cast
 
 import pytest
 from inline_snapshot import snapshot
 
 import attncheck
 from attncheck.backends.registry import load
-from attncheck.cases.model import Case
 from attncheck.errors import QuestionError
 from attncheck.harness.checks.findings import Finding, Holds, NotExamined
 from attncheck.harness.run.evaluate import Examiner, RunPlan, environment_of
@@ -30,20 +27,19 @@ from attncheck.harness.run.preparation import Gpu
 from attncheck.harness.run.run import Run
 from attncheck.harness.run.selection import select_cases
 from attncheck.harness.workers.executor import Place, ProcessExaminer, Supervisor
-from attncheck.harness.workers.limits import Limit, TimeLimits
+from attncheck.harness.workers.limits import TimeLimits
 from attncheck.harness.workers.pool import WarmingAhead, WorkerPool
 from attncheck.harness.workers.process import ProcessEndedError, RefusedError, WorkerError
 from attncheck.harness.workers.protocol import HarnessFailure
 from attncheck.harness.workers.schedule import BackendQuestion
 from attncheck.harness.workers.worker import Examined, Stage
 from attncheck.reports.run_file.header import BackendInfo
-from attncheck.reports.run_file.records import Crashed, Errored, Passed, Record, RecordBase, TimedOut
+from attncheck.reports.run_file.records import Crashed, Errored, Passed, RecordBase, TimedOut
 
 pytestmark = pytest.mark.usefixtures("preloaded")
 
 ENVIRONMENT = environment_of("cpu")
 CHECKS = ("numerics", "lse")
-Script = list[list[Any]]
 
 
 class FakePool:
@@ -51,33 +47,33 @@ class FakePool:
 
     gpus: tuple[Gpu, ...] = ()
 
-    def __init__(self, restarts: list[Exception | None] | None = None, **scripts: Script) -> None:
+    def __init__(self, restarts=None, **scripts):
         self.scripts, self._restarts = scripts, restarts or []
         self.alive = set(scripts)
         self.starts = Counter(scripts.keys())
-        self.finished: list[str] = []
-        self.sent: list[BackendQuestion] = []
-        self.unshared: list[str] = []
+        self.finished = []
+        self.sent = []
+        self.unshared = []
         self.limits = TimeLimits()
-        self.examined: list[BackendQuestion] = []
-        self.changed: dict[str, object] = {}
+        self.examined = []
+        self.changed = {}
 
-    def answers(self, ref: str, _question: BackendQuestion, _number: int) -> list[Any]:
+    def answers(self, ref, _question, _number):
         return self.scripts[ref].pop(0)
 
-    def stop_sharing_probes(self, ref: str) -> None:
+    def stop_sharing_probes(self, ref):
         self.unshared.append(ref)
 
-    def keep_only(self, refs: Iterable[str]) -> None:
+    def keep_only(self, refs):
         self.alive &= set(refs)
 
-    def process(self, ref: str) -> "FakeProcess | None":
+    def process(self, ref):
         return FakeProcess(self, ref) if ref in self.alive else None
 
-    def prepare(self, ref: str) -> None:
+    def prepare(self, ref):
         pass
 
-    def restart(self, ref: str) -> "FakeProcess":
+    def restart(self, ref):
         if self._restarts and (error := self._restarts.pop(0)) is not None:
             raise error
         self.alive.add(ref)
@@ -85,27 +81,27 @@ class FakePool:
         self.examined.clear()
         return FakeProcess(self, ref)
 
-    def discard(self, ref: str) -> None:
+    def discard(self, ref):
         self.alive.discard(ref)
 
-    def finish(self, ref: str) -> None:
+    def finish(self, ref):
         self.finished.append(ref)
 
 
 class FakeProcess:
-    def __init__(self, pool: FakePool, ref: str) -> None:
+    def __init__(self, pool, ref):
         self.has_ended, self.examined = False, pool.examined
         self._pool, self._ref = pool, ref
 
-    def output(self, case: str | None = None, limit: int = 0) -> str:
+    def output(self, case=None, limit=0):
         return f"printed in {case}\n"
 
-    def send(self, method: Any, case: str, checks: tuple[str, ...], number: int, _drawn: None) -> None:
+    def send(self, method, case, checks, number, _drawn):
         question, self._number = self.examined[-1], number
         self._pool.sent.append(question)
         self._answers = iter(self._pool.answers(self._ref, question, number))
 
-    def receive(self, limit: Limit | None = None) -> Any:
+    def receive(self, limit=None):
         answer = next(self._answers)
         if isinstance(answer, Exception):
             raise answer
@@ -113,10 +109,10 @@ class FakeProcess:
             return Examined(lost=self._of_question(answer.lost))
         return self._of_question(answer) if isinstance(answer, RecordBase) else answer
 
-    def intruded(self) -> ProcessEndedError:
+    def intruded(self):
         return ProcessEndedError(ProcessEnd("intruded"))
 
-    def _of_question(self, record: Any) -> Any:
+    def _of_question(self, record):
         """The record, about the question that the process got last."""
         question = self.examined[-1]
         now = Circumstances(0, ENVIRONMENT.digest, attncheck.__version__, self._number)
@@ -124,33 +120,33 @@ class FakeProcess:
         return record.model_copy(update=who | self._pool.changed)
 
 
-def passed(check: str) -> Passed:
+def passed(check):
     who = {"suite": "made", "case_id": "case", "case_hash": "0" * 12, "seed": 0, "backend": "a", "backend_ref": "a"}
     return Passed.model_validate(
         who | {"check": check, "backend_version": "", "environment": "e" * 12, "attncheck_version": "0.1.0"}
     )
 
 
-WELL: list[Any] = [Stage(name="check numerics"), passed("numerics"), passed("lse"), Examined()]
+WELL = [Stage(name="check numerics"), passed("numerics"), passed("lse"), Examined()]
 DEATH = ProcessEndedError(ProcessEnd("killed by SIGSEGV", "the end of it"))
 
 
-def supervisor(workers: FakePool, *cases: Case, backends: tuple[BackendDescription, ...] = ()) -> Supervisor:
+def supervisor(workers, *cases, backends=()):
     plan = RunPlan(cases=cases, checks=CHECKS)
     known = backends or (BackendDescription(info=BackendInfo(name="a", ref="a", features=("lse",))),)
-    return Supervisor(plan, known, cast(WorkerPool, workers), ENVIRONMENT)
+    return Supervisor(plan, known, workers, ENVIRONMENT)
 
 
-def outcomes(records: list[Record]) -> list[tuple[str, ...]]:
+def outcomes(records):
     return [
         (record.check, record.outcome, *((record.stage, record.cause) if isinstance(record, Crashed) else ()))
         for record in records
     ]
 
 
-def test_cases_out_of_turn_end_the_process_of_the_backend_before(make_case: Any) -> None:
+def test_cases_out_of_turn_end_the_process_of_the_backend_before(make_case):
     a, b = (BackendDescription(info=BackendInfo(name=name, ref=name)) for name in "ab")
-    lse: list[Any] = [passed("lse"), Examined()]
+    lse = [passed("lse"), Examined()]
     workers, case = FakePool(a=[WELL, lse, WELL], b=[WELL]), make_case()
     examiner = supervisor(workers, case, backends=(a, b))
     assert outcomes(list(examiner.examine_case(a, case, CHECKS))) == [("numerics", "passed"), ("lse", "passed")]
@@ -163,7 +159,7 @@ def test_cases_out_of_turn_end_the_process_of_the_backend_before(make_case: Any)
     assert workers.finished == ["a", "b"]
 
 
-def test_a_death_costs_the_checks_without_a_record_and_no_other_case(make_case: Any) -> None:
+def test_a_death_costs_the_checks_without_a_record_and_no_other_case(make_case):
     dying = [Stage(name="check numerics"), passed("numerics"), Stage(name="check lse"), DEATH]
     workers = FakePool(a=[dying, dying[:], WELL])
     records = list(supervisor(workers, make_case(), make_case(name="next")).run())
@@ -180,7 +176,7 @@ def test_a_death_costs_the_checks_without_a_record_and_no_other_case(make_case: 
     assert workers.finished == ["a"]
 
 
-def test_a_case_that_passes_when_examined_first_loses_one_check(make_case: Any) -> None:
+def test_a_case_that_passes_when_examined_first_loses_one_check(make_case):
     dying = [Stage(name="check numerics"), DEATH]
     workers = FakePool(a=[WELL, dying, WELL, WELL, dying, WELL])
     cases = [make_case(name=name) for name in ("first", "second", "third")]
@@ -193,14 +189,14 @@ def test_a_case_that_passes_when_examined_first_loses_one_check(make_case: Any) 
     assert case_ids == ["first", "second", "second", "first", "second", "third"]
 
 
-def test_each_finding_is_tried_again_once(make_case: Any) -> None:
+def test_each_finding_is_tried_again_once(make_case):
     dying = [Stage(name="check numerics"), DEATH]
     workers = FakePool(a=[dying, dying, dying])
     records = list(supervisor(workers, make_case(), make_case(name="next")).run())
     assert [record.recurrence for record in records if isinstance(record, Crashed)] == ["always", "always", "", ""]
 
 
-def test_a_backend_has_so_much_time_for_all_its_cases(make_case: Any) -> None:
+def test_a_backend_has_so_much_time_for_all_its_cases(make_case):
     workers = FakePool(a=[WELL])
     workers.limits = TimeLimits(backend_s=1e-9)
     first, *_, last = supervisor(workers, make_case(), make_case(name="next")).run()
@@ -210,7 +206,7 @@ def test_a_backend_has_so_much_time_for_all_its_cases(make_case: Any) -> None:
     assert (last.case_id, last.stage, last.limit_s) == ("next", "", 1e-9)
 
 
-def test_printed_output_is_recorded_with_a_failure_and_an_error_alone(make_case: Any) -> None:
+def test_printed_output_is_recorded_with_a_failure_and_an_error_alone(make_case):
     who = passed("lse").model_dump(include=set(Errored.model_fields) - {"outcome"})
     wrong = [passed("numerics"), Errored(**who, stage="forward", error_type="ValueError", message="no"), Examined()]
     first, second = supervisor(FakePool(a=[wrong]), make_case()).run()
@@ -234,7 +230,7 @@ def test_printed_output_is_recorded_with_a_failure_and_an_error_alone(make_case:
     ],
     ids=lambda lines: " ".join(type(each).__name__ for each in lines),
 )
-def test_a_line_out_of_order_ends_the_process(make_case: Any, lines: list[Any]) -> None:
+def test_a_line_out_of_order_ends_the_process(make_case, lines):
     records = list(supervisor(FakePool(a=[lines, lines[:]]), make_case()).run())
     assert {record.cause for record in records if isinstance(record, Crashed)} == {"intruded"}
     assert [record.check for record in records] == list(CHECKS)
@@ -256,19 +252,19 @@ def test_a_line_out_of_order_ends_the_process(make_case: Any, lines: list[Any]) 
         "needs": ("head_size=1",),
     }.items(),
 )
-def test_a_record_of_something_else_ends_the_process(make_case: Any, field: str, value: object) -> None:
+def test_a_record_of_something_else_ends_the_process(make_case, field, value):
     workers = FakePool(a=[[passed("numerics"), passed("lse"), Examined()]] * 2)
     workers.changed = {field: value}
     records = list(supervisor(workers, make_case()).run())
     assert {record.cause for record in records if isinstance(record, Crashed)} == {"intruded"}
 
 
-def test_one_that_dies_before_the_case_began_loses_it(make_case: Any) -> None:
+def test_one_that_dies_before_the_case_began_loses_it(make_case):
     records = list(supervisor(FakePool(a=[[DEATH], [DEATH]]), make_case()).run())
     assert outcomes(records) == [(check, "crashed", "the wait for this case", "killed by SIGSEGV") for check in CHECKS]
 
 
-def test_a_check_that_does_not_apply_is_not_lost_to_a_death(make_case: Any) -> None:
+def test_a_check_that_does_not_apply_is_not_lost_to_a_death(make_case):
     workers = FakePool(plain=[[Stage(name="check numerics"), DEATH]] * 2)
     known = (BackendDescription(info=BackendInfo(name="plain", ref="plain")),)
     records = list(supervisor(workers, make_case(), backends=known).run())
@@ -276,9 +272,7 @@ def test_a_check_that_does_not_apply_is_not_lost_to_a_death(make_case: Any) -> N
 
 
 @pytest.mark.parametrize("error", [QuestionError("the suite has changed"), OSError("no more processes")])
-def test_one_that_cannot_be_started_again_loses_the_rest_and_the_next_backend_nothing(
-    make_case: Any, error: Exception
-) -> None:
+def test_one_that_cannot_be_started_again_loses_the_rest_and_the_next_backend_nothing(make_case, error):
     workers = FakePool([error, error], a=[[DEATH]], b=[WELL, WELL, WELL])
     known = tuple(BackendDescription(info=BackendInfo(name=name, ref=name, features=("lse",))) for name in "ab")
     cases = (make_case(), make_case(name="second"), make_case(name="third"))
@@ -289,27 +283,27 @@ def test_one_that_cannot_be_started_again_loses_the_rest_and_the_next_backend_no
     assert [record.outcome for record in records[6:]] == ["passed"] * 6
 
 
-def test_a_process_that_cannot_be_started_again_does_not_end_the_work_of_another_one(make_case: Any) -> None:
+def test_a_process_that_cannot_be_started_again_does_not_end_the_work_of_another_one(make_case):
     """Two processes of one backend: the host has no room to replace the first, and the second goes on."""
     first, second = FakePool([OSError("no more processes")] * 2, a=[[DEATH]]), FakePool(a=[WELL])
     backend = BackendDescription(info=BackendInfo(name="a", ref="a", features=("lse",)))
-    warming = WarmingAhead(RunPlan(cases=()), cast(WorkerPool, first), is_on=False)
+    warming = WarmingAhead(RunPlan(cases=()), first, is_on=False)
     examiner = ProcessExaminer(TimeLimits(), warming)
     outcomes_by_case = []
     for pool in (first, first, second):
         question = BackendQuestion(backend, make_case(), CHECKS)
         place = Place(question, Circumstances(0, ENVIRONMENT.digest, attncheck.__version__), list(CHECKS))
-        examiner.examine(place, cast(WorkerPool, pool), ())
+        examiner.examine(place, pool, ())
         outcomes_by_case.append([record.outcome for record in place.waiting()])
     assert outcomes_by_case == [["crashed"] * 2, ["crashed"] * 2, ["passed"] * 2]
 
 
-def lost(check: str) -> list[Any]:
+def lost(check):
     who = passed(check).model_dump(include=set(Crashed.model_fields) - {"outcome"})
     return [Examined(lost=Crashed(**who, stage=f"check {check}", cause="the device was lost", output="line 3\n"))]
 
 
-def test_a_lost_device_costs_one_check_and_the_checks_behind_get_a_fresh_process(make_case: Any) -> None:
+def test_a_lost_device_costs_one_check_and_the_checks_behind_get_a_fresh_process(make_case):
     case = make_case()
     workers = FakePool(a=[lost("numerics"), lost("numerics"), [passed("lse"), Examined()]])
     found = supervisor(workers, case).run()
@@ -323,16 +317,14 @@ def test_a_lost_device_costs_one_check_and_the_checks_behind_get_a_fresh_process
     assert [each.checks for each in workers.sent] == [CHECKS, CHECKS, CHECKS[1:]]
 
 
-def test_a_backend_that_always_loses_the_device_loses_every_check_once(make_case: Any) -> None:
+def test_a_backend_that_always_loses_the_device_loses_every_check_once(make_case):
     workers = FakePool(a=[lost("numerics"), lost("numerics"), lost("lse"), WELL])  # one finding is tried again once
     records = list(supervisor(workers, make_case(), make_case(name="next")).run())
     assert [record.outcome for record in records] == ["crashed", "crashed", "passed", "passed"]
 
 
 @pytest.mark.parametrize(("check", "unshared"), [("cudagraph", ["a"]), ("numerics", [])])
-def test_a_backend_that_dies_in_the_check_of_graphs_shares_no_probes_any_more(
-    make_case: Any, check: str, unshared: list[str]
-) -> None:
+def test_a_backend_that_dies_in_the_check_of_graphs_shares_no_probes_any_more(make_case, check, unshared):
     backend = BackendDescription(info=BackendInfo(name="a", ref="a"))
     for script in ([Stage(name=f"check {check}"), DEATH], lost(check)):
         workers, case = FakePool(a=[script, script]), make_case()
@@ -344,13 +336,13 @@ def test_a_backend_that_dies_in_the_check_of_graphs_shares_no_probes_any_more(
 FAULT = WorkerError("a", HarnessFailure(error="ValueError: ours", traceback="Traceback"))
 
 
-def test_a_fault_in_a_spoilt_process_does_not_recur_in_a_fresh_one(make_case: Any) -> None:
+def test_a_fault_in_a_spoilt_process_does_not_recur_in_a_fresh_one(make_case):
     workers = FakePool(a=[[passed("numerics"), FAULT], [passed("lse"), Examined()], WELL])
     records = list(supervisor(workers, make_case(), make_case(name="next")).run())
     assert outcomes(records) == [("numerics", "passed"), ("lse", "passed")] * 2
 
 
-def test_a_fault_of_ours_costs_a_case_and_is_recorded_as_ours(make_case: Any) -> None:
+def test_a_fault_of_ours_costs_a_case_and_is_recorded_as_ours(make_case):
     workers = FakePool(a=[[passed("numerics"), FAULT], [FAULT], WELL])
     records = list(supervisor(workers, make_case(), make_case(name="next")).run())
     assert outcomes(records) == [("numerics", "passed"), ("lse", "errored"), ("numerics", "passed"), ("lse", "passed")]
@@ -359,7 +351,7 @@ def test_a_fault_of_ours_costs_a_case_and_is_recorded_as_ours(make_case: Any) ->
     assert (ours.stage, ours.message, ours.traceback) == (OURSELVES, "ValueError: ours", "Traceback")
 
 
-def test_a_fault_of_ours_in_a_process_that_does_not_come_up_again_ends_the_run(make_case: Any) -> None:
+def test_a_fault_of_ours_in_a_process_that_does_not_come_up_again_ends_the_run(make_case):
     workers = FakePool([FAULT, FAULT], a=[[passed("numerics"), DEATH]])
     found = supervisor(workers, make_case(), make_case(name="next")).run()
     assert [next(found).outcome for _ in CHECKS] == ["passed", "crashed"]
@@ -370,26 +362,26 @@ def test_a_fault_of_ours_in_a_process_that_does_not_come_up_again_ends_the_run(m
 class Gpus(FakePool):
     """Processes on GPUs; each question is answered once ``together`` has been reached by all processes at work."""
 
-    def __init__(self, together: threading.Barrier) -> None:
+    def __init__(self, together):
         super().__init__(a=[WELL], b=[WELL], c=[WELL])
         self.gpus = (Gpu("GPU-0"), Gpu("GPU-1"))
-        self.twins: list[Gpu] = []
+        self.twins = []
         self._together = together
 
-    def twin(self, gpu: Gpu) -> "Gpus":
+    def twin(self, gpu):
         self.twins.append(gpu)
         return Gpus(self._together)
 
-    def answers(self, ref: str, question: BackendQuestion, number: int) -> list[Any]:
+    def answers(self, ref, question, number):
         self._together.wait(10)
         return super().answers(ref, question, number)
 
 
-def test_more_processes_than_gpus_share_them(make_case: Any) -> None:
+def test_more_processes_than_gpus_share_them(make_case):
     workers = Gpus(threading.Barrier(3))
     known = tuple(BackendDescription(info=BackendInfo(name=name, ref=name, features=("lse",))) for name in "abc")
     plan = RunPlan(cases=(make_case(),), checks=CHECKS)
-    records = list(Supervisor(plan, known, cast(WorkerPool, workers), ENVIRONMENT, jobs=3).run())
+    records = list(Supervisor(plan, known, workers, ENVIRONMENT, jobs=3).run())
     assert [(record.backend, record.outcome) for record in records] == [(ref, "passed") for ref in "aabbcc"]
     assert [gpu.uuid for gpu in workers.twins] == ["GPU-1", "GPU-0"]
 
@@ -404,27 +396,27 @@ class Rounds(FakePool):
     ``unstartable``: a backend, and the number of its process that does not start.
     """
 
-    def __init__(self, cases: Iterable[Case], refs: str) -> None:
+    def __init__(self, cases, refs):
         super().__init__(**{ref: [] for ref in refs})
         self.cases = tuple(cases)
-        self.examined_in: list[tuple[str, int]] = []
-        self.deeds: dict[tuple[str, str, int], Deed] = {}
+        self.examined_in = []
+        self.deeds = {}
         self.unstartable = ("", 0)
 
-    def isolate(self, ref: str) -> None:
+    def isolate(self, ref):
         self.keep_only([ref])
 
-    def finish(self, ref: str) -> None:
+    def finish(self, ref):
         self.alive.discard(ref)
 
-    def restart(self, ref: str) -> FakeProcess:
+    def restart(self, ref):
         process = super().restart(ref)
         if (ref, self.starts[ref]) == self.unstartable:
             self.alive.discard(ref)
             raise QuestionError("no more memory")
         return process
 
-    def answers(self, ref: str, question: BackendQuestion, number: int) -> list[Any]:
+    def answers(self, ref, question, number):
         case, checks = question.case, question.checks
         self.examined_in.append((case.id, number))
         deed = self.deeds.get((ref, case.id, number), Holds())
@@ -434,25 +426,25 @@ class Rounds(FakePool):
         return [*(record_of(who, case, question.backend, check, deed, 0.0) for check in checks), Examined()]
 
 
-def known(ref: str) -> BackendDescription:
+def known(ref):
     return BackendDescription(info=BackendInfo(name=ref, ref=ref))
 
 
-def timed(pool: Rounds, *backends: BackendDescription) -> Supervisor:
+def timed(pool, *backends):
     plan = RunPlan(cases=pool.cases, checks=("timing",), rounds=3)
-    return Supervisor(plan, backends, cast(WorkerPool, pool), ENVIRONMENT, jobs=2)
+    return Supervisor(plan, backends, pool, ENVIRONMENT, jobs=2)
 
 
-def of_rounds(records: Iterable[Record]) -> list[tuple[str, str, int, str]]:
+def of_rounds(records):
     return [(record.backend, record.case_id, record.round, record.outcome) for record in records]
 
 
 @pytest.fixture
-def two(make_case: Any) -> tuple[Case, Case]:
+def two(make_case):
     return make_case(name="x"), make_case(name="y")
 
 
-def test_one_that_does_not_come_up_in_a_round_loses_that_round(two: tuple[Case, ...]) -> None:
+def test_one_that_does_not_come_up_in_a_round_loses_that_round(two):
     pool = Rounds(two, "ab")
     pool.unstartable = ("b", 3)  # its process of the second round
     records = list(timed(pool, *map(known, "ab")).run())
@@ -462,7 +454,7 @@ def test_one_that_does_not_come_up_in_a_round_loses_that_round(two: tuple[Case, 
     assert len(records) == 12
 
 
-def test_what_the_first_round_did_not_examine_is_recorded_once(two: tuple[Case, ...]) -> None:
+def test_what_the_first_round_did_not_examine_is_recorded_once(two):
     pool = Rounds(two, "ab")
     pool.deeds["a", "x", 0] = NotExamined(("no windows",))
     pool.deeds["b", "x", 0] = pool.deeds["b", "y", 0] = NotExamined(("nothing",))
@@ -476,14 +468,14 @@ def test_what_the_first_round_did_not_examine_is_recorded_once(two: tuple[Case, 
     assert pool.starts == {"a": 3, "b": 2}
 
 
-def test_what_a_later_round_does_not_examine_is_of_that_round(two: tuple[Case, ...]) -> None:
+def test_what_a_later_round_does_not_examine_is_of_that_round(two):
     pool = Rounds(two[:1], "a")
     pool.deeds["a", "x", 1] = NotExamined(("memory is short",))
     found = [record.outcome for record in timed(pool, known("a")).run()]
     assert found == ["passed", "unsupported", "passed"]
 
 
-def test_a_case_that_cannot_be_put_is_reported_once_and_left_out_of_later_rounds(two: tuple[Case, ...]) -> None:
+def test_a_case_that_cannot_be_put_is_reported_once_and_left_out_of_later_rounds(two):
     pool = Rounds(two, "ab")
     for ref in "ab":
         pool.deeds[ref, "x", 0] = "case made/x: blind"
@@ -493,10 +485,8 @@ def test_a_case_that_cannot_be_put_is_reported_once_and_left_out_of_later_rounds
     assert ("x", 1) not in pool.examined_in
 
 
-def test_what_is_only_timed_is_warmed_before_the_first_round(
-    two: tuple[Case, ...], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    log: list[object] = []
+def test_what_is_only_timed_is_warmed_before_the_first_round(two, monkeypatch):
+    log = []
     warming = SimpleNamespace(
         before_times=lambda refs: log.append([*refs]),
         close=lambda: log.append("close"),
@@ -532,15 +522,13 @@ class Impl(SDPAImpl):
 
 
 class Together(SDPABackend):
-    @staticmethod
-    def get_impl_cls():
-        return Impl
+    get_impl_cls = staticmethod(lambda: Impl)
 """
 """Examines nothing before two processes have loaded it."""
 
 
 @pytest.mark.slow
-def test_two_processes_of_a_backend_find_what_one_finds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_processes_of_a_backend_find_what_one_finds(tmp_path, monkeypatch):
     monkeypatch.setattr("attncheck.harness.workers.schedule._START_S", 0)  # however little is left
     monkeypatch.chdir(tmp_path)
     Path("together.py").write_text(TOGETHER)

@@ -2,7 +2,6 @@
 
 import math
 from dataclasses import replace
-from typing import Any
 
 import pytest
 
@@ -10,7 +9,7 @@ from attncheck.errors import SelectionError
 from attncheck.harness.workers.limits import Limit, TimeLimits, read_limit
 
 
-def test_a_check_gets_ten_times_what_the_reference_takes_a_floor_and_the_time_of_its_samples(make_case: Any) -> None:
+def test_a_check_gets_ten_times_what_the_reference_takes_a_floor_and_the_time_of_its_samples(make_case):
     limit = TimeLimits().of_stage("check lse", make_case(), 2.5)
     assert limit.seconds == 325.0
     assert (
@@ -22,7 +21,7 @@ def test_a_check_gets_ten_times_what_the_reference_takes_a_floor_and_the_time_of
     assert limits.of_stage("check lse", make_case(), 1.0).seconds == 310.0
 
 
-def test_the_preparation_of_a_large_case_takes_longer(make_case: Any) -> None:
+def test_the_preparation_of_a_large_case_takes_longer(make_case):
     small = make_case()
     large = replace(
         small,
@@ -32,7 +31,7 @@ def test_the_preparation_of_a_large_case_takes_longer(make_case: Any) -> None:
     assert 300 < seconds[0] < 310 < seconds[1]
 
 
-def test_a_given_limit_is_that_of_every_stage_but_loading_has_a_minimum(make_case: Any) -> None:
+def test_a_given_limit_is_that_of_every_stage_but_loading_has_a_minimum(make_case):
     limits = TimeLimits(7.0)
     for stage in ("check lse", "check timing", "the preparation of the case", "declarations"):
         assert limits.of_stage(stage, make_case(), 100.0) == Limit(7.0, "--case-timeout 7")
@@ -43,7 +42,7 @@ def test_a_given_limit_is_that_of_every_stage_but_loading_has_a_minimum(make_cas
     assert TimeLimits().of_loading.seconds == TimeLimits().of_function.seconds == 300.0
 
 
-def test_a_backend_has_its_part_of_the_time_and_what_no_other_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_backend_has_its_part_of_the_time_and_what_no_other_needs(monkeypatch):
     """23 backends in 8 processes: three in turn in the fullest process, which has 300 s, a tenth of it for starts."""
     now = [1000.0]
     monkeypatch.setattr("time.monotonic", lambda: now[0])
@@ -64,7 +63,7 @@ def test_a_backend_has_its_part_of_the_time_and_what_no_other_needs(monkeypatch:
     assert TimeLimits(backend_s=5.0).of_backend(2.0, 1) == Limit(3.0, "the time of the backend by --backend-timeout 5")
 
 
-def test_what_an_option_gives() -> None:
+def test_what_an_option_gives():
     assert [read_limit("--case-timeout", seconds) for seconds in (None, 0, 2.5)] == [None, math.inf, 2.5]
     for seconds in (-1.0, math.nan):
         with pytest.raises(SelectionError, match=r"--case-timeout .*: give seconds, or 0 for no limit"):

@@ -1,26 +1,21 @@
 """Processes that examine cases ahead of a run: their cases, when they begin, and how they end."""
 
 import threading
-from collections.abc import Callable
 from types import SimpleNamespace
-from typing import Any, cast
 
 import pytest
 
-from attncheck.cases.model import Case
 from attncheck.harness.device import Cuda, Facts, GpuModes
 from attncheck.harness.run.evaluate import RunPlan
 from attncheck.harness.run.outcomes import ProcessEnd, not_loaded
-from attncheck.harness.run.selection import Question
 from attncheck.harness.workers import pool
-from attncheck.harness.workers.limits import Limit, TimeLimits
-from attncheck.harness.workers.pool import Warmers, WarmingAhead, WorkerPool, most_processes, questions_to_warm
+from attncheck.harness.workers.limits import TimeLimits
+from attncheck.harness.workers.pool import Warmers, WarmingAhead, most_processes, questions_to_warm
 from attncheck.harness.workers.process import ProcessEndedError, RefusedError
 from attncheck.harness.workers.worker import CaseServer, Examined, Stage
 from attncheck.reports.run_file.records import Crashed
 
 LOADED = not_loaded("a", ())
-CaseMaker = Callable[..., Case]
 
 
 class FakeProcess:
@@ -29,24 +24,22 @@ class FakeProcess:
     A ``losing`` case loses the device.
     """
 
-    def __init__(
-        self, sent: list[str], *, deadly: str = "", hanging: str = "", losing: str = "", first: Any = LOADED
-    ) -> None:
+    def __init__(self, sent, *, deadly="", hanging="", losing="", first=LOADED):
         self._sent, self._deadly, self._hanging, self._answers = sent, deadly, hanging, [first]
         self._losing = losing
         self._killed = threading.Event()
         self.is_closed = False
 
-    def call(self, limit: object, method: object) -> Any:
+    def call(self, limit, method):
         assert method == CaseServer.describe
         return self.receive()
 
-    def send(self, method: object, case: str, *_: object) -> None:
+    def send(self, method, case, *_):
         self._sent.append(case.partition("/")[2])
         lost = Crashed.model_construct() if self._sent[-1] == self._losing else None
         self._answers = [Stage(name="check numerics"), Examined.model_construct(lost=lost)]
 
-    def receive(self, _limit: object = None) -> Any:
+    def receive(self, _limit=None):
         if self._sent and self._sent[-1] == self._deadly:
             raise ProcessEndedError(ProcessEnd("killed by SIGABRT", ""))
         if self._sent and self._sent[-1] == self._hanging:
@@ -57,15 +50,15 @@ class FakeProcess:
             raise answer
         return answer
 
-    def kill(self) -> None:
+    def kill(self):
         self._killed.set()
 
-    def close(self) -> None:
+    def close(self):
         self.is_closed = True
 
 
 @pytest.fixture
-def questions(make_case: CaseMaker) -> list[Question]:
+def questions(make_case):
     """Four small cases: a, b, c, d."""
     return [(make_case((1, 5), name=name), ("numerics",)) for name in "abcd"]
 
@@ -73,17 +66,17 @@ def questions(make_case: CaseMaker) -> list[Question]:
 class Starter:
     """Starts fake processes and keeps the cases sent to them. ``first`` describes the first process."""
 
-    def __init__(self, **first: Any) -> None:
-        self.sent: list[str] = []
-        self.made: list[FakeProcess] = []
+    def __init__(self, **first):
+        self.sent = []
+        self.made = []
         self._first = first
 
-    def __call__(self) -> Any:
+    def __call__(self):
         self.made.append(FakeProcess(self.sent, **({} if self.made else self._first)))
         return self.made[-1]
 
 
-def test_small_cases_are_examined_from_the_last_by_one_process(questions: list[Question], make_case: CaseMaker) -> None:
+def test_small_cases_are_examined_from_the_last_by_one_process(questions, make_case):
     start = Starter()
     large = make_case((8192, 2**17), name="large")
     warmers = Warmers(start, [*questions, (large, ("numerics",))], 1)
@@ -94,9 +87,7 @@ def test_small_cases_are_examined_from_the_last_by_one_process(questions: list[Q
 
 
 @pytest.mark.parametrize("how", ["deadly", "losing"])
-def test_a_case_that_ends_its_process_is_lost_and_a_fresh_process_takes_the_others(
-    questions: list[Question], how: str
-) -> None:
+def test_a_case_that_ends_its_process_is_lost_and_a_fresh_process_takes_the_others(questions, how):
     start = Starter(**{how: "c"})
     warmers = Warmers(start, questions, 1)
     warmers.wait()
@@ -105,14 +96,14 @@ def test_a_case_that_ends_its_process_is_lost_and_a_fresh_process_takes_the_othe
     assert all(process.is_closed for process in start.made)
 
 
-def test_a_case_without_an_end_is_ended(questions: list[Question]) -> None:
+def test_a_case_without_an_end_is_ended(questions):
     start = Starter(hanging="d")
     warmers = Warmers(start, questions, 1, limit_s=0.05)
     warmers.wait()
     assert (warmers.lost, start.sent) == (["made/d"], ["d", "c", "b", "a"])
 
 
-def test_a_case_that_the_run_has_come_to_is_left_out(questions: list[Question]) -> None:
+def test_a_case_that_the_run_has_come_to_is_left_out(questions):
     start = Starter(hanging="d")
     warmers = Warmers(start, questions, 1)
     warmers.skip(questions[1][0])
@@ -123,7 +114,7 @@ def test_a_case_that_the_run_has_come_to_is_left_out(questions: list[Question]) 
     assert start.sent == ["d", "c", "a"]
 
 
-def test_closing_ends_a_process_in_the_midst_of_a_case_and_sends_no_more(questions: list[Question]) -> None:
+def test_closing_ends_a_process_in_the_midst_of_a_case_and_sends_no_more(questions):
     start = Starter(hanging="c")
     warmers = Warmers(start, questions, 1)
     while "c" not in start.sent:
@@ -134,7 +125,7 @@ def test_closing_ends_a_process_in_the_midst_of_a_case_and_sends_no_more(questio
     warmers.close()
 
 
-def test_a_backend_that_cannot_be_loaded_again_gets_no_case(questions: list[Question]) -> None:
+def test_a_backend_that_cannot_be_loaded_again_gets_no_case(questions):
     start = Starter(first=RefusedError("the suite has changed"))
     warmers = Warmers(start, questions, 1)
     warmers.wait()
@@ -142,7 +133,7 @@ def test_a_backend_that_cannot_be_loaded_again_gets_no_case(questions: list[Ques
     assert [process.is_closed for process in start.made] == [True]
 
 
-def test_what_is_only_timed_is_warmed_by_its_numerics(make_case: CaseMaker) -> None:
+def test_what_is_only_timed_is_warmed_by_its_numerics(make_case):
     case = make_case((1, 5))
     assert questions_to_warm(RunPlan((case,), checks=("lse", "timing")), "a") == ((case, ("lse",)),)
     assert questions_to_warm(RunPlan((case,), checks=("timing",)), "a") == ((case, ("numerics",)),)
@@ -151,38 +142,38 @@ def test_what_is_only_timed_is_warmed_by_its_numerics(make_case: CaseMaker) -> N
 class Begins:
     """A fake of ``Warmers``: keeps what each was given, and what happened to it."""
 
-    def __init__(self, log: list[str]) -> None:
+    def __init__(self, log):
         self._log = log
 
-    def __call__(self, start: object, questions: list[Question], count: int, *, loading: Limit) -> "Begins":
+    def __call__(self, start, questions, count, *, loading):
         self._log.append(f"{count} for {''.join(case.id for case, _ in questions)}")
         return self
 
-    def skip(self, case: Case) -> None:
+    def skip(self, case):
         self._log.append(f"skips {case.id}")
 
-    def wait(self) -> None:
+    def wait(self):
         self._log.append("waits")
 
-    def close(self) -> None:
+    def close(self):
         self._log.append("ends")
 
 
 class Machine:
     """A clock, and caches that hold ``kernels``."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.kernels, self.now = 100, 0.0
 
-    def kernel_count(self) -> int:
+    def kernel_count(self):
         return self.kernels
 
-    def monotonic(self) -> float:
+    def monotonic(self):
         return self.now
 
 
 @pytest.fixture
-def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
+def machine(monkeypatch):
     machine = Machine()
     monkeypatch.setattr(pool, "kernel_count", machine.kernel_count)
     monkeypatch.setattr(pool, "time", machine)
@@ -191,19 +182,19 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
 
 
 @pytest.fixture
-def log(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def log(monkeypatch):
     """What happens to the warmers."""
-    log: list[str] = []
+    log = []
     monkeypatch.setattr(pool, "Warmers", Begins(log))
     return log
 
 
-def a_pool() -> WorkerPool:
-    return cast(WorkerPool, SimpleNamespace(limits=TimeLimits()))
+def a_pool():
+    return SimpleNamespace(limits=TimeLimits())
 
 
 @pytest.fixture
-def plan(questions: list[Question]) -> RunPlan:
+def plan(questions):
     return RunPlan(tuple(case for case, _ in questions), checks=("timing",))
 
 
@@ -217,15 +208,8 @@ def plan(questions: list[Question]) -> RunPlan:
     ],
 )
 def test_warmers_begin_when_the_first_case_has_compiled_and_end_with_the_backend(
-    machine: Machine,
-    questions: list[Question],
-    plan: RunPlan,
-    log: list[str],
-    added: int,
-    seconds: float,
-    is_on: bool,
-    expected: list[str],
-) -> None:
+    machine, questions, plan, log, added, seconds, is_on, expected
+):
     workers = a_pool()
     ahead = WarmingAhead(plan, workers, is_on=is_on)
     for index in range(len(questions)):
@@ -236,9 +220,7 @@ def test_warmers_begin_when_the_first_case_has_compiled_and_end_with_the_backend
     assert log == expected
 
 
-def test_gpus_at_work_share_the_warmers_of_a_backend(
-    machine: Machine, questions: list[Question], plan: RunPlan, log: list[str]
-) -> None:
+def test_gpus_at_work_share_the_warmers_of_a_backend(machine, questions, plan, log):
     """Those of ``a`` start on the GPU that compiles first, those of ``b`` on its own; each end with their backend."""
     first, second = a_pool(), a_pool()
     ahead = WarmingAhead(plan, first, 2, is_on=True)
@@ -250,9 +232,7 @@ def test_gpus_at_work_share_the_warmers_of_a_backend(
     assert log == ["2 for cd", "skips c", "2 for cd", "ends", "ends"]
 
 
-def test_what_is_only_timed_is_examined_before_and_nothing_beside_the_times(
-    machine: Machine, questions: list[Question], plan: RunPlan, log: list[str]
-) -> None:
+def test_what_is_only_timed_is_examined_before_and_nothing_beside_the_times(machine, questions, plan, log):
     workers = a_pool()
     ahead = WarmingAhead(plan, workers, is_on=True)
     ahead.before_times(["a", "b"])
@@ -278,9 +258,7 @@ def test_what_is_only_timed_is_examined_before_and_nothing_beside_the_times(
         ({"gpus": 8, "host": 40 * 2**30}, 3),
     ],
 )
-def test_as_many_processes_as_the_machine_has_room_for(
-    changed: dict[str, Any], expected: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_as_many_processes_as_the_machine_has_room_for(changed, expected, monkeypatch):
     """An H100 with 80 GiB in a host of 64 cores and 500 GiB, but for what is ``changed``."""
     found = {
         "cores": 64,

@@ -1,9 +1,7 @@
 """The processes of a run: what they are started with, and the report of one that does not come up."""
 
 import os
-from collections.abc import Iterator, Sequence
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 from inline_snapshot import snapshot
@@ -17,7 +15,6 @@ from attncheck.harness.run.selection import select_cases
 from attncheck.harness.workers import limits as limits_module
 from attncheck.harness.workers import pool as workers
 from attncheck.harness.workers.limits import (
-    Limit,
     MemoryLimits,
     MemoryWatch,
     TimeLimits,
@@ -38,7 +35,7 @@ CHOSEN = DeviceChosen(device="cpu", notes=("as wished",), environment=HERE)
 FAULT = WorkerError("a", HarnessFailure(error="ValueError: ours", traceback="Traceback, and where"))
 
 
-def described(ref: str, **required: str) -> BackendDescription:
+def described(ref, **required):
     return BackendDescription(info=BackendInfo(name=ref, ref=ref, required_environment=required))
 
 
@@ -55,25 +52,25 @@ class Fake:
     silent: tuple[str, ...]
     spoilt: dict[str, Exception]
 
-    def __init__(self, environment: Any = None, show: Any = None, pass_env: Sequence[str] = (), start: Any = None):
+    def __init__(self, environment=None, show=None, pass_env=(), start=None):
         self.inherited = passed_environment(os.environ, pass_env)
         self.ref, self.environment, self.state = "", dict(environment or {}), "alive"
         self.printed = SimpleNamespace(label="")
-        self.calls: list[tuple[Any, ...]] = []
+        self.calls = []
         self._turn = 0
         self.identity, self.has_ended = 0, True
         self.started.append(self)
 
     @property
-    def received(self) -> list[Assignment]:
+    def received(self):
         return [given[0] for method, *given in self.calls if method is CaseServer.assign]
 
-    def send(self, *call: Any) -> None:
+    def send(self, *call):
         self.calls.append(call)
         if call[0] is CaseServer.load:
             self._turn = sum(other.ref == self.ref for other in self.started) - 1
 
-    def call(self, limit: Limit, *call: Any) -> Any:
+    def call(self, limit, *call):
         self.send(*call)
         self.limit = limit
         assert call[0] is CaseServer.choose_device
@@ -84,7 +81,7 @@ class Fake:
             raise answer
         return answer
 
-    def receive(self, _limit: Limit) -> BackendDescription:
+    def receive(self, _limit):
         assert self.calls[-1][0] is CaseServer.describe
         self.alive.append("".join(each.ref for each in self.started if each.state == "alive"))
         answer = self.script[self.ref][self._turn] if self.ref in self.script else described(self.ref)
@@ -92,18 +89,18 @@ class Fake:
             raise answer
         return answer
 
-    def finish(self) -> None:
+    def finish(self):
         self.state = "finished"
 
-    def kill(self) -> None:
+    def kill(self):
         self.close()
 
-    def close(self, *, at_once: bool = False) -> None:
+    def close(self, *, at_once=False):
         self.state = "ended at once" if at_once or self.state == "alive" else "ended"
 
 
 @pytest.fixture
-def started(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Fake]]:
+def started(monkeypatch):
     monkeypatch.setattr(workers, "WorkerProcess", Fake)
     Fake.started, Fake.script, Fake.alive = [], {}, []
     Fake.device, Fake.silent, Fake.spoilt = CHOSEN, (), {}
@@ -111,13 +108,13 @@ def started(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Fake]]:
     assert all(fake.state.startswith("ended") for fake in Fake.started)
 
 
-def assigned(*given: Any, **more: Any) -> WorkerPool:
+def assigned(*given, **more):
     processes = WorkerPool(*given, **more)
     processes.assign(ASSIGNMENT)
     return processes
 
 
-def test_all_are_started_before_the_first_is_listened_to(started: list[Fake]) -> None:
+def test_all_are_started_before_the_first_is_listened_to(started):
     Fake.script = {"b": [RefusedError("unknown backend")]}
     with assigned() as processes:
         processes.start(["a"])
@@ -127,7 +124,7 @@ def test_all_are_started_before_the_first_is_listened_to(started: list[Fake]) ->
         assert len(started) == 2
 
 
-def test_the_process_that_was_started_ahead_gets_the_first_backend(started: list[Fake]) -> None:
+def test_the_process_that_was_started_ahead_gets_the_first_backend(started):
     spare = Fake()
     request = Imports(checks=("lse",), functions=False)
     with assigned(None, spare, request) as processes:
@@ -137,9 +134,7 @@ def test_the_process_that_was_started_ahead_gets_the_first_backend(started: list
         assert [fake.calls[0] for fake in started] == [(CaseServer.prepare, request)] * 2
 
 
-def test_one_that_was_started_ahead_and_lacks_a_variable_gets_no_backend(
-    started: list[Fake], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_one_that_was_started_ahead_and_lacks_a_variable_gets_no_backend(started, monkeypatch):
     monkeypatch.setenv("OF_MINE", "1")
     monkeypatch.setenv("OF_OTHERS", "1")
     Fake.script = {"a": [described("a", OF_OTHERS="1")] * 2}
@@ -151,7 +146,7 @@ def test_one_that_was_started_ahead_and_lacks_a_variable_gets_no_backend(
         assert started[-1].environment == {"OF_OTHERS": "1"}  # which this process has, and it has not
 
 
-def test_the_first_process_that_lives_chooses_the_device(started: list[Fake]) -> None:
+def test_the_first_process_that_lives_chooses_the_device(started):
     Fake.silent = ("a",)
     with WorkerPool() as processes:
         processes.start(["a", "b", "c"])
@@ -160,7 +155,7 @@ def test_the_first_process_that_lives_chooses_the_device(started: list[Fake]) ->
     assert started[1].calls[-1] == (CaseServer.choose_device, None, ("cuda",))
 
 
-def test_where_no_process_lives_one_without_a_backend_chooses_and_is_used_later(started: list[Fake]) -> None:
+def test_where_no_process_lives_one_without_a_backend_chooses_and_is_used_later(started):
     Fake.silent = ("a",)
     with WorkerPool(settings=WorkerSettings(TimeLimits(backend_s=12.0))) as processes:
         processes.start(["a"])
@@ -177,9 +172,9 @@ def test_where_no_process_lives_one_without_a_backend_chooses_and_is_used_later(
     )
 
 
-def test_every_process_is_watched_and_gets_its_limits(started: list[Fake], monkeypatch: pytest.MonkeyPatch) -> None:
-    watched: list[object] = []
-    watches: list[int | None] = []
+def test_every_process_is_watched_and_gets_its_limits(started, monkeypatch):
+    watched = []
+    watches = []
     monkeypatch.setattr(MemoryWatch, "__init__", lambda _watch, limit: watches.append(limit))
     monkeypatch.setattr(MemoryWatch, "add", lambda _watch, process: watched.append(process))
     limits = MemoryLimits(host=4 * 2**30, device=2**30)
@@ -193,15 +188,13 @@ def test_every_process_is_watched_and_gets_its_limits(started: list[Fake], monke
     assert [[message.memory for message in fake.received] for fake in started] == [[limits]] * 3
 
 
-def test_a_device_that_is_not_there_is_refused(started: list[Fake]) -> None:
+def test_a_device_that_is_not_there_is_refused(started):
     Fake.device = RefusedError("device 'cuda': torch finds no GPU")
     with WorkerPool() as processes, pytest.raises(QuestionError, match="torch finds no GPU"):
         processes.choose_device((), "cuda")
 
 
-def test_a_host_with_little_memory_holds_few_and_the_next_starts_while_one_works(
-    started: list[Fake], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_host_with_little_memory_holds_few_and_the_next_starts_while_one_works(started, monkeypatch):
     monkeypatch.setattr(limits_module, "free_host_bytes", lambda: 6 * 2**30)
     refs = list("abcde")
     with assigned() as processes:
@@ -214,14 +207,12 @@ def test_a_host_with_little_memory_holds_few_and_the_next_starts_while_one_works
         assert [fake.ref for fake in started] == ["a", "b", "c", "d", "e", "b"]
         assert processes.process("b") is None  # it has not described itself again
         again = processes.restart("b")
-        assert again is started[-1] is processes.process("b")  # type: ignore[comparison-overlap]
+        assert again is started[-1] is processes.process("b")
         processes.restart("b")
         assert len(started) == 7
 
 
-def test_one_that_requires_an_environment_is_started_again_with_it(
-    started: list[Fake], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_one_that_requires_an_environment_is_started_again_with_it(started, monkeypatch):
     monkeypatch.setenv("ATTNCHECK_SET", "yes")
     needy = described("needy", ATTNCHECK_NEED="1", ATTNCHECK_SET="yes")
     content = described("content", ATTNCHECK_SET="yes")
@@ -237,7 +228,7 @@ def test_one_that_requires_an_environment_is_started_again_with_it(
         assert started[-1].environment == {"ATTNCHECK_NEED": "1"}
 
 
-def test_one_that_is_never_content_is_refused(started: list[Fake]) -> None:
+def test_one_that_is_never_content_is_refused(started):
     Fake.script = {"moody": [described("moody", A="1"), described("moody", A="2")]}
     with assigned() as processes:
         (found,) = processes.describe(["moody"])
@@ -245,7 +236,7 @@ def test_one_that_is_never_content_is_refused(started: list[Fake]) -> None:
     assert str(found) == snapshot("backend 'moody': started with {'A': '1'}, it now requires {'A': '2'}")
 
 
-def test_one_that_requires_more_than_a_process_can_be_given_is_refused_alone(started: list[Fake]) -> None:
+def test_one_that_requires_more_than_a_process_can_be_given_is_refused_alone(started):
     greedy = described("greedy", A="x" * 200_000)
     Fake.script = {"greedy": [greedy]}
     with assigned() as processes:
@@ -260,7 +251,7 @@ def test_one_that_requires_more_than_a_process_can_be_given_is_refused_alone(sta
     assert content == described("content")
 
 
-def test_a_death_while_a_backend_is_loaded_is_part_of_its_description(started: list[Fake]) -> None:
+def test_a_death_while_a_backend_is_loaded_is_part_of_its_description(started):
     end = ProcessEnd("killed by SIGABRT", "loading\nno driver\n")
     Fake.script = {"dead": [ProcessEndedError(end)]}
     with assigned() as processes:
@@ -269,7 +260,7 @@ def test_a_death_while_a_backend_is_loaded_is_part_of_its_description(started: l
     assert (found.is_loaded, found.failure) == (False, end)
 
 
-def test_a_process_that_its_backend_has_spoilt_names_no_device_and_is_replaced(started: list[Fake]) -> None:
+def test_a_process_that_its_backend_has_spoilt_names_no_device_and_is_replaced(started):
     Fake.script, Fake.spoilt = {"a": [described("a"), FAULT]}, {"a": FAULT}
     with assigned() as processes:
         processes.start(["a", "b"])
@@ -293,7 +284,7 @@ def test_a_process_that_its_backend_has_spoilt_names_no_device_and_is_replaced(s
         (FAULT, "ValueError: ours (in the process of a)"),
     ],
 )
-def test_one_that_does_not_come_up_again_as_it_was(started: list[Fake], second: Any, message: str) -> None:
+def test_one_that_does_not_come_up_again_as_it_was(started, second, message):
     Fake.script = {"a": [described("a"), described("a"), second]}
     with assigned() as processes:
         processes.describe(["a"])
@@ -303,7 +294,7 @@ def test_one_that_does_not_come_up_again_as_it_was(started: list[Fake], second: 
     assert str(refused.value) == message
 
 
-def test_a_pool_that_is_stopped_starts_no_process_until_it_is_isolated(started: list[Fake]) -> None:
+def test_a_pool_that_is_stopped_starts_no_process_until_it_is_isolated(started):
     """At the end of the untimed checks, a slot may be stopped while it starts a process; timings follow."""
     with assigned() as processes:
         processes.describe(["a"])
@@ -317,7 +308,7 @@ def test_a_pool_that_is_stopped_starts_no_process_until_it_is_isolated(started: 
         assert started[1].state == "alive"
 
 
-def test_those_that_are_done_may_take_a_moment_and_others_end_at_once(started: list[Fake]) -> None:
+def test_those_that_are_done_may_take_a_moment_and_others_end_at_once(started):
     with assigned() as processes:
         processes.describe(list("abcd"))
         processes.keep_only("abc")
@@ -331,7 +322,7 @@ def test_those_that_are_done_may_take_a_moment_and_others_end_at_once(started: l
     assert started[1].state == "ended at once"
 
 
-def test_one_that_used_a_gpu_has_ended_before_the_next_one_uses_it(started: list[Fake]) -> None:
+def test_one_that_used_a_gpu_has_ended_before_the_next_one_uses_it(started):
     with WorkerPool() as processes:
         processes.assign(ASSIGNMENT.model_copy(update={"device": "cuda:0"}))
         processes.describe(list("ab"))
@@ -339,7 +330,7 @@ def test_one_that_used_a_gpu_has_ended_before_the_next_one_uses_it(started: list
         assert [fake.state for fake in started] == ["ended", "alive"]
 
 
-def test_an_interrupted_run_waits_for_no_process(started: list[Fake]) -> None:
+def test_an_interrupted_run_waits_for_no_process(started):
     processes = assigned()
     processes.describe(["a"])
     processes.finish("a")
@@ -347,7 +338,7 @@ def test_an_interrupted_run_waits_for_no_process(started: list[Fake]) -> None:
     assert started[0].state == "ended at once"
 
 
-def test_a_backend_that_shares_no_probes_any_more_is_started_again_without(started: list[Fake]) -> None:
+def test_a_backend_that_shares_no_probes_any_more_is_started_again_without(started):
     with assigned() as processes:
         processes.describe(list("ab"))
         processes.stop_sharing_probes("a")
@@ -359,9 +350,7 @@ def test_a_backend_that_shares_no_probes_any_more_is_started_again_without(start
 
 
 @pytest.mark.parametrize(("patterns", "cases"), [((), None), (("decode.float16",), ("smoke/decode.float16",))])
-def test_processes_are_assigned_the_cases_that_are_selected(
-    started: list[Fake], patterns: tuple[str, ...], cases: tuple[str, ...] | None
-) -> None:
+def test_processes_are_assigned_the_cases_that_are_selected(started, patterns, cases):
     selection = select_cases(["smoke"], patterns)
     with WorkerPool() as processes:
         processes.begin(selection, RunPlan(cases=selection.cases), HERE)

@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from paged_batches import make_batch, same_state
 
 from attncheck.reference import AttentionParams, dequantize_fp8, quantize_fp8, quantize_fp8_group
 
@@ -96,14 +97,14 @@ layers = st.sampled_from((PLAIN, replace(PLAIN, causal=False, scale=0.7), MODIFI
 
 
 @pytest.fixture(scope="module")
-def plain(make_batch):
+def plain():
     """Values of about one in float64, NaN where nothing is owned."""
     return make_batch((3, 1, 6), (13, 9, 6), PLAIN)
 
 
 @settings(max_examples=30)
 @given(layer=layers, q_dtype=formats, k_dtype=formats, v_dtype=formats, q=scales, k=scales | per_head, v=scales)
-def test_codes_are_their_values(plain, same_state, layer, q_dtype, k_dtype, v_dtype, q, k, v):
+def test_codes_are_their_values(plain, layer, q_dtype, k_dtype, v_dtype, q, k, v):
     """One scale for a tensor, as a number or as one element of several dimensions, or one scale per KV head."""
     batch = replace(
         plain,
@@ -125,7 +126,7 @@ def test_codes_are_their_values(plain, same_state, layer, q_dtype, k_dtype, v_dt
     same_state(values.attend(layer, q_scale=q, k_scale=k, v_scale=v), want, tolerance=0)  # ignored: no codes
 
 
-def test_scales_per_query_head_and_per_token_and_head(plain, same_state):
+def test_scales_per_query_head_and_per_token_and_head(plain):
     generator = torch.Generator().manual_seed(6)
     shape = plain.key_cache.shape[:3]
     k, v = (torch.rand(shape, generator=generator, dtype=torch.float64) * 0.3 + 0.01 for _ in range(2))

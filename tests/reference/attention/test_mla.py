@@ -12,6 +12,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from paged_batches import dense, page_out, same_state
 from torch import Tensor
 
 from attncheck.reference import (
@@ -69,52 +70,42 @@ class LatentBatch:
         return slice(int(self.query_start_loc[request]), int(self.query_start_loc[request + 1]))
 
 
-@pytest.fixture(scope="module")
-def make_latent(page_out):
-    """``(query_lens, seq_lens, params) -> LatentBatch``, random, with two rows of no request behind."""
+def make_latent(query_lens, seq_lens, params, *, block_size=4, seed=0):
+    """Random, with two rows of no request behind."""
+    generator = torch.Generator().manual_seed(seed)
 
-    def make(query_lens, seq_lens, params, *, block_size=4, seed=0):
-        generator = torch.Generator().manual_seed(seed)
+    def draw(*shape):
+        return torch.randn(*shape, generator=generator, dtype=torch.float64)
 
-        def draw(*shape):
-            return torch.randn(*shape, generator=generator, dtype=torch.float64)
-
-        heads, latent = params.num_heads, params.kv_lora_rank
-        nope, rope, value = params.qk_nope_head_dim, params.qk_rope_head_dim, params.v_head_dim
-        starts = torch.tensor([0, *query_lens]).cumsum(0)
-        queries = [draw(int(starts[-1]) + 2, heads, size) for size in (nope, rope)]
-        for query in queries:
-            query[-2:] = torch.nan
-        weights = [draw(latent, heads, size) / math.sqrt(latent) for size in (nope, value)]
-        tokens = tuple(draw(n, latent + rope) for n in seq_lens)
-        pages = [rows[:, None] for rows in tokens]
-        cache, _, table = page_out(pages, pages, block_size, seed)
-        return LatentBatch(*queries, cache[:, :, 0], *weights, table, torch.tensor(seq_lens), starts, tokens)
-
-    return make
+    heads, latent = params.num_heads, params.kv_lora_rank
+    nope, rope, value = params.qk_nope_head_dim, params.qk_rope_head_dim, params.v_head_dim
+    starts = torch.tensor([0, *query_lens]).cumsum(0)
+    queries = [draw(int(starts[-1]) + 2, heads, size) for size in (nope, rope)]
+    for query in queries:
+        query[-2:] = torch.nan
+    weights = [draw(latent, heads, size) / math.sqrt(latent) for size in (nope, value)]
+    tokens = tuple(draw(n, latent + rope) for n in seq_lens)
+    pages = [rows[:, None] for rows in tokens]
+    cache, _, table = page_out(pages, pages, block_size, seed)
+    return LatentBatch(*queries, cache[:, :, 0], *weights, table, torch.tensor(seq_lens), starts, tokens)
 
 
-@pytest.fixture(scope="module")
-def latent_dense(dense):
-    """``(batch, params, kv_range) -> state``: keys and values of each head are projected, then it is dense attention."""
-
-    def attend(batch, params, kv_range=None):
-        latent, rope = params.kv_lora_rank, params.qk_rope_head_dim
-        keys, values = [], []
-        for rows in batch.tokens:
-            nope = torch.einsum("jl,lhp->jhp", rows[:, :latent], batch.w_uk)
-            shared = rows[:, None, latent:].expand(-1, params.num_heads, rope)
-            keys.append(torch.cat([nope, shared], dim=-1))
-            values.append(torch.einsum("jl,lhv->jhv", rows[:, :latent], batch.w_uv))
-        query = torch.cat([batch.q_nope, batch.q_pe], dim=-1)
-        unpaged = SimpleNamespace(query=query, keys=keys, values=values, rows=batch.rows)
-        width = params.qk_nope_head_dim + rope
-        heads = AttentionParams(
-            params.num_heads, params.num_heads, width, params.v_head_dim, scale=params.scale, causal=params.causal
-        )
-        return dense(unpaged, heads, kv_range=kv_range)
-
-    return attend
+def latent_dense(batch, params, kv_range=None):
+    """Keys and values of each head are projected, then it is dense attention."""
+    latent, rope = params.kv_lora_rank, params.qk_rope_head_dim
+    keys, values = [], []
+    for rows in batch.tokens:
+        nope = torch.einsum("jl,lhp->jhp", rows[:, :latent], batch.w_uk)
+        shared = rows[:, None, latent:].expand(-1, params.num_heads, rope)
+        keys.append(torch.cat([nope, shared], dim=-1))
+        values.append(torch.einsum("jl,lhv->jhv", rows[:, :latent], batch.w_uv))
+    query = torch.cat([batch.q_nope, batch.q_pe], dim=-1)
+    unpaged = SimpleNamespace(query=query, keys=keys, values=values, rows=batch.rows)
+    width = params.qk_nope_head_dim + rope
+    heads = AttentionParams(
+        params.num_heads, params.num_heads, width, params.v_head_dim, scale=params.scale, causal=params.causal
+    )
+    return dense(unpaged, heads, kv_range=kv_range)
 
 
 @st.composite
@@ -142,7 +133,7 @@ ranges = st.none() | st.tuples(low, length).map(lambda span: (span[0], sum(span)
 
 @settings(max_examples=40)
 @given(question=questions(), span=ranges, workspace=st.integers(1, 15), data=st.data())
-def test_every_form_is_dense_attention(question, span, workspace, data, make_latent, latent_dense, same_state):
+def test_every_form_is_dense_attention(question, span, workspace, data):
     layer, lens, pages = question
     batch = make_latent(*lens, layer, **pages)
     want = latent_dense(batch, layer, span)
@@ -156,7 +147,7 @@ def test_every_form_is_dense_attention(question, span, workspace, data, make_lat
 
 @settings(max_examples=15)
 @given(question=questions(), k_scale=st.floats(0.01, 3))
-def test_float8_rows_have_one_scale(question, k_scale, make_latent, same_state):
+def test_float8_rows_have_one_scale(question, k_scale):
     """Keys and values are the codes times one scale, a number or a tensor of one element; other caches ignore it."""
     layer, lens, pages = question
     batch = make_latent(*lens, layer, **pages)
@@ -173,7 +164,7 @@ def test_float8_rows_have_one_scale(question, k_scale, make_latent, same_state):
 
 
 @pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
-def test_any_dtypes_and_strides(form, make_latent, latent_dense, same_state):
+def test_any_dtypes_and_strides(form):
     batch = make_latent((3, 1), (9, 6), LAYER)
     fused = torch.cat([batch.q_nope, batch.q_pe], dim=-1).to(BF16)
     wide = torch.full((2, *batch.kv_cache.shape[:2], 13), math.nan, dtype=torch.float16)

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from common_batches import common_metadata, refused, unchanged
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -20,9 +21,9 @@ from attncheck.reference import (
 from attncheck.reference.utilities.batch_order import split_finished_prompts
 
 
-def test_an_upper_bound_of_the_longest_changes_nothing_and_a_lower_one_is_believed(common):
-    assert split_decodes_and_prefills(common([1, 1], [1, 1], max_query_len=4)) == (2, 0, 2, 0)
-    assert split_decodes_and_prefills(common([1, 5], [1, 5], max_query_len=1)) == (2, 0, 6, 0)
+def test_an_upper_bound_of_the_longest_changes_nothing_and_a_lower_one_is_believed():
+    assert split_decodes_and_prefills(common_metadata([1, 1], [1, 1], max_query_len=4)) == (2, 0, 2, 0)
+    assert split_decodes_and_prefills(common_metadata([1, 5], [1, 5], max_query_len=1)) == (2, 0, 6, 0)
 
 
 @pytest.mark.parametrize(
@@ -35,8 +36,8 @@ def test_an_upper_bound_of_the_longest_changes_nothing_and_a_lower_one_is_believ
         ({}, -1, "decode_threshold"),
     ],
 )
-def test_refusals_name_the_argument(fields, threshold, name, common, refused):
-    assert refused(split_decodes_and_prefills, common([1, 3], [1, 3], **fields), threshold).startswith(name)
+def test_refusals_name_the_argument(fields, threshold, name):
+    assert refused(split_decodes_and_prefills, common_metadata([1, 3], [1, 3], **fields), threshold).startswith(name)
 
 
 @given(
@@ -46,9 +47,9 @@ def test_refusals_name_the_argument(fields, threshold, name, common, refused):
     padding=st.integers(0, 3),
     dtype=st.sampled_from((torch.int32, torch.int64)),
 )
-def test_counts_follow_a_loop(query_lens, threshold, uniform, padding, dtype, common, unchanged):
+def test_counts_follow_a_loop(query_lens, threshold, uniform, padding, dtype):
     """Padding tokens belong to the prefills, or without any to the decodes."""
-    batch = common(query_lens, query_lens, extra_tokens=padding, dtype=dtype)
+    batch = common_metadata(query_lens, query_lens, extra_tokens=padding, dtype=dtype)
     with unchanged(batch):
         counts = split_decodes_and_prefills(batch, threshold, uniform)
     mixed_is_fine = not uniform or (threshold <= 1 and max(query_lens) <= threshold)
@@ -73,16 +74,18 @@ def test_counts_follow_a_loop(query_lens, threshold, uniform, padding, dtype, co
         ([1, 1], [1, 0], False, (0, 2, 0, 2)),
     ],
 )
-def test_short_extends_as_prefills(query_lens, unfinished, uniform, expected, common):
-    batch = common(query_lens, query_lens)
+def test_short_extends_as_prefills(query_lens, unfinished, uniform, expected):
+    batch = common_metadata(query_lens, query_lens)
     flagged = PrefillingMetadata(**vars(batch), is_prefilling=torch.tensor(unfinished, dtype=torch.bool))
     assert split_finished_prompts(flagged, 2, uniform, False) == expected
     assert split_finished_prompts(flagged, 2, uniform) == split_decodes_and_prefills(batch, 2, uniform)
 
 
-def test_short_extends_without_flags_are_refused(common):
+def test_short_extends_without_flags_are_refused():
     with pytest.raises(ReferenceArgumentError, match="is_prefilling"):
-        split_finished_prompts(common([3, 4], [8, 4]), treat_short_extends_as_decodes=False, decode_threshold=9)
+        split_finished_prompts(
+            common_metadata([3, 4], [8, 4]), treat_short_extends_as_decodes=False, decode_threshold=9
+        )
 
 
 @pytest.mark.parametrize(
@@ -95,8 +98,8 @@ def test_short_extends_without_flags_are_refused(common):
         ([1, 4], [1, 9], 0, (1, 1, 0, 1, 4, 0)),
     ],
 )
-def test_decodes_extends_and_first_chunks(query_lens, seq_lens, padding, expected, common):
-    batch = common(query_lens, seq_lens, extra_tokens=padding)
+def test_decodes_extends_and_first_chunks(query_lens, seq_lens, padding, expected):
+    batch = common_metadata(query_lens, seq_lens, extra_tokens=padding)
     assert split_decodes_prefills_and_extends(batch) == expected
     batch.max_query_len += 3
     assert split_decodes_prefills_and_extends(batch) == expected

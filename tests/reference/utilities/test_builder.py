@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from common_batches import refused
 
 from attncheck import reference
 from attncheck.errors import ReferenceArgumentError
@@ -120,7 +121,7 @@ def test_impls_that_cannot_be_read_are_refused(impl, name, why):
     assert refusal.value.argument == name
 
 
-def test_unknown_layers_and_none_are_refused(refused):
+def test_unknown_layers_and_none_are_refused():
     with pytest.raises(ReferenceArgumentError, match="layer_names = 'z'"):
         get_per_layer_parameters(config(), ["n", "z"], Impl)
     assert refused(infer_global_hyperparameters, {}) == "per_layer_params"
@@ -192,9 +193,7 @@ def test_an_unknown_override_is_refused_and_not_stored(value):
 class Bk:
     word = "inherited"
 
-    @staticmethod
-    def get_builder_cls():
-        return int
+    get_builder_cls = staticmethod(lambda: int)
 
 
 @dataclass
@@ -228,7 +227,7 @@ def test_metadata_with_more_fields():
     assert [field.name for field in fields(Meta)] == ["a", "b"]
 
 
-def test_what_cannot_be_extended_is_refused(refused):
+def test_what_cannot_be_extended_is_refused():
     for kind in (int, Meta(1), None):
         assert refused(subclass_attention_metadata, "Fast", kind, []) == "metadata_cls"
     with pytest.raises(TypeError):

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from common_batches import refused, same_storage, unchanged
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
@@ -41,7 +42,7 @@ def test_by_default_one_rank_holds_all_and_the_axis_stays():
         ([5], (2, torch.zeros(1, dtype=torch.int32, device="meta")), "dcp_rank"),
     ],
 )
-def test_refused_ranks_name_the_argument(lens, arguments, name, refused):
+def test_refused_ranks_name_the_argument(lens, arguments, name):
     assert refused(get_dcp_local_seq_lens, torch.tensor(lens), *arguments).startswith(name)
 
 
@@ -53,7 +54,7 @@ def test_refused_ranks_name_the_argument(lens, arguments, name, refused):
     as_rank=st.sampled_from((int, np.int64, torch.tensor, rank_tensor)),
     dtype=st.sampled_from((torch.int32, torch.int64)),
 )
-def test_dealing_tokens_one_by_one(lengths, size, interleave, as_rank, dtype, unchanged, same_storage):
+def test_dealing_tokens_one_by_one(lengths, size, interleave, as_rank, dtype):
     """One more token raises the count of exactly the rank it is dealt to."""
     held = [[0] * size for _ in lengths]
     for row, length in zip(held, lengths, strict=True):
@@ -81,7 +82,7 @@ def programs_of(lens):
 @given(lens=st.lists(st.integers(0, 40), max_size=8), dtype=st.sampled_from((torch.int32, torch.int64)))
 @example(lens=[9000], dtype=torch.int32)
 @example(lens=[8 * 1024], dtype=torch.int64)
-def test_programs_cover_every_token_once_in_order(lens, dtype, unchanged, same_storage):
+def test_programs_cover_every_token_once_in_order(lens, dtype):
     """Lists of at least 2048 entries, or twice as many as there are programs; -1 behind the last."""
     starts = torch.tensor([sum(lens[:i]) for i in range(len(lens) + 1)], dtype=dtype)
     with unchanged(starts):
@@ -105,7 +106,7 @@ def test_programs_cover_every_token_once_in_order(lens, dtype, unchanged, same_s
 
 
 @pytest.mark.parametrize("starts", [[0, 5, 4], [], 3, [[0, 5]], [0.0, 5.0]], ids=str)
-def test_start_locations_that_mean_nothing_are_refused(starts, refused):
+def test_start_locations_that_mean_nothing_are_refused(starts):
     assert refused(compute_causal_conv1d_metadata, torch.tensor(starts)).startswith("query_start_loc_p")
 
 
@@ -159,7 +160,7 @@ def test_a_query_is_cut_into_requests(shape, batch_size, expected):
     assert torch.equal(cut.flatten(), query.flatten())
 
 
-def test_shapes_that_do_not_fit_are_refused(refused):
+def test_shapes_that_do_not_fit_are_refused():
     for shape, batch_size, name in (
         ((7, 2, 8), 3, "batch_size"),
         ((7, 2, 8), 0, "batch_size"),

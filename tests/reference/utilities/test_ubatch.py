@@ -5,6 +5,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 import torch
+from common_batches import common_metadata, plain_values, refused, same_storage, unchanged
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -34,7 +35,7 @@ def test_a_slice_has_a_length_and_may_be_empty():
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
-def test_start_locations_of_some_requests(dtype, unchanged, same_storage):
+def test_start_locations_of_some_requests(dtype):
     starts = torch.tensor([0, 3, 5, 9, 10], dtype=dtype)
     for first, stop, expected in ((0, 3, [0, 3, 5, 9]), (2, 4, [0, 4, 5]), (1, 1, [0]), (4, 4, [0])):
         with unchanged(starts):
@@ -44,7 +45,7 @@ def test_start_locations_of_some_requests(dtype, unchanged, same_storage):
         assert not same_storage(result, starts)
 
 
-def test_what_is_no_part_of_a_batch_is_refused(refused):
+def test_what_is_no_part_of_a_batch_is_refused():
     starts = torch.tensor([0, 3, 5, 9, 10])
     for part in (slice(3, 9), slice(7, 7), slice(2, 1), slice(-1, 2), slice(0, None), slice(0, 2, 2)):
         assert refused(slice_query_start_locs, starts, part).startswith("request_slice"), part
@@ -61,14 +62,12 @@ def test_what_is_no_part_of_a_batch_is_refused(refused):
     one_object=st.booleans(),
     causal=st.booleans(),
 )
-def test_a_piece_describes_its_tokens(
-    requests, cuts, padding, dtype, one_object, causal, common, plain, unchanged, same_storage
-):
+def test_a_piece_describes_its_tokens(requests, cuts, padding, dtype, one_object, causal):
     """Every token keeps its request and its position; a piece ends at its last token; the last has the padding."""
     query_lens = [q for q, _ in requests] + [0] * padding[0]
     seq_lens = [q + c for q, c in requests] + [0] * padding[0]
     optional = torch.tensor([1])
-    batch = common(
+    batch = common_metadata(
         query_lens,
         seq_lens,
         extra_tokens=padding[1],
@@ -113,8 +112,8 @@ def test_a_piece_describes_its_tokens(
         )
     with unchanged(batch):
         parts = split_attn_metadata(slices, batch)
-    assert [plain(part) for part in parts] == expected
-    assert plain(_make_metadata_with_slice(slices[0], batch)) == expected[0]
+    assert [plain_values(part) for part in parts] == expected
+    assert plain_values(_make_metadata_with_slice(slices[0], batch)) == expected[0]
     for part in parts:
         index = (part.query_start_loc, part.query_start_loc_cpu, part.seq_lens, part.seq_lens_cpu)
         assert {x.dtype for x in (*index, part.num_computed_tokens_cpu)} == {dtype}
@@ -138,8 +137,8 @@ def test_a_piece_describes_its_tokens(
         ((0, 3), (0.0, 12.0)),
     ],
 )
-def test_pieces_that_are_none_are_refused(requests, tokens, common, refused):
-    batch = common([3, 4, 5], [8, 4, 15])
+def test_pieces_that_are_none_are_refused(requests, tokens):
+    batch = common_metadata([3, 4, 5], [8, 4, 15])
     assert "ubatch_slice" in refused(_make_metadata_with_slice, piece(requests, tokens), batch)
 
 
@@ -152,8 +151,8 @@ def test_pieces_that_are_none_are_refused(requests, tokens, common, refused):
         ("slot_mapping", torch.arange(6)),
     ],
 )
-def test_a_batch_that_contradicts_itself_is_refused(field, value, common, refused):
-    batch = common([3, 4, 5], [8, 4, 15], **{field: value})
+def test_a_batch_that_contradicts_itself_is_refused(field, value):
+    batch = common_metadata([3, 4, 5], [8, 4, 15], **{field: value})
     assert field in refused(_make_metadata_with_slice, piece((0, 2), (0, 7)), batch)
 
 

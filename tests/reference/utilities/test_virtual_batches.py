@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from common_batches import common_metadata, plain_values, refused, same_storage, unchanged
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -30,10 +31,10 @@ GIVEN = dict.fromkeys(OPTIONAL, torch.tensor([1])) | {"causal": False}
 
 
 @pytest.mark.parametrize(("chunk", "block", "q", "s", "table", "starts", "lens", "computed", "pages"), LOCAL)
-def test_virtual_requests(chunk, block, q, s, table, starts, lens, computed, pages, common, plain):
-    batch = common(q, s, table=table, extra_tokens=5, **GIVEN)
+def test_virtual_requests(chunk, block, q, s, table, starts, lens, computed, pages):
+    batch = common_metadata(q, s, table=table, extra_tokens=5, **GIVEN)
     got = make_local_attention_virtual_batches(chunk, batch, block)
-    assert plain(got) == {
+    assert plain_values(got) == {
         "query_start_loc": starts,
         "query_start_loc_cpu": starts,
         "seq_lens": lens,
@@ -50,9 +51,9 @@ def test_virtual_requests(chunk, block, q, s, table, starts, lens, computed, pag
     }
 
 
-def test_device_values_are_not_read(common):
+def test_device_values_are_not_read():
     nowhere = torch.empty(2, dtype=torch.int32, device="meta")
-    batch = common([3], [8], query_start_loc=nowhere, seq_lens=nowhere[:1])
+    batch = common_metadata([3], [8], query_start_loc=nowhere, seq_lens=nowhere[:1])
     got = make_local_attention_virtual_batches(4, batch, 4)
     assert got.query_start_loc.device.type == got.seq_lens.device.type == "meta"
     assert got.seq_lens_cpu.tolist() == [4]
@@ -71,8 +72,8 @@ def test_device_values_are_not_read(common):
         (4, 2, {"block_table_tensor": torch.zeros(1, 4, dtype=torch.int32)}, "block_table_tensor"),
     ],
 )
-def test_refused_chunks_name_the_argument(chunk, block, fields, name, common, refused):
-    batch = common([3, 2], [8, 4], **fields)
+def test_refused_chunks_name_the_argument(chunk, block, fields, name):
+    batch = common_metadata([3, 2], [8, 4], **fields)
     assert refused(make_local_attention_virtual_batches, chunk, batch, block).startswith(name)
 
 
@@ -85,13 +86,13 @@ def test_refused_chunks_name_the_argument(chunk, block, fields, name, common, re
     dtype=DTYPES,
     one_object=st.booleans(),
 )
-def test_the_mask_is_that_of_chunks(requests, block, pages, width, dtype, one_object, common, unchanged, same_storage):
+def test_the_mask_is_that_of_chunks(requests, block, pages, width, dtype, one_object):
     """Through the virtual block table every query sees the keys of its chunk up to itself, and nothing else."""
     chunk = block * pages
     query_lens, seq_lens = [q for q, _ in requests], [q + c for q, c in requests]
     columns = max(1, width + max(-(-s // block) for s in seq_lens))
     table = [[r * columns + page for page in range(columns)] for r in range(len(requests))]
-    batch = common(query_lens, seq_lens, table=table, dtype=dtype, one_object=one_object)
+    batch = common_metadata(query_lens, seq_lens, table=table, dtype=dtype, one_object=one_object)
     with unchanged(batch):
         got = make_local_attention_virtual_batches(chunk, batch, block)
     seen = []
@@ -117,9 +118,11 @@ def test_the_mask_is_that_of_chunks(requests, block, pages, width, dtype, one_ob
     assert not same_storage(got.seq_lens, got.seq_lens_cpu)
 
 
-def wanting(common, query_lens, seq_lens, indices, count, index_dtype=torch.int64, **fields):
+def wanting(query_lens, seq_lens, indices, count, index_dtype=torch.int64, **fields):
     padded = None if indices is None else torch.tensor(indices, dtype=index_dtype)
-    return common(query_lens, seq_lens, **{**fields, "logits_indices_padded": padded, "num_logits_indices": count})
+    return common_metadata(
+        query_lens, seq_lens, **{**fields, "logits_indices_padded": padded, "num_logits_indices": count}
+    )
 
 
 @settings(max_examples=60)
@@ -130,20 +133,18 @@ def wanting(common, query_lens, seq_lens, indices, count, index_dtype=torch.int6
     index=st.sampled_from((torch.int64, torch.int32, torch.uint8)),
     one_object=st.booleans(),
 )
-def test_wanted_tails_become_the_queries(
-    requests, padding, dtype, index, one_object, common, plain, unchanged, same_storage
-):
+def test_wanted_tails_become_the_queries(requests, padding, dtype, index, one_object):
     """The last wanted tokens of each request keep their positions; keys, tables and slots are those of the batch."""
     query_lens, seq_lens = [q for q, _, _ in requests], [q + c for q, c, _ in requests]
     ends = [sum(query_lens[: r + 1]) for r in range(len(requests))]
     wanted = [min(n, q) for q, _, n in requests]
     indices = [t for end, n in zip(ends, wanted, strict=True) for t in range(end - n, end)]
     options = GIVEN | {"dtype": dtype, "one_object": one_object, "max_query_len": 9}
-    batch = wanting(common, query_lens, seq_lens, indices + [0] * padding, len(indices), index, **options)
+    batch = wanting(query_lens, seq_lens, indices + [0] * padding, len(indices), index, **options)
     with unchanged(batch):
         got = make_kv_sharing_fast_prefill_common_attn_metadata(batch)
     starts = [sum(wanted[:r]) for r in range(len(wanted) + 1)]
-    assert plain(got) == {
+    assert plain_values(got) == {
         "query_start_loc": starts,
         "query_start_loc_cpu": starts,
         "seq_lens": seq_lens,
@@ -168,8 +169,8 @@ def test_wanted_tails_become_the_queries(
 
 
 @pytest.mark.parametrize(("indices", "count"), [(None, None), ([0, 1], 2), ([7], 9)])
-def test_a_pure_decode_is_the_same_object(indices, count, common):
-    batch = wanting(common, [1, 1], [6, 9], indices, count)
+def test_a_pure_decode_is_the_same_object(indices, count):
+    batch = wanting([1, 1], [6, 9], indices, count)
     assert make_kv_sharing_fast_prefill_common_attn_metadata(batch) is batch
 
 
@@ -187,8 +188,8 @@ def test_a_pure_decode_is_the_same_object(indices, count, common):
         ([[9]], 1, "logits_indices_padded.shape", "any"),
     ],
 )
-def test_refused_indices_name_the_argument(indices, count, name, why, common, unchanged):
-    batch = wanting(common, [6, 4], [6, 9], indices, count)
+def test_refused_indices_name_the_argument(indices, count, name, why):
+    batch = wanting([6, 4], [6, 9], indices, count)
     with unchanged(batch), pytest.raises(ReferenceArgumentError, match=why) as refusal:
         make_kv_sharing_fast_prefill_common_attn_metadata(batch)
     assert refusal.value.argument == name
@@ -213,9 +214,7 @@ class Builder(AttentionMetadataBuilder[Built]):
 
 
 class Bk2:
-    @staticmethod
-    def get_builder_cls():
-        return Builder
+    get_builder_cls = staticmethod(lambda: Builder)
 
 
 def make_builder(prefix="FastPrefill", backend=Bk2):
@@ -223,8 +222,8 @@ def make_builder(prefix="FastPrefill", backend=Bk2):
     return kind("spec", ["layer"], None, torch.device("cpu"))
 
 
-def test_the_builder_sees_the_reduced_batch_and_returns_both_kinds(common, unchanged):
-    batch = wanting(common, [6, 1, 4], [6, 9, 8], [5, 6, 10, 0], 3)
+def test_the_builder_sees_the_reduced_batch_and_returns_both_kinds():
+    batch = wanting([6, 1, 4], [6, 9, 8], [5, 6, 10, 0], 3)
     builder = make_builder()
     with unchanged(batch):
         built = builder.build(7, batch, fast_build=True)
@@ -238,8 +237,8 @@ def test_the_builder_sees_the_reduced_batch_and_returns_both_kinds(common, uncha
     assert not hasattr(builder.last, "num_logits_indices")
 
 
-def test_the_inherited_ways_to_build_are_wrapped_too(common):
-    batch = wanting(common, [6, 4], [6, 9], [9], 1)
+def test_the_inherited_ways_to_build_are_wrapped_too():
+    batch = wanting([6, 4], [6, 9], [9], 1)
     built = make_builder().build_for_cudagraph_capture(batch), make_builder().build_for_drafting(batch, 2)
     assert [(b.starts, b.arguments, b.num_logits_indices) for b in built] == [
         ([0, 0, 1], (0, False), 1),
@@ -248,15 +247,15 @@ def test_the_inherited_ways_to_build_are_wrapped_too(common):
 
 
 @pytest.mark.parametrize(("indices", "count"), [([0, 1], None), (None, 2)])
-def test_an_unarmed_batch_is_refused_even_as_a_pure_decode(indices, count, common):
+def test_an_unarmed_batch_is_refused_even_as_a_pure_decode(indices, count):
     builder = make_builder()
     with pytest.raises(ReferenceArgumentError, match="not armed"):
-        builder.build(0, wanting(common, [1, 1], [6, 9], indices, count))
+        builder.build(0, wanting([1, 1], [6, 9], indices, count))
     assert not hasattr(builder, "last")
 
 
 @pytest.mark.parametrize("result", [(1, 2), dataclass(frozen=True)(type("Frozen", (), {}))()])
-def test_metadata_that_cannot_be_extended_is_refused(result, common):
+def test_metadata_that_cannot_be_extended_is_refused(result):
     class Odd(Builder):
         def build(self, *arguments):
             return result
@@ -265,4 +264,4 @@ def test_metadata_that_cannot_be_extended_is_refused(result, common):
         get_builder_cls = staticmethod(lambda: Odd)
 
     with pytest.raises(ReferenceArgumentError, match="unfrozen dataclass"):
-        make_builder(backend=Backend).build(0, wanting(common, [1], [6], [0], 1))
+        make_builder(backend=Backend).build(0, wanting([1], [6], [0], 1))

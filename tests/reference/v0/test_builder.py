@@ -4,7 +4,6 @@ import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -26,7 +25,7 @@ class Seq:
     window_blocks: int = 0
 
 
-def group(is_prompt: bool, *seqs: Seq, hit: bool = False, maps: Any = None, tables: Any = ...) -> SimpleNamespace:
+def group(is_prompt, *seqs, hit=False, maps=None, tables=...):
     query_lens = [seq.seq_len - seq.context_len for seq in seqs]
     return SimpleNamespace(
         is_prompt=is_prompt,
@@ -49,14 +48,7 @@ class Builder(CommonMetadataBuilder):
     _metadata_cls = SimpleNamespace
 
 
-def builder(
-    *groups: SimpleNamespace,
-    window: int | None = None,
-    chunked: bool = False,
-    array: Any = None,
-    device: str = "cpu",
-    kind: type[CommonMetadataBuilder] = Builder,
-) -> Any:
+def builder(*groups, window=None, chunked=False, array=None, device="cpu", kind=Builder):
     runner = SimpleNamespace(device=torch.device(device), pin_memory=False, graph_block_tables=array)
     return kind(
         SimpleNamespace(
@@ -69,12 +61,12 @@ def builder(
     )
 
 
-def image(src: range, src_len: int, dest: range, dest_len: int) -> SimpleNamespace:
+def image(src, src_len, dest, dest_len):
     return SimpleNamespace(src_ranges=[src], src_len=src_len, dest_ranges=[dest], dest_len=dest_len)
 
 
 @pytest.fixture
-def prompts() -> list[SimpleNamespace]:
+def prompts():
     """Prompt A of 6 tokens; prompt B of 11 tokens, 8 of them cached, with an image."""
     maps = {"image": image(range(2), 2, range(1, 3), 3)}
     return [
@@ -84,13 +76,13 @@ def prompts() -> list[SimpleNamespace]:
 
 
 @pytest.fixture
-def decodes() -> SimpleNamespace:
+def decodes():
     """Two sequences that have come to 9 and 14 tokens."""
     return group(False, Seq(20, 9, 8, [2, 0, 5]), Seq(21, 14, 13, [6, 7, 11, 12]))
 
 
 @pytest.fixture
-def array() -> np.ndarray:
+def array():
     """A runner's 4 x 5 ``graph_block_tables``, 90 to 109: what earlier steps left."""
     return np.arange(90, 110, dtype=np.int32).reshape(4, 5)
 

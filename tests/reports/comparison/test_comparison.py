@@ -1,15 +1,14 @@
 """What of two runs is compared, what else differs between them, and which changes of outcomes are worse."""
 
 from dataclasses import replace
-from typing import Any
 
 import pytest
 
 from attncheck.errors import QuestionError
-from attncheck.reports.comparison.changes import OutcomeChange, compare_outcomes
+from attncheck.reports.comparison.changes import compare_outcomes
 from attncheck.reports.comparison.compare import ComparedCounts, ComparisonTerms, compare_runs
 from attncheck.reports.run_file.header import BackendInfo
-from attncheck.reports.run_file.records import OUTCOMES, Record
+from attncheck.reports.run_file.records import OUTCOMES
 from attncheck.reports.run_file.store import Run
 
 
@@ -152,11 +151,11 @@ def test_every_field_that_differs_is_listed(run_of, rounds_of, around):
     assert compare_runs(base, Run("elsewhere", base.header, base.records)).environments == ()
 
 
-def state(**fields: Any) -> dict[str, Any]:
+def state(**fields):
     return {"device": fields}
 
 
-def ceilings(rate: float) -> dict[str, Any]:
+def ceilings(rate):
     return {"ceilings": {"copy_bytes_per_s": rate, "matmul_flops_per_s": 1e12, "dtype": "bfloat16"}}
 
 
@@ -209,7 +208,7 @@ def test_other_kernels_of_a_library_are_listed_where_both_runs_have_them(make, r
         assert {each.field: (each.base, each.new) for each in compare_runs(*runs).environments} == expected
 
 
-def change(before: Record, after: Record) -> OutcomeChange:
+def change(before, after):
     found = compare_outcomes("fast", before, after)
     assert found is not None
     return found

@@ -2,7 +2,6 @@
 
 import math
 from collections import Counter
-from collections.abc import Callable
 from random import Random
 
 import pytest
@@ -21,17 +20,15 @@ from attncheck.reports.comparison.significance import (
 )
 from attncheck.reports.comparison.speed_changes import (
     ComparisonTerms,
-    SpeedChange,
     SpeedPair,
     SuiteSpeedChange,
     compare_speeds,
     compare_suites,
 )
 from attncheck.reports.comparison.thresholds import SlowdownThresholds, parse_thresholds
-from attncheck.reports.speeds.speed import Speed
 
 
-def one(base: Speed, new: Speed, terms: ComparisonTerms | None = None) -> SpeedChange:
+def one(base, new, terms=None):
     (change,) = compare_speeds([SpeedPair(base.backend, base, new)], terms or ComparisonTerms())
     return change
 
@@ -129,11 +126,10 @@ def test_swapped_sides_mirror_the_verdict_and_the_unit_means_nothing(speed, base
     assert scaled.verdict == forth.verdict
 
 
-Speeds = Callable[..., Speed]
 EFFECT = LEAST = 0.01
 
 
-def change(low: float, high: float, *, new: str = "Mine", part: str = "forward") -> SuiteSpeedChange:
+def change(low, high, *, new="Mine", part="forward"):
     is_different = low > 1 + EFFECT or high < 1 / (1 + EFFECT)
     return SuiteSpeedChange("sdpa", new, "decode", part, 3, math.sqrt(low * high), low, high, is_different)
 
@@ -154,7 +150,7 @@ def test_the_faster_one_comes_first_and_the_figure_covers_the_interval(found, se
     assert found.in_words == sentence
 
 
-def pairs(speed: Speeds, *, cases: int, shared: float, own: float) -> list[SpeedPair]:
+def pairs(speed, *, cases, shared, own):
     """Cases whose processes differ by ``shared``, which all cases of a process have, and by ``own`` noise."""
     drawn = Random(cases)
     sides = []

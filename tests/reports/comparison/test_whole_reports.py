@@ -4,7 +4,7 @@ import pytest
 from inline_snapshot import snapshot
 
 from attncheck.reports import github
-from attncheck.reports.comparison.compare import ComparisonTerms, RunComparison, compare_runs
+from attncheck.reports.comparison.compare import ComparisonTerms, compare_runs
 from attncheck.reports.comparison.summary import change_text, closing, grouped_outcomes, power_of
 from attncheck.reports.comparison.thresholds import parse_thresholds
 from attncheck.reports.document.comparison import SHOWN
@@ -36,7 +36,7 @@ def found(run_of, make, rounds_of, around):
     return compare_runs(*runs, terms=terms)
 
 
-def shown(comparison: RunComparison, name: str) -> tuple[str, str]:
+def shown(comparison, name):
     render = FORMATS[name].render_comparison
     assert render is not None
     return render(comparison, Style())

@@ -1,7 +1,5 @@
 """The page's script in a real browser: filter, sort, open, copy, theme and print; and never a network request."""
 
-from typing import Any
-
 import pytest
 
 from attncheck.reports.html import render_runs
@@ -40,12 +38,12 @@ def run(timed, run_with, record_of):
     return run_with([*timed(["first", "second", "third"], LENGTHS, rounds=5), failed], cases=(case,))
 
 
-def cells(page: Any, column: int) -> list[str]:
+def cells(page, column):
     """The texts of one column of the records."""
     return [text.strip() for text in page.locator(f".rows tbody tr > :nth-child({column})").all_inner_texts()]
 
 
-def wait_for(page: Any, count: str) -> None:
+def wait_for(page, count):
     """Wait until the page shows ``count`` cases; the page's policy forbids to poll by a script."""
     page.locator(".pager [role=status]").get_by_text(count, exact=True).wait_for()
 

@@ -5,7 +5,6 @@ import hashlib
 import re
 import sys
 from importlib import resources
-from typing import Any
 
 import matplotlib as mpl
 import pytest
@@ -143,14 +142,14 @@ def test_measured_support_has_signs_and_words(run_with, record_of, parsed):
     assert 'class="matrix"' in markup
 
 
-def luminance(colour: str) -> float:
+def luminance(colour):
     """Relative luminance, as WCAG 2 defines it."""
     channels = [int(colour[index : index + 2], 16) / 255 for index in (1, 3, 5)]
     linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in channels]
     return sum(weight * c for weight, c in zip((0.2126, 0.7152, 0.0722), linear, strict=True))
 
 
-def contrast(one: str, other: str) -> float:
+def contrast(one, other):
     brighter, darker = sorted((luminance(one), luminance(other)), reverse=True)
     return (brighter + 0.05) / (darker + 0.05)
 
@@ -173,7 +172,7 @@ def test_colours_can_be_read(theme):
 # ---- The data of the records ----
 
 
-def rebuilt(data: Any) -> list[tuple[Any, ...]]:
+def rebuilt(data):
     """All records of a page as ``(backend, suite, case id, check, outcome, content, command)``."""
     texts = data["texts"]
     return [

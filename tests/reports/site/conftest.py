@@ -1,10 +1,8 @@
 """Small runs of one backend with given outcomes by case."""
 
-from pathlib import Path
-
 import pytest
 
-from attncheck.reports.analysis.measured import MeasuredRun, measured_run, subjects
+from attncheck.reports.analysis.measured import measured_run, subjects
 from attncheck.reports.run_file.header import BackendInfo, CaseInfo, SuiteInfo
 from attncheck.reports.run_file.store import read_run
 from attncheck.reports.site.build import names_of, read_runs, write_site
@@ -78,7 +76,7 @@ def run_file(tmp_path, header, make_record, write_run):
     return write
 
 
-def measured(path: Path) -> MeasuredRun:
+def measured(path):
     run = read_run(path)
     return measured_run(run, path.name, forward_times(run))
 

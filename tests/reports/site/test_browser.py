@@ -4,8 +4,6 @@ import threading
 from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from itertools import combinations
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -36,14 +34,14 @@ def site(build, files):
     return build(files)
 
 
-def pages(site: Path) -> list[Path]:
+def pages(site):
     """A page of each kind."""
     found = [path for kind in KINDS for path in sorted(site.glob(f"{kind}.html"))[:1]]
     assert len(found) == len(KINDS)
     return found
 
 
-def answers(page: Any) -> list[tuple[str, str]]:
+def answers(page):
     """Name and standing of each backend, from the top."""
     rows = page.locator("table.matrix tbody tr").all()
     return [

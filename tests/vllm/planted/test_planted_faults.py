@@ -1,8 +1,6 @@
 """Each fault planted in vLLM's backends fails beside what is known of them, and the first finding names it."""
 
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -41,10 +39,10 @@ PAGES = ("--set", "cache.block_size=32", "--set", "cache.layout=HND")
 
 
 @pytest.fixture
-def first_findings(run_vllm: Any, tmp_path: Path) -> Callable[..., list[str]]:
+def first_findings(run_vllm, tmp_path):
     """``first_findings(fault, known, cases, *words)``: the titles of what the documented expectations do not cover."""
 
-    def first_findings(fault: str, known: str, cases: tuple[str, ...], *words: str) -> list[str]:
+    def first_findings(fault, known, cases, *words):
         ref = f"vllm:{FAULTS}:{fault}"
         text = (EXPECTED / known).read_text(encoding="utf-8")
         backend = next(line for line in text.splitlines() if line.startswith("- backend: "))
@@ -57,18 +55,18 @@ def first_findings(run_vllm: Any, tmp_path: Path) -> Callable[..., list[str]]:
     return first_findings
 
 
-def suites(cases: tuple[str, ...]) -> tuple[str, ...]:
+def suites(cases):
     """The options that name the suites of the cases."""
     return tuple(word for name in dict.fromkeys(case.partition("/")[0] for case in cases) for word in ("--suite", name))
 
 
-def test_without_a_fault_nothing_is_new(first_findings: Any) -> None:
+def test_without_a_fault_nothing_is_new(first_findings):
     cases = (*PLAIN, *WINDOW, *CAPS, *FP8, "smoke/alibi", "smoke/padded-tokens", "smoke/padded-mixed")
     assert first_findings("Right", "vllm-cpu-attn.yaml", cases, *suites(cases), *PAGES) == []
 
 
 @pytest.mark.parametrize("fault", CPU)
-def test_a_fault_in_the_cpu_backend(first_findings: Any, fault: str) -> None:
+def test_a_fault_in_the_cpu_backend(first_findings, fault):
     cases, cause = CPU[fault]
     if cases == FP8 and not torch.cpu._is_avx512_supported():
         pytest.skip("vLLM has no kernel for an FP8 cache on a CPU without AVX-512")
@@ -77,7 +75,7 @@ def test_a_fault_in_the_cpu_backend(first_findings: Any, fault: str) -> None:
 
 
 @pytest.mark.parametrize("fault", TRITON)
-def test_a_fault_in_the_triton_backend(first_findings: Any, fault: str) -> None:
+def test_a_fault_in_the_triton_backend(first_findings, fault):
     cases, cause = TRITON[fault]
     new = first_findings(fault, "vllm-triton-attn.yaml", cases, "--suite", "vllm_interpreted")
     assert new[0].removeprefix("perhaps: ").startswith(cause), new

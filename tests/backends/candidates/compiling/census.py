@@ -10,12 +10,10 @@ import argparse
 import json
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any
 from unittest.mock import patch
 
-from launches import Kernel, recorded
+from launches import recorded
 
 from attncheck.backends import interpreter, registry
 from attncheck.cases.loader import load_suite, select
@@ -30,7 +28,7 @@ CHECKS = ("numerics", "cache_write", "cudagraph")
 """Those that launch: others look at the same step, or repeat it with other contents."""
 
 
-def launched(prepare: Callable[[], Callable[[], object]]) -> Recording:
+def launched(prepare):
     """Make the launches of a capture as ``DeviceRecorder`` does."""
     for _ in range(3):
         prepare()()
@@ -38,7 +36,7 @@ def launched(prepare: Callable[[], Callable[[], object]]) -> Recording:
 
 
 @contextmanager
-def judging_nothing() -> Iterator[None]:
+def judging_nothing():
     """Examine Triton's backends on a CPU as if it were a GPU whose answers are all right."""
     with ExitStack() as stack:
         for where, name, value in (
@@ -54,11 +52,11 @@ def judging_nothing() -> Iterator[None]:
         yield
 
 
-def _call(question: Any) -> None:
+def _call(question):
     question.function(*question.arguments.values())
 
 
-def kernels_of(capability: int, backend: str, suite: str, patterns: list[str]) -> list[Kernel]:
+def kernels_of(capability, backend, suite, patterns):
     """Return the kernels of the cases that match ``patterns``, each once."""
     cases = tuple(select(load_suite(suite).cases, patterns))
     examiner = Examiner(RunPlan(cases=cases, backends=(registry.load(backend),), checks=CHECKS))

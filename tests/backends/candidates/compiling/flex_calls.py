@@ -17,7 +17,6 @@ import tempfile
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 from unittest.mock import patch
 
 import torch
@@ -45,7 +44,7 @@ H100 = SimpleNamespace(
 )
 
 
-ANSWERS: dict[Any, dict[str, Any]] = {
+ANSWERS = {
     torch.cuda: {
         "is_available": True,
         "is_initialized": True,
@@ -93,7 +92,7 @@ class Call:
     has_all_rows: bool = True
     """False: without the rows that the candidate adds."""
 
-    def make(self) -> None:
+    def make(self):
         from torch._subclasses.fake_tensor import FakeTensorMode
 
         from attncheck.backends.candidates.flex_attention import backend
@@ -124,14 +123,14 @@ class Call:
                 impl._attend_rows(query, call)
 
 
-def compile_calls(calls: list[Call]) -> list[dict[str, Any]]:
+def compile_calls(calls):
     """Compile the calls in their order; the device must be pretended."""
     from torch._dynamo.utils import counters
     from torch._inductor.runtime.triton_heuristics import CachingAutotuner
 
     found, kernels = [], []
 
-    def compiled(self: CachingAutotuner) -> None:
+    def compiled(self):
         kernels.extend(result.kernel.metadata.name for result in self.compile_results)
 
     CachingAutotuner._make_launchers = compiled
@@ -149,7 +148,7 @@ def compile_calls(calls: list[Call]) -> list[dict[str, Any]]:
     return found
 
 
-def pretend_cuda() -> None:
+def pretend_cuda():
     """Change in this process what torch's compiler reads of a CUDA device."""
     for owner, answers in ANSWERS.items():
         for name, answer in answers.items():

@@ -11,7 +11,6 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,29 +35,29 @@ _PROCESSORS = 132
 class Elsewhere(DriverBase):
     """The driver of a GPU of compute capability ``major * 10 + minor``, of which only that is known."""
 
-    def __init__(self, capability: int) -> None:
+    def __init__(self, capability):
         self._target = GPUTarget("cuda", capability, 32)
 
     @classmethod
-    def is_active(cls) -> bool:
+    def is_active(cls):
         return True
 
-    def get_current_target(self) -> GPUTarget:
+    def get_current_target(self):
         return self._target
 
-    def get_current_device(self) -> int:
+    def get_current_device(self):
         return 0
 
-    def get_current_stream(self, device: int) -> int:
+    def get_current_stream(self, device):
         return 0
 
-    def map_python_to_cpp_type(self, ty: str) -> str:
+    def map_python_to_cpp_type(self, ty):
         raise NotImplementedError
 
-    def get_active_torch_device(self) -> Any:
+    def get_active_torch_device(self):
         raise NotImplementedError
 
-    def get_benchmarker(self) -> Any:
+    def get_benchmarker(self):
         raise NotImplementedError
 
 
@@ -71,21 +70,21 @@ class Kernel:
     source: Any
     options: dict[str, Any]
 
-    def compile(self, capability: int) -> dict[str, Any]:
+    def compile(self, capability):
         """Return its name, and what running it takes."""
         kernel = triton.compile(self.source, target=GPUTarget("cuda", capability, 32), options=self.options)
         return {"name": self.name, "shared": kernel.metadata.shared, "spilled": spilled_bytes(kernel.asm["cubin"])}
 
 
 @contextmanager
-def recorded(capability: int) -> Iterator[list[Kernel]]:
+def recorded(capability):
     """Record launches in place of making them: their kernels in order, each once. The GPU has 132 multiprocessors."""
     from attncheck.backends.candidates.triton_mla import attention
     from attncheck.backends.candidates.triton_unified import launch
 
-    found: dict[tuple[str, str], Kernel] = {}
+    found = {}
 
-    def record(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
+    def record(self, *args, grid, warmup, **kwargs):
         kwargs |= {"debug": False, "instrumentation_mode": ""}
         _, known, _, backend, bind = self.device_caches[0]
         bound, specialization, options = bind(*args, **kwargs)
@@ -96,7 +95,7 @@ def recorded(capability: int) -> Iterator[list[Kernel]]:
 
     properties = SimpleNamespace(multi_processor_count=_PROCESSORS, shared_memory_per_block_optin=SHARED[capability])
     driver.set_active(Elsewhere(capability))
-    kernels: list[Kernel] = []
+    kernels = []
     try:
         with (
             patch.object(JITFunction, "run", record),
@@ -110,7 +109,7 @@ def recorded(capability: int) -> Iterator[list[Kernel]]:
         kernels += found.values()
 
 
-def spilled_bytes(binary: bytes) -> int:
+def spilled_bytes(binary):
     """Return the bytes of a thread's stack: what did not fit its registers."""
     dump = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:

@@ -9,9 +9,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -20,10 +18,10 @@ on_linux = pytest.mark.skipif(sys.platform != "linux", reason="the pretended dev
 
 
 @pytest.fixture
-def printed_by(preloaded: None) -> Callable[..., Any]:
+def printed_by(preloaded):
     """``printed_by("launches.py", *arguments)``: what the script prints, read as JSON; Triton compiles in it."""
 
-    def run(script: str, *arguments: object) -> Any:
+    def run(script, *arguments):
         env = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
         command = [sys.executable, str(Path(__file__).with_name(script)), *map(str, arguments)]
         done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
@@ -97,28 +95,28 @@ attend(64, torch.bfloat16, codes=torch.float8_e4m3fn)
 """
 
 
-def test_the_widest_heads_fit_the_smallest_gpu(printed_by: Callable[..., Any]) -> None:
+def test_the_widest_heads_fit_the_smallest_gpu(printed_by):
     kernels = printed_by("launches.py", SMALLEST, UNIFIED + WIDEST)
     assert [kernel["name"] for kernel in kernels] == ["attend_blocks", "merge_segments", "attend_blocks"]
     assert_fits(kernels, SMALLEST, spilled=A_FEW_REGISTERS)
 
 
 @pytest.mark.slow
-def test_the_largest_latent_tile_fits_the_smallest_gpu(printed_by: Callable[..., Any]) -> None:
+def test_the_largest_latent_tile_fits_the_smallest_gpu(printed_by):
     kernels = printed_by("launches.py", SMALLEST, LATENT + "attend(1, 128, bfloat16)")
     assert [kernel["name"] for kernel in kernels] == ["attend_latent"]
     assert_fits(kernels, SMALLEST, spilled=A_FEW_REGISTERS)
 
 
 @pytest.mark.slow
-def test_prompts_are_multiplied_from_registers_that_suffice(printed_by: Callable[..., Any]) -> None:
+def test_prompts_are_multiplied_from_registers_that_suffice(printed_by):
     """Of the GPU that tiles were chosen for."""
     kernels = printed_by("launches.py", 90, UNIFIED + "attend(64, torch.bfloat16)")
     assert_fits(kernels, 90)
 
 
 @pytest.mark.slow
-def test_writers_and_merging_compile(printed_by: Callable[..., Any]) -> None:
+def test_writers_and_merging_compile(printed_by):
     kernels = printed_by("launches.py", SMALLEST, OTHERS)
     assert [kernel["name"] for kernel in kernels] == ["write_cache_kernel"] * 4 + ["merge_states_kernel"]
     assert_fits(kernels, SMALLEST)
@@ -127,15 +125,13 @@ def test_writers_and_merging_compile(printed_by: Callable[..., Any]) -> None:
 @pytest.mark.kernels
 @pytest.mark.parametrize("capability", SHARED)
 @pytest.mark.parametrize(("backend", "few"), [("triton_unified", 120), ("triton_mla", 12)])
-def test_the_kernels_of_smoke_are_few_and_fit(
-    backend: str, few: int, capability: int, printed_by: Callable[..., Any]
-) -> None:
+def test_the_kernels_of_smoke_are_few_and_fit(backend, few, capability, printed_by):
     found = printed_by("census.py", capability, backend, "smoke", "--compile", 1000)
     assert len(found["compiled"]) == sum(found["kernels"].values()) <= few
     assert_fits(found["compiled"], capability, spilled=sys.maxsize)
 
 
-def assert_fits(kernels: list[dict[str, Any]], capability: int, *, spilled: int = 0) -> None:
+def assert_fits(kernels, capability, *, spilled=0):
     for kernel in kernels:
         assert kernel["shared"] <= SHARED[capability], kernel
         assert kernel["spilled"] <= spilled, kernel
@@ -146,16 +142,14 @@ def assert_fits(kernels: list[dict[str, Any]], capability: int, *, spilled: int 
     ("backend", "cases"),
     [("triton_unified", ["window-prefill*", "groups*", "block-size*"]), ("triton_mla", ["latent*"])],
 )
-def test_windows_groups_pages_and_latent_sizes_share_kernels(
-    backend: str, cases: list[str], printed_by: Callable[..., Any]
-) -> None:
+def test_windows_groups_pages_and_latent_sizes_share_kernels(backend, cases, printed_by):
     selected = [argument for case in cases for argument in ("--case", case)]
     assert sum(printed_by("census.py", 90, backend, "smoke", *selected)["kernels"].values()) <= 12
 
 
 @on_linux
 @pytest.mark.slow
-def test_the_kernel_is_the_main_one_whatever_torch_would_choose(printed_by: Callable[..., Any]) -> None:
+def test_the_kernel_is_the_main_one_whatever_torch_would_choose(printed_by):
     # Torch would choose flex_decoding, which is several kernels.
     few_rows = {"num_kv_heads": 1, "rows": 6, "has_all_rows": False}
     small_heads = {"head_size": 8, "dtype": "float16", "cap": 5.0, "has_slopes": True}
@@ -167,7 +161,7 @@ def test_the_kernel_is_the_main_one_whatever_torch_would_choose(printed_by: Call
 
 @on_linux
 @pytest.mark.slow
-def test_heads_scales_and_lengths_share_a_compilation(printed_by: Callable[..., Any]) -> None:
+def test_heads_scales_and_lengths_share_a_compilation(printed_by):
     calls = [
         {"num_heads": 16, "rows": 26, "keys": 127},  # as heads of their own: NoValidChoicesError
         {"num_heads": 21, "num_kv_heads": 3, "scale": 0.2, "rows": 131, "keys": 100},

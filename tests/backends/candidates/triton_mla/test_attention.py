@@ -2,22 +2,22 @@
 
 import itertools
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
 import torch
+from paged_batches import dense, make_batch
 from torch import Tensor
 
 pytest.importorskip("triton")
 
 from attncheck.backends.candidates.triton_mla.attention import choose_latent_tiling, latent_attention
 from attncheck.backends.candidates.triton_unified.tiling import SplitScratch
+from attncheck.reference import AttentionParams
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SCALE = 0.4
-
-Requests = tuple[tuple[int, int], ...]
 
 
 @dataclass
@@ -31,7 +31,7 @@ class Step:
     out: Tensor
     lse: Tensor
 
-    def answer(self, **options: Any) -> tuple[Tensor, Tensor]:
+    def answer(self, **options):
         """Output and LSE, with NaN where nothing was written."""
         output = torch.full(self.latent.shape, torch.nan, dtype=self.latent.dtype, device=DEVICE)
         lse = torch.full(self.latent.shape[:2], torch.nan, device=DEVICE)
@@ -39,64 +39,30 @@ class Step:
         latent_attention(self.latent, self.rotary, self.kv_cache, **given)
         return given["output"], given["output_lse"]
 
-    def check(self, **options: Any) -> None:
+    def check(self, **options):
         out, lse = self.answer(**options)
         torch.testing.assert_close(out.double(), self.out, rtol=2e-6, atol=2e-6, equal_nan=True)
         torch.testing.assert_close(lse.double(), self.lse, rtol=2e-6, atol=2e-6, equal_nan=True)
 
 
-def make_step(requests: Requests, *, heads: int = 3) -> Step:
+def make_step(requests, *, heads=3):
     """Latent parts of 20 and rotary ones of 6 numbers in float32, on pages of 4 tokens; two rows of no request."""
-    rank, rotary, page = 20, 6, 4
-    generator = torch.Generator().manual_seed(len(requests) + heads)
-    num_blocks = sum(-(-seq_len // page) for _, seq_len in requests) + 2
-    free = (torch.randperm(num_blocks - 1, generator=generator) + 1).tolist()
-    width = max(-(-seq_len // page) for _, seq_len in requests) + 1
-    cache = torch.full((num_blocks, page, rank + rotary), torch.nan)
-    tables, starts = torch.zeros(len(requests), width, dtype=torch.int32), [0]
-    queries, outs, lses = [], [], []
-    for index, (query_len, seq_len) in enumerate(requests):
-        keys = torch.randn(seq_len, rank + rotary, generator=generator)
-        for position in range(seq_len):
-            if position % page == 0:
-                tables[index, position // page] = free.pop()
-            cache[tables[index, position // page], position % page] = keys[position]
-        query = torch.randn(query_len, heads, rank + rotary, generator=generator)
-        out, lse = dense(query.double(), keys.double(), rank)
-        starts.append(starts[-1] + query_len)
-        queries, outs, lses = [*queries, query], [*outs, out], [*lses, lse]
-    unowned = torch.full((2, heads, rank + rotary), torch.nan)
-    query = torch.cat([*queries, unowned]).to(DEVICE)
-    numbers = {
-        "block_table": tables,
-        "seq_lens": torch.tensor([seq_len for _, seq_len in requests], dtype=torch.int32),
-        "query_start_loc": torch.tensor(starts, dtype=torch.int32),
-        "k_scale": torch.ones(1),
-    }
-    placed: dict[str, Any] = {name: tensor.to(DEVICE) for name, tensor in numbers.items()}
-    unseen = unowned.double()
+    rank, rotary = 20, 6
+    layer = AttentionParams(heads, 1, rank + rotary, rank, scale=SCALE)
+    batch = make_batch(*zip(*requests, strict=True), layer, dtype=torch.float32)
+    out, lse = dense(replace(batch, values=tuple(keys[..., :rank] for keys in batch.keys)), layer)
+    out[-2:], lse[-2:] = torch.nan, torch.nan
+    tables = {name: getattr(batch, name).int().to(DEVICE) for name in ("block_table", "seq_lens", "query_start_loc")}
     return Step(
-        *query.split([rank, rotary], -1),
-        cache.to(DEVICE),
-        {**placed, "max_query_len": max(query_len for query_len, _ in requests)},
-        torch.cat([*outs, unseen[..., :rank]]).to(DEVICE),
-        torch.cat([*lses, unseen[..., 0]]).to(DEVICE),
+        *batch.query.to(DEVICE).split([rank, rotary], -1),
+        batch.key_cache[:, :, 0].to(DEVICE),
+        {**tables, "k_scale": torch.ones(1, device=DEVICE), "max_query_len": max(length for length, _ in requests)},
+        out.to(DEVICE),
+        lse.to(DEVICE),
     )
 
 
-def dense(query: Tensor, keys: Tensor, rank: int) -> tuple[Tensor, Tensor]:
-    """The formula, row by row; the last row is at the last key."""
-    out, lse = torch.zeros(*query.shape[:2], rank).double(), torch.full(query.shape[:2], -torch.inf).double()
-    for row in range(len(query)):
-        seen = keys[: max(0, len(keys) - len(query) + row + 1)]
-        if len(seen):
-            scores = query[row] @ seen.T * SCALE
-            lse[row] = scores.logsumexp(-1)
-            out[row] = (scores - lse[row][:, None]).exp() @ seen[:, :rank]
-    return out, lse
-
-
-def scratch(results: int, rank: int, segments: int) -> SplitScratch:
+def scratch(results, rank, segments):
     """Full of NaN, and wanted by any step."""
     out, lse = (torch.full((size,), torch.nan, device=DEVICE) for size in (results * rank, results))
     return SplitScratch(out, lse, programs=10_000, most=segments)

@@ -2,13 +2,10 @@
 
 import itertools
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from paged_batches import make_batch
 
 pytest.importorskip("triton")
 
@@ -17,7 +14,6 @@ from attncheck.backends.candidates.triton_unified.attention import unified_atten
 from attncheck.backends.candidates.triton_unified.launch import unified_attention_op
 from attncheck.backends.candidates.triton_unified.tiling import (
     SplitScratch,
-    Tiling,
     allocate_scratch,
     choose_segments,
     choose_tiling,
@@ -27,34 +23,18 @@ from attncheck.reference import AttentionParams, paged_attention
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
-@dataclass
 class Paged:
-    """``lens``: (query_len, seq_len) of each request. Pages of 16 tokens; block 0 is of no request."""
+    """``lens``: (query_len, seq_len) of each request. Pages of 16 tokens."""
 
-    lens: Sequence[tuple[int, int]]
-    params: AttentionParams
-    dtype: torch.dtype = torch.float32
+    def __init__(self, lens, params, dtype):
+        made = make_batch(*zip(*lens, strict=True), params, block_size=16, dtype=dtype, unowned_rows=0)
+        self.lens, self.params = lens, params
+        tensors = made.query, made.key_cache, made.value_cache
+        self.query, self.key_cache, self.value_cache = (tensor.to(DEVICE) for tensor in tensors)
+        tables = made.block_table, made.seq_lens, made.query_start_loc
+        self.block_table, self.seq_lens, self.query_start_loc = (table.to(DEVICE, torch.int32) for table in tables)
 
-    def __post_init__(self) -> None:
-        p, draw = self.params, torch.Generator().manual_seed(0)
-        rows, width = sum(q for q, _ in self.lens), max(-(-s // 16) for _, s in self.lens)
-        blocks = torch.randperm(width * len(self.lens), generator=draw) + 1
-        self.block_table = blocks.reshape(-1, width).to(DEVICE, torch.int32)
-        self.seq_lens = torch.tensor([s for _, s in self.lens], dtype=torch.int32, device=DEVICE)
-        starts = torch.tensor([0, *(q for q, _ in self.lens)]).cumsum(0)
-        self.query_start_loc = starts.to(DEVICE, torch.int32)
-        self.query = torch.randn(rows, p.num_heads, p.head_size, generator=draw).to(DEVICE, self.dtype)
-        owned = torch.zeros(len(blocks) + 1, 16, dtype=torch.bool)
-        for request, (_, seq_len) in enumerate(self.lens):
-            for position in range(seq_len):
-                owned[self.block_table[request, position // 16], position % 16] = True
-        shape = (*owned.shape, p.num_kv_heads, p.head_size)
-        self.key_cache, self.value_cache = (
-            torch.randn(shape, generator=draw).masked_fill(~owned[:, :, None, None], torch.nan).to(DEVICE, self.dtype)
-            for _ in range(2)
-        )
-
-    def arguments(self) -> dict[str, Any]:
+    def arguments(self):
         return {
             "block_table": self.block_table,
             "seq_lens": self.seq_lens,
@@ -63,7 +43,7 @@ class Paged:
             "params": self.params,
         }
 
-    def attend(self, **changed: Any) -> tuple[Tensor, Tensor]:
+    def attend(self, **changed):
         """Output and LSE of the kernel, NaN where it did not write."""
         out = torch.full_like(self.query, torch.nan)
         lse = torch.full(self.query.shape[:2], torch.nan, device=DEVICE)
@@ -72,13 +52,13 @@ class Paged:
         return out, lse
 
 
-def paged(lens: Sequence[tuple[int, int]], heads: tuple[int, int, int], **given: Any) -> Paged:
+def paged(lens, heads, **given):
     """``paged(lens, (num_heads, num_kv_heads, head_size), **of AttentionParams)``."""
     dtype = given.pop("dtype", torch.float32)
     return Paged(lens, AttentionParams(*heads, **given), dtype)
 
 
-def test_a_cap_far_below_the_scores_leaves_them_finite() -> None:
+def test_a_cap_far_below_the_scores_leaves_them_finite():
     """|s / cap| from a fraction to hundreds, where forms with exp overflow."""
     batch = paged([(4, 40)], (2, 1, 16), scale=400.0, logits_soft_cap=1.5)
     out, lse = batch.attend()
@@ -88,7 +68,7 @@ def test_a_cap_far_below_the_scores_leaves_them_finite() -> None:
     torch.testing.assert_close(lse.double(), truth_lse, rtol=2e-6, atol=5e-6)
 
 
-def test_a_cap_far_above_the_scores_bends_nothing() -> None:
+def test_a_cap_far_above_the_scores_bends_nothing():
     """Scores of a thousandth beside a cap of a thousand: 1 - exp(-2x) would keep no digit of them."""
     batch = paged([(1, 40)], (2, 1, 16), scale=1e-3, logits_soft_cap=1e3)
     out, _ = batch.attend()
@@ -96,7 +76,7 @@ def test_a_cap_far_above_the_scores_bends_nothing() -> None:
     torch.testing.assert_close(out, plain, rtol=0, atol=1e-6)
 
 
-def test_addresses_need_more_than_32_bits() -> None:
+def test_addresses_need_more_than_32_bits():
     """Blocks from the 700,000th on, 8 KiB apart, of a pool of which nothing else is touched."""
     batch = paged([(1, 40), (3, 20)], (2, 2, 16), dtype=torch.float16)
     first, stride = 700_000, 4096  # elements: 2.9e9 before the first block
@@ -113,7 +93,7 @@ def test_addresses_need_more_than_32_bits() -> None:
     assert all(torch.equal(x, y) for x, y in zip(batch.attend(), expected, strict=True))
 
 
-def test_queries_and_outputs_may_be_views() -> None:
+def test_queries_and_outputs_may_be_views():
     batch = paged([(5, 40), (1, 7)], (4, 2, 16))
     expected, expected_lse = batch.attend()
     rows = len(batch.query)
@@ -125,17 +105,17 @@ def test_queries_and_outputs_may_be_views() -> None:
     assert torch.equal(lse, expected_lse)
 
 
-def test_the_operator_writes_what_its_schema_declares() -> None:
+def test_the_operator_writes_what_its_schema_declares():
     """So tracing, fake tensors and graphs may trust it."""
     batch = paged([(1, 20), (2, 5)], (2, 1, 16))
-    seen: list[tuple[Any, ...]] = []
+    seen = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(attention, "unified_attention_op", lambda *given: seen.append(given))
         batch.attend()
     torch.library.opcheck(unified_attention_op, seen[0], test_utils=("test_schema", "test_faketensor"))
 
 
-def scratch_of(batch: Any, segments: int) -> SplitScratch:
+def scratch_of(batch, segments):
     """Scratch that makes ``segments`` segments of a batch; it is full of NaN."""
     p, device = batch.params, batch.query.device
     results = len(batch.query) * p.num_heads * segments
@@ -144,7 +124,7 @@ def scratch_of(batch: Any, segments: int) -> SplitScratch:
 
 
 @pytest.mark.parametrize("position", [0, 31, 32, 127, 128])
-def test_a_key_at_the_edge_of_a_segment_is_counted_once(position: int) -> None:
+def test_a_key_at_the_edge_of_a_segment_is_counted_once(position):
     """All scores are 0 but that of one key, which outweighs the others: the output is its value."""
     batch = paged([(1, 130)], (1, 1, 16), scale=1.0)
     page, slot = batch.block_table[0, position // 16], position % 16
@@ -159,7 +139,7 @@ def test_a_key_at_the_edge_of_a_segment_is_counted_once(position: int) -> None:
 
 
 @pytest.mark.parametrize("split", [1, 4])
-def test_what_is_no_number_stays_none(split: int) -> None:
+def test_what_is_no_number_stays_none(split):
     """A key of NaN, seen by the first request alone; not the answer of a row that sees nothing."""
     batch = paged([(1, 100), (1, 20)], (2, 1, 16))
     batch.key_cache[batch.block_table[0, 4], 3] = torch.nan
@@ -169,7 +149,7 @@ def test_what_is_no_number_stays_none(split: int) -> None:
     assert out[1].isfinite().all()
 
 
-def test_scratch_holds_what_wanted_programs_leave() -> None:
+def test_scratch_holds_what_wanted_programs_leave():
     given = {"head_size_v": 24, "device": torch.device("cpu"), "interpreted": True}
     scratch = allocate_scratch(num_heads=8, num_kv_heads=2, max_rows=4096, **given)
     assert len(scratch.lse) == 8 * 16
@@ -177,7 +157,7 @@ def test_scratch_holds_what_wanted_programs_leave() -> None:
     assert len(allocate_scratch(num_heads=2, num_kv_heads=2, max_rows=1, **given).lse) == 1 * 2 * 4
 
 
-def test_segments_stop_where_nothing_is_won() -> None:
+def test_segments_stop_where_nothing_is_won():
     plenty = {"programs": 8, "wanted": 2112, "results": 32, "room": 10**6, "keys": 10**5, "block_n": 64, "most": 32}
     assert choose_segments(**plenty) == 32
     assert choose_segments(**plenty | {"programs": 512}) == 4
@@ -191,13 +171,13 @@ def test_segments_stop_where_nothing_is_won() -> None:
     assert choose_segments(**busy | {"programs": 8, "keys": 2048}) == 32
 
 
-def tiling_of(max_query_len: int = 4096, **sizes: Any) -> Tiling:
+def tiling_of(max_query_len=4096, **sizes):
     plain = {"group": 4, "head_size": 128, "itemsize": 2, "is_coded": False, "interpreted": False}
     return choose_tiling(max_query_len=max_query_len, **plain | sizes)
 
 
 @pytest.mark.parametrize("interpreted", [True, False])
-def test_every_row_has_a_block_of_its_own(interpreted: bool) -> None:
+def test_every_row_has_a_block_of_its_own(interpreted):
     """Whatever the query lengths, the numbers of blocks suffice, and a tile holds the rows of a block."""
     for group, max_query_len in itertools.product((1, 3, 5, 8, 20, 128), (1, 2, 7, 300)):
         sizes = {"group": group, "head_size": 64, "shared_memory": 10**6, "interpreted": interpreted}
@@ -214,7 +194,7 @@ def test_every_row_has_a_block_of_its_own(interpreted: bool) -> None:
         assert last < tiling.num_blocks(start, len(lens))
 
 
-def test_tiles_fit_the_shared_memory_there_is() -> None:
+def test_tiles_fit_the_shared_memory_there_is():
     """64 KiB: those of ROCm. Queries, as many stages of keys and values as there are, and 8 KiB for reductions."""
     widths = {64: 64, 128: 128, 160: 256, 256: 256}
     for kib, max_query_len, itemsize in itertools.product((227, 163, 99, 64), (1, 12, 4096), (2, 4)):
@@ -224,7 +204,7 @@ def test_tiles_fit_the_shared_memory_there_is() -> None:
             assert (tiling.block_m + keys_and_values) * width * itemsize + 8 * 1024 <= kib * 1024
 
 
-def test_stages_go_before_lines_and_lines_before_keys() -> None:
+def test_stages_go_before_lines_and_lines_before_keys():
     tilings = {kib: tiling_of(head_size=256, shared_memory=kib * 1024) for kib in (227, 163, 104, 103, 71)}
     assert {kib: (each.num_stages, each.block_m, each.block_n) for kib, each in tilings.items()} == {
         227: (4, 128, 32),

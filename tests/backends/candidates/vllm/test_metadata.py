@@ -6,9 +6,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from common_batches import common_metadata
 
 from attncheck.backends.candidates.vllm.builder import fill_positions, step_fields, their_fields
-from attncheck.reference.utilities.metadata import CommonAttentionMetadata
 
 
 @dataclass
@@ -33,23 +33,9 @@ Between = make_dataclass("Between", ["seq_lens", "_seq_lens_cpu", "_num_computed
 
 
 def batch(query_lens, seq_lens, *, tokens=None, **more):
-    starts = torch.tensor([0, *query_lens]).cumsum(0).int()
-    lens = torch.tensor(seq_lens, dtype=torch.int32)
-    count = int(starts[-1]) if tokens is None else tokens
-    return CommonAttentionMetadata(
-        query_start_loc=starts.clone(),
-        query_start_loc_cpu=starts,
-        seq_lens=lens.clone(),
-        seq_lens_cpu=lens,
-        num_computed_tokens_cpu=lens - starts.diff(),
-        num_reqs=len(lens),
-        num_actual_tokens=count,
-        max_query_len=max(query_lens),
-        max_seq_len=max(seq_lens),
-        block_table_tensor=torch.zeros(len(lens), 1, dtype=torch.int32),
-        slot_mapping=torch.full((count,), -1),
-        **more,
-    )
+    count = sum(query_lens) if tokens is None else tokens
+    fields = {"num_actual_tokens": count, "slot_mapping": torch.full((count,), -1)}
+    return common_metadata(query_lens, seq_lens, table=[[0]] * len(seq_lens), **fields | more)
 
 
 def theirs(cls, ours, **options):

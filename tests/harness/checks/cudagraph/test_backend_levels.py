@@ -1,30 +1,28 @@
-"""Layers that share probes: which run on each, and when all run on one."""
+"""Levels by kinds of layers: probes that layers share, and faults that one kind or two traits alone show."""
 
+import re
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
+import yaml
+from made_cases import make_case
 
 from attncheck.backends.candidates.torch_sdpa import SDPABackend, SDPABuilder
-from attncheck.cases.model import Case
+from attncheck.backends.mutants import graphs_layers
 from attncheck.harness.checks.cudagraph import check as check_module
 from attncheck.harness.checks.cudagraph.check import GraphLevelCheck
 from attncheck.harness.checks.cudagraph.probes import ALIKE, probes_of
 from attncheck.harness.checks.cudagraph.replay import ProbeOutcome
-from attncheck.harness.checks.findings import Broken, NotExamined
+from attncheck.harness.checks.findings import Broken, Holds, NotExamined
 from attncheck.harness.driver.foreign_code import StageError
 from attncheck.harness.driver.observation import Raised
-from attncheck.reference.spec import AttentionCGSupport, BatchSpec, CacheSpec, LayerSpec, RequestSpec
+from attncheck.reference.spec import AttentionCGSupport, LayerSpec, MLASpec
 
 SINGLE, UNIFORM, ALWAYS = (AttentionCGSupport(value) for value in (1, 2, 3))
 LAYER = LayerSpec(num_heads=2, num_kv_heads=1, head_size=16, dtype="float32")
-CASE = Case(
-    suite="s",
-    id="plain",
-    layer=LAYER,
-    cache=CacheSpec(block_size=4),
-    batch=BatchSpec(requests=(RequestSpec(query_len=3, seq_len=9),)),
-)
+CASE = make_case((3, 9), name="plain", layer=LAYER, cache={"block_size": 4})
 WIDE = replace(CASE, id="wide", layer=replace(LAYER, head_size=32))
 WINDOW = replace(CASE, id="window", layer=replace(LAYER, sliding_window=3))
 HALF = replace(CASE, id="half", layer=replace(LAYER, dtype="float16"))
@@ -106,8 +104,8 @@ def mixed_is_wrong(case, probe):
 
 FULL = ("ALWAYS", ALL, "")
 SHARE = ALL - sum(len(each) - 1 for each in ALIKE)
-USUAL = {"plain": FULL, "window": ("ALWAYS", SHARE, "s/plain"), "half": ("ALWAYS", SHARE, "s/plain")}
-USUAL |= {"wide": ("ALWAYS", 1, "s/plain")}
+USUAL = {"plain": FULL, "window": ("ALWAYS", SHARE, "made/plain"), "half": ("ALWAYS", SHARE, "made/plain")}
+USUAL |= {"wide": ("ALWAYS", 1, "made/plain")}
 
 
 @pytest.mark.parametrize(
@@ -138,7 +136,7 @@ USUAL |= {"wide": ("ALWAYS", 1, "s/plain")}
         pytest.param(
             ByWindow,
             passes,
-            {"plain": FULL, "window": FULL, "half": ("ALWAYS", SHARE, "s/plain")},
+            {"plain": FULL, "window": FULL, "half": ("ALWAYS", SHARE, "made/plain")},
             set(),
             id="layers of another declared level share among themselves",
         ),
@@ -202,7 +200,7 @@ def test_cases_that_the_backend_does_not_serve_take_no_part(run_as):
     run_as(passes)
     assert len(examined(Always, WIDE, cases=(WIDE,))["wide"].graph.probes) == ALL  # a case alone
     declines_plain = declining(lambda layer, batch: layer == LAYER)
-    assert examined(declines_plain, HALF)["half"].graph.played_in_full == "s/wide"
+    assert examined(declines_plain, HALF)["half"].graph.played_in_full == "made/wide"
 
 
 def test_claims_are_examined_on_the_layer_on_which_every_probe_runs(run_as):
@@ -215,3 +213,64 @@ def test_claims_are_examined_on_the_layer_on_which_every_probe_runs(run_as):
     found = examined(Claims, *CASES)
     assert {name for name, finding in found.items() if finding.graph.claims} == {"plain"}
     assert {name for name, finding in found.items() if isinstance(finding, Broken)} == {"plain"}
+
+
+CATALOGUE = yaml.safe_load(Path(graphs_layers.__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
+ENTRIES = [entry for entry in CATALOGUE if "case" not in entry]
+MLA = MLASpec(kv_lora_rank=16, qk_nope_head_dim=16, qk_rope_head_dim=8, v_head_dim=16)
+LATENT = LayerSpec(num_heads=2, num_kv_heads=1, head_size=24, dtype="float32", mla=MLA)
+
+
+def layer_case(name, layer=LAYER, **cache):
+    return make_case((3, 9), name=name, layer=layer, cache={"block_size": 4} | cache)
+
+
+KINDS = (
+    layer_case("plain"),
+    layer_case("half", replace(LAYER, dtype="float16")),
+    layer_case("window in half", replace(LAYER, sliding_window=40, dtype="float16")),
+    layer_case("alibi", replace(LAYER, alibi=True)),
+    layer_case("sinks", replace(LAYER, sinks=True)),
+    layer_case("sinks in half", replace(LAYER, sinks=True, dtype="float16")),
+    layer_case("cap", replace(LAYER, logits_soft_cap=5.0)),
+    layer_case("cap in HND", replace(LAYER, logits_soft_cap=5.0), layout="HND"),
+    layer_case("codes", kv_cache_dtype="fp8", k_scale=0.5, v_scale=0.25),
+    layer_case("shared cache", replace(LAYER, kv_sharing=True)),
+    layer_case("latent", LATENT),
+    layer_case("latent in half", replace(LATENT, dtype="float16")),
+)
+
+FAILING = {
+    "SinksInHalf": ("plain", "half", "sinks", "sinks in half"),
+    "LongUnderACapInHND": ("plain", "cap", "cap in HND"),
+    "CodesInOneSplit": ("plain", "codes"),
+    "SharedCacheOfTheCapture": ("plain", "shared cache"),
+    "LatentSplits": ("latent",),
+}
+"""Layers by mutant; only the last one fails. ``test_caught.py`` has the mutants with a case of a suite."""
+
+
+def examined_layer(name, *layers):
+    check, cases = GraphLevelCheck(0, torch.device("cpu")), [case for case in KINDS if case.id in layers]
+    return [check.examine(getattr(graphs_layers, name), case, lambda: cases) for case in cases]
+
+
+@pytest.mark.parametrize(
+    ("name", "layers"),
+    [
+        ("GraphPaged", ("plain", "window in half", "cap in HND", "alibi", "codes", "shared cache")),
+        ("GraphLatent", ("latent", "latent in half")),
+    ],
+)
+def test_the_right_ones_have_their_level_on_every_layer(name, layers):
+    findings = examined_layer(name, *layers)
+    assert all(isinstance(finding, Holds) for finding in findings), findings
+    assert {finding.graph.measured for finding in findings} == {"UNIFORM_BATCH"}
+
+
+@pytest.mark.parametrize("entry", ENTRIES, ids=lambda entry: entry["class"])  # each has its layers in FAILING
+def test_a_fault_is_found_on_the_layer_that_has_its_traits_and_reported_with_its_cause(entry):
+    *others, broken = examined_layer(entry["class"], *FAILING[entry["class"]])
+    assert all(isinstance(finding, Holds) for finding in others), others
+    assert isinstance(broken, Broken), broken
+    assert re.search(entry["cause"], f"{broken.summary}; {broken.meaning}"), broken

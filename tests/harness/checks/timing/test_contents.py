@@ -11,7 +11,6 @@ from attncheck.backends.conventions import Conventions
 from attncheck.errors import BlindCaseError
 from attncheck.harness.checks.findings import FindingError
 from attncheck.harness.checks.timing import contents as contents_module
-from attncheck.harness.checks.timing import contents as fresh
 from attncheck.harness.checks.timing.contents import (
     AnswerJudge,
     BaseProblem,
@@ -92,7 +91,7 @@ def test_nothing_is_repeated_and_the_answers_differ(make_case):
 @pytest.mark.parametrize("at_least", [1, 2])
 def test_where_truths_take_long_there_are_few(at_least, make_case, monkeypatch):
     clock = count(step=10)
-    monkeypatch.setattr(fresh, "perf_counter", lambda: next(clock))
+    monkeypatch.setattr(contents_module, "perf_counter", lambda: next(clock))
     problem = build_problem(make_case(*SMALL), 0)
     made = FreshContents(problem, None, CPU, at_least=at_least)
     assert len(made.bases) == at_least
@@ -107,7 +106,7 @@ def test_problems_on_which_honest_kernels_overflow_are_left_out(make_case, monke
     def refuse(*_, **__):
         raise BlindCaseError("made/case", "any error", "overflows")
 
-    monkeypatch.setattr(fresh, "truth_of", refuse)
+    monkeypatch.setattr(contents_module, "truth_of", refuse)
     made = FreshContents(problem, truth, CPU)
     assert [made.next().base for _ in range(3)] == made.bases * 3
     with pytest.raises(BlindCaseError):
@@ -164,9 +163,6 @@ def test_some_rows_are_chosen_anew_each_time(make_case):
     assert len({tuple(rows) for rows in chosen}) == 5
     assert all(rows == sorted(set(rows)) and len(rows) == 10 for rows in chosen)
     assert made.random_indices(7, 10).tolist() == list(range(7))
-
-
-CPU = torch.device("cpu")
 
 
 class Bench:

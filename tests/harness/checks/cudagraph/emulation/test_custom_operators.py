@@ -1,7 +1,6 @@
 """Custom operators are watched inside, and taped as what they are made of; where part of that is hidden, as one step."""
 
 import ctypes
-from collections.abc import Callable
 from types import ModuleType
 
 import numpy as np
@@ -11,10 +10,11 @@ from inline_snapshot import snapshot
 from torch import Tensor
 
 from attncheck.harness.checks.cudagraph.emulation import EmulatedRecorder
-from attncheck.harness.checks.cudagraph.recorder import CaptureError, Recording
+from attncheck.harness.checks.cudagraph.recorder import CaptureError
 
 CONTEXT = {"factor": 2.0}
 """What a model runner keeps for its operators, and changes every step."""
+# torch makes the schema of an operator of its annotations.
 
 
 @torch.library.custom_op("attncheck_custom::scale", mutates_args={"out"})
@@ -39,11 +39,11 @@ def both(out: Tensor, x: Tensor) -> None:
     out.mul_(CONTEXT["factor"])
 
 
-def buffers() -> tuple[Tensor, Tensor]:
+def buffers():
     return torch.zeros(3), torch.ones(3)
 
 
-def recorded(operator: Callable[[Tensor, Tensor], object], out: Tensor, x: Tensor) -> Recording:
+def recorded(operator, out, x):
     CONTEXT["factor"] = 2.0
     return EmulatedRecorder().record(lambda: lambda: operator(out, x))
 
@@ -54,7 +54,7 @@ def converts(out: Tensor, x: Tensor) -> None:
 
 
 @torch.inference_mode()
-def converts_in_inference_mode(out: Tensor, x: Tensor) -> None:
+def converts_in_inference_mode(out, x):
     out.copy_(x.to(torch.float64).contiguous().float())
 
 
@@ -75,7 +75,7 @@ def add(out: Tensor, x: Tensor) -> None:
         (add, [3.0, 3.0, 3.0]),  # once in the warm-up, the recording and the replay
     ],
 )
-def test_an_operator_is_repeated_and_what_it_looked_up_is_frozen(operator, result) -> None:
+def test_an_operator_is_repeated_and_what_it_looked_up_is_frozen(operator, result):
     out, x = buffers()
     recording = recorded(operator, out, x)
     assert recording.released() == ()
@@ -85,7 +85,7 @@ def test_an_operator_is_repeated_and_what_it_looked_up_is_frozen(operator, resul
     assert out.tolist() == result
 
 
-def test_host_arguments_of_a_hidden_operator_are_frozen_and_reported() -> None:
+def test_host_arguments_of_a_hidden_operator_are_frozen_and_reported():
     recorder, (out, twin) = EmulatedRecorder(), buffers()
     recorder.mark_host(twin)
     recording = recorder.record(lambda: lambda: by_address(out, twin))
@@ -97,7 +97,7 @@ def test_host_arguments_of_a_hidden_operator_are_frozen_and_reported() -> None:
     assert read.startswith("attncheck_custom.by_address at ")
 
 
-def test_forgetting_what_was_taped_inside_forgets_its_references() -> None:
+def test_forgetting_what_was_taped_inside_forgets_its_references():
     for operator in (scale, by_numpy, by_address, both):
         out, x = buffers()
         recording = recorded(operator, out, x)
@@ -113,10 +113,10 @@ def sines(x: Tensor) -> tuple[Tensor, Tensor]:
     return torch.from_numpy(np.sin(array)), torch.empty_like(x).copy_(torch.from_numpy(np.cos(array)))
 
 
-def test_the_outputs_of_an_operator_keep_their_order() -> None:
+def test_the_outputs_of_an_operator_keep_their_order():
     out, x = buffers()
 
-    def forward() -> None:
+    def forward():
         sine, cosine = sines(x)
         out.copy_(sine * sine + cosine)
 
@@ -132,7 +132,7 @@ def planned(x: Tensor, plan: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("is_on_host", [True, False])
-def test_an_operator_may_read_a_host_argument_and_no_other(is_on_host) -> None:
+def test_an_operator_may_read_a_host_argument_and_no_other(is_on_host):
     (out, x), plan = buffers(), torch.tensor([1, 2, 1])
     recorder = EmulatedRecorder()
     if is_on_host:
@@ -150,10 +150,10 @@ def test_an_operator_may_read_a_host_argument_and_no_other(is_on_host) -> None:
 
 
 @pytest.mark.parametrize("key", ["CPU", "CompositeExplicitAutograd"])
-def test_operators_registered_by_hand_are_watched_as_well(plain, key) -> None:
+def test_operators_registered_by_hand_are_watched_as_well(plain, key):
     reads = False
 
-    def double(out: Tensor, x: Tensor, factor: float = 2) -> None:
+    def double(out, x, factor=2):
         out.copy_(x * factor)
         if reads:
             int(x.sum())
@@ -174,7 +174,7 @@ def test_operators_registered_by_hand_are_watched_as_well(plain, key) -> None:
     )
 
 
-def interpreter() -> ModuleType:
+def interpreter():
     """A module in place of Triton's interpreter: it fetches arguments, runs the kernel, and writes them back."""
     module = ModuleType("triton.runtime.pretended")
     source = (
@@ -189,11 +189,11 @@ def interpreter() -> ModuleType:
     return module
 
 
-def test_what_tritons_interpreter_reads_is_the_kernels_own_work() -> None:
+def test_what_tritons_interpreter_reads_is_the_kernels_own_work():
     out, one = torch.zeros(3), torch.tensor([5])
     launch = interpreter().launch
 
-    def kernel(out: np.ndarray, one: np.ndarray) -> None:
+    def kernel(out, one):
         out += one
 
     recording = EmulatedRecorder().record(lambda: lambda: launch(kernel, out, one))

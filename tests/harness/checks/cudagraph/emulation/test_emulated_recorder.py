@@ -1,13 +1,11 @@
 """Replays give what eager code gives, name the memory they use, and leave torch as it was."""
 
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 from inline_snapshot import snapshot
-from torch import Tensor
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
@@ -21,32 +19,32 @@ CPU = torch.device("cpu")
 class Buffers:
     """Persistent inputs, refilled in place, and a second set for the eager answer."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed):
         self.x = torch.empty(4, 6)
         self.y = torch.empty(4, 6)
         self.index = torch.empty(5, dtype=torch.int64)
         self.out = torch.empty(4, 6)
         self.fill(seed)
 
-    def fill(self, seed: int) -> None:
+    def fill(self, seed):
         generator = torch.Generator().manual_seed(seed)
         self.x.copy_(torch.randn(4, 6, generator=generator))
         self.y.copy_(torch.randn(4, 6, generator=generator))
         self.index.copy_(torch.randperm(4, generator=generator).repeat(2)[:5])
         self.out.fill_(torch.nan)
 
-    def state(self) -> list[Tensor]:
+    def state(self):
         return [self.x, self.y, self.index, self.out]
 
 
-def same(left: list[Tensor], right: list[Tensor]) -> bool:
+def same(left, right):
     return all(
         torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
         for a, b in zip(left, right, strict=True)
     )
 
 
-def views(b: Buffers) -> None:
+def views(b):
     heads = b.x.view(4, 2, 3).transpose(0, 1)
     heads[1].mul_(2)
     first, second = b.y.split(3, dim=1)
@@ -55,7 +53,7 @@ def views(b: Buffers) -> None:
     b.out.unbind(0)[2].t().zero_()
 
 
-def geometry_changed_later(b: Buffers) -> None:
+def geometry_changed_later(b):
     x = b.x.clone()
     b.out.copy_(x)
     x.t_()
@@ -64,7 +62,7 @@ def geometry_changed_later(b: Buffers) -> None:
     b.out.view(1, 3, 8).mul_(x)
 
 
-def out_arguments(b: Buffers) -> None:
+def out_arguments(b):
     torch.add(b.x, b.y, alpha=3, out=b.out)
     grown = torch.empty(0, device=CPU)
     torch.mul(b.out, b.y, out=grown)
@@ -72,7 +70,7 @@ def out_arguments(b: Buffers) -> None:
     b.out[1] = grown[1]
 
 
-def several_outputs(b: Buffers) -> None:
+def several_outputs(b):
     values, order = b.x.sort(dim=1)
     top, places = b.y.topk(2, dim=1)
     largest, where = b.x.max(dim=0)
@@ -82,7 +80,7 @@ def several_outputs(b: Buffers) -> None:
     b.out += torch.frexp(b.x).exponent
 
 
-def indexing(b: Buffers) -> None:
+def indexing(b):
     b.out.copy_(b.x[b.index[:4]])
     b.out[b.index[:2], 1] = b.y[b.index[2:4], 3]
     b.out[:, b.index[:1]] *= 2
@@ -94,7 +92,7 @@ def indexing(b: Buffers) -> None:
     b.out += b.y.gather(0, b.index[:4, None].expand(4, 6)) + torch.take_along_dim(b.x, b.index[None, :1], dim=1)
 
 
-def joined(b: Buffers) -> None:
+def joined(b):
     wide = torch.cat([b.x, b.y, b.x[:, :2]], dim=1)
     deep = torch.stack((b.x, b.y))
     torch.cat([wide[:, :3], deep[1, :, 3:]], dim=1, out=b.out)
@@ -102,7 +100,7 @@ def joined(b: Buffers) -> None:
     torch._foreach_add_([b.out, b.y], [first, second])
 
 
-def made_inside(b: Buffers) -> None:
+def made_inside(b):
     total = torch.zeros(6, device=CPU)
     total += b.x[0]
     filled = torch.full_like(b.x, 3).add_(torch.ones_like(b.y)).add_(b.x.new_zeros(6))
@@ -111,7 +109,7 @@ def made_inside(b: Buffers) -> None:
     b.out.copy_(total + filled + unset * scale + torch.linspace(0, 1, 6, device=CPU).mul_(2))
 
 
-def inference(b: Buffers) -> None:
+def inference(b):
     with torch.inference_mode():
         made = b.x + 1
         made += b.y
@@ -123,7 +121,7 @@ FORWARDS = (views, geometry_changed_later, out_arguments, several_outputs, index
 
 
 @pytest.mark.parametrize("forward", FORWARDS, ids=lambda forward: forward.__name__)
-def test_a_replay_gives_what_eager_code_gives(forward: Callable[[Buffers], None]) -> None:
+def test_a_replay_gives_what_eager_code_gives(forward):
     ours, eager = Buffers(0), Buffers(0)
     with torch.no_grad():
         recording = EmulatedRecorder().record(lambda: lambda: forward(ours))
@@ -138,11 +136,11 @@ def test_a_replay_gives_what_eager_code_gives(forward: Callable[[Buffers], None]
             assert same(ours.state(), eager.state())
 
 
-def test_python_numbers_python_code_and_the_recorded_tensor_are_frozen() -> None:
+def test_python_numbers_python_code_and_the_recorded_tensor_are_frozen():
     settings, out = {"scale": 2.0, "calls": 0, "x": torch.ones(3)}, torch.zeros(3)
     recorded = settings["x"]
 
-    def prepare() -> Callable[[], object]:
+    def prepare():
         settings["calls"] += 1  # anew for the warm-up and the capture
         factor = settings["calls"] * settings["scale"]
         return lambda: out.copy_(settings["x"] * factor)
@@ -155,7 +153,7 @@ def test_python_numbers_python_code_and_the_recorded_tensor_are_frozen() -> None
     assert settings["calls"] == 2
 
 
-def test_random_numbers_are_drawn_anew() -> None:
+def test_random_numbers_are_drawn_anew():
     out = torch.zeros(8)
     recording = EmulatedRecorder().record(lambda: lambda: out.copy_(torch.rand(8, device=out.device)))
     first = out.clone()
@@ -166,14 +164,14 @@ def test_random_numbers_are_drawn_anew() -> None:
 HERE = Path(__file__)
 
 
-def test_it_reads_what_it_was_given_and_what_shares_that_memory() -> None:
+def test_it_reads_what_it_was_given_and_what_shares_that_memory():
     x, other, out = torch.ones(3, 4), torch.ones(3, 4), torch.zeros(3, 4)
     index, lens_cpu = torch.tensor([2, 0, 1]), torch.tensor([1, 2])
     recorder = EmulatedRecorder()
     recorder.mark_host(lens_cpu)
-    made: list[torch.Tensor] = []
+    made = []
 
-    def forward() -> None:
+    def forward():
         made[:] = [x[index] * lens_cpu.max().item(), x.new_zeros(3)]
         out.copy_(made[0] + torch.zeros_like(other))
 
@@ -184,15 +182,15 @@ def test_it_reads_what_it_was_given_and_what_shares_that_memory() -> None:
     assert not recording.reads(x)  # a change of geometry
 
 
-def metadata_of_each_build(x: torch.Tensor, out: torch.Tensor, keep: list[object]) -> Callable[[], object]:
+def metadata_of_each_build(x, out, keep):
     metadata = SimpleNamespace(order=torch.empty(3, dtype=torch.int64, device=x.device).copy_(torch.tensor([2, 0, 1])))
     keep.append(metadata)
     return lambda: out.copy_(x[metadata.order])
 
 
-def test_metadata_without_a_reference_are_released_memory() -> None:
+def test_metadata_without_a_reference_are_released_memory():
     x, out = torch.ones(3, 4), torch.zeros(3, 4)
-    kept: list[object] = []
+    kept = []
     recording = EmulatedRecorder().record(lambda: metadata_of_each_build(x, out, kept))
     assert recording.released() == ()
     kept.clear()
@@ -202,7 +200,7 @@ def test_metadata_without_a_reference_are_released_memory() -> None:
     recording.replay()  # the recording's own references keep it mapped
 
 
-def test_a_workspace_that_grows_releases_the_one_recorded() -> None:
+def test_a_workspace_that_grows_releases_the_one_recorded():
     workspace, number = {"rows": torch.empty(3, 4)}, torch.tensor(2.0)
     x, out, recorder = torch.ones(3, 4), torch.zeros(3, 4), EmulatedRecorder()
     recorder.mark_host(number)  # beside which memory is tracked by another way
@@ -218,11 +216,11 @@ def test_a_workspace_that_grows_releases_the_one_recorded() -> None:
     assert len(recording.released()) == 1
 
 
-def test_memory_that_the_recorded_run_itself_resizes_is_kept() -> None:
+def test_memory_that_the_recorded_run_itself_resizes_is_kept():
     x, out = torch.ones(3, 4), torch.zeros(3, 4)
-    kept: list[torch.Tensor] = []
+    kept = []
 
-    def prepare() -> Callable[[], object]:
+    def prepare():
         grown = torch.empty(0, device=x.device)
         kept.append(grown)
         return lambda: out.copy_(torch.mul(x, 2, out=grown))
@@ -234,13 +232,13 @@ def test_memory_that_the_recorded_run_itself_resizes_is_kept() -> None:
     assert out.unique().tolist() == [6.0]
 
 
-def test_memory_seen_as_an_array_or_a_parameter_is_held() -> None:
+def test_memory_seen_as_an_array_or_a_parameter_is_held():
     x, out = torch.ones(3), torch.zeros(3)
     array = x.numpy()
     weights = torch.nn.Parameter(torch.ones(3), requires_grad=False)
     holder = [x, weights]
 
-    def prepare() -> Callable[[], object]:
+    def prepare():
         first, second = holder
         return lambda: out.copy_(first * second)
 
@@ -252,7 +250,7 @@ def test_memory_seen_as_an_array_or_a_parameter_is_held() -> None:
     assert len(recording.released()) == 1
 
 
-def test_the_account_lets_memory_go_and_confuses_no_address() -> None:
+def test_the_account_lets_memory_go_and_confuses_no_address():
     host = HostMemory()
     for _ in range(5_000):
         host.mark(torch.empty(4))
@@ -281,11 +279,11 @@ def test_the_account_lets_memory_go_and_confuses_no_address() -> None:
         (lambda device, host: device[:1].detach(), False),
     ],
 )
-def test_what_is_made_before_a_recording_lies_with_what_it_is_made_of(plain, compute, is_on_host) -> None:
+def test_what_is_made_before_a_recording_lies_with_what_it_is_made_of(plain, compute, is_on_host):
     device, host, recorder = torch.tensor([2, 5]), torch.tensor([2, 5]), EmulatedRecorder()
     recorder.mark_host(host)
 
-    def prepare() -> Callable[[], object]:
+    def prepare():
         made = compute(device, host)
         return lambda: device.fill_(int(made[0]))
 
@@ -301,17 +299,17 @@ def test_what_is_made_before_a_recording_lies_with_what_it_is_made_of(plain, com
 
 
 @pytest.fixture(autouse=True)
-def _modes_are_gone() -> Iterator[None]:
+def _modes_are_gone():
     yield
     assert _get_current_dispatch_mode_stack() == []
     assert _get_current_function_mode_stack() == []
 
 
-def raising(error: BaseException, run: int, before: Callable[[], object] = int) -> Callable[[], object]:
+def raising(error, run, before=int):
     """A forward that raises ``error`` from a run on: 1 is the warm-up, 2 the recorded one."""
     runs = []
 
-    def forward() -> None:
+    def forward():
         runs.append(None)
         before()
         if len(runs) >= run:
@@ -324,7 +322,7 @@ STOPS = (KeyboardInterrupt(), SystemExit(3))
 
 
 @pytest.mark.parametrize(("error", "run"), [*((each, 1) for each in (ValueError(), *STOPS)), *((e, 2) for e in STOPS)])
-def test_what_a_warm_up_raises_and_each_stop_comes_through(error: BaseException, run: int) -> None:
+def test_what_a_warm_up_raises_and_each_stop_comes_through(error, run):
     forward = raising(error, run)
     with pytest.raises(type(error)) as caught:
         EmulatedRecorder().record(lambda: forward)
@@ -334,7 +332,7 @@ def test_what_a_warm_up_raises_and_each_stop_comes_through(error: BaseException,
             EmulatedRecorder().record(raising(error, 1))  # of metadata
 
 
-def raise_if_watched() -> None:
+def raise_if_watched():
     if _get_current_dispatch_mode_stack():
         raise NotImplementedError("no rule for this mode")
 
@@ -349,28 +347,26 @@ def raise_if_watched() -> None:
         (raise_if_watched, "it does not run while torch's modes watch it: NotImplementedError: no rule for this mode"),
     ],
 )
-def test_an_error_of_the_recorded_run_alone_is_nothing_the_recorder_understands(
-    forward: Callable[[], object], words: str
-) -> None:
+def test_an_error_of_the_recorded_run_alone_is_nothing_the_recorder_understands(forward, words):
     with pytest.raises(UnseenError) as refused:
         EmulatedRecorder().record(lambda: forward)
     assert str(refused.value) == words
 
 
-def test_an_error_after_a_violation_is_its_consequence() -> None:
+def test_an_error_after_a_violation_is_its_consequence():
     forward = raising(RuntimeError("afterwards"), 2, torch.tensor([1, 2]).tolist)
     with pytest.raises(CaptureError) as refused:
         EmulatedRecorder().record(lambda: forward)
     assert [(each.kind, each.call) for each in refused.value.violations] == [("host read", ".tolist()")]
 
 
-def test_branches_of_higher_order_operators_cannot_be_seen() -> None:
+def test_branches_of_higher_order_operators_cannot_be_seen():
     x = torch.ones(3)
     with pytest.raises(UnseenError, match=r"(?i)cond"):
         EmulatedRecorder().record(lambda: lambda: torch.cond(x.sum() > 0, lambda: x + 1, lambda: x - 1))
 
 
-def test_compiled_code_is_recorded_as_it_was_written(plain: Callable[[str], str]) -> None:
+def test_compiled_code_is_recorded_as_it_was_written(plain):
     x, out = torch.ones(3), torch.zeros(3)
     compiled = torch.compile(lambda x: (x + 1).sin() * 2, backend="eager")
     recording = EmulatedRecorder().record(lambda: lambda: out.copy_(compiled(x)))
@@ -387,11 +383,11 @@ def test_compiled_code_is_recorded_as_it_was_written(plain: Callable[[str], str]
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
-def test_flex_attention_replays_and_still_runs_alone() -> None:
+def test_flex_attention_replays_and_still_runs_alone():
     flex = pytest.importorskip("torch.nn.attention.flex_attention")
     q, bias = torch.arange(32.0).view(1, 2, 4, 4) / 7, torch.tensor([0.5, 2.0])
 
-    def attend() -> torch.Tensor:
+    def attend():
         return flex.flex_attention(q, q.sin(), q, score_mod=lambda score, b, h, i, j: score * bias[h])
 
     out = torch.zeros_like(q)
@@ -402,7 +398,7 @@ def test_flex_attention_replays_and_still_runs_alone() -> None:
     torch.testing.assert_close(out, attend())
 
 
-def test_watching_within_watching_counts_once() -> None:
+def test_watching_within_watching_counts_once():
     recorder, x = EmulatedRecorder(), torch.ones(3)
     with recorder.watching(), recorder.watching():
         recording = recorder.record(lambda: lambda: x.add_(1))

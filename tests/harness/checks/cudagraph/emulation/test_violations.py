@@ -2,22 +2,20 @@
 
 import operator
 import statistics
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
 
 from attncheck.harness.checks.cudagraph.emulation import EmulatedRecorder
-from attncheck.harness.checks.cudagraph.recorder import CaptureError, Violation
+from attncheck.harness.checks.cudagraph.recorder import CaptureError
 
 HERE = Path(__file__)
 
 
-def inputs() -> SimpleNamespace:
+def inputs():
     lens = torch.tensor([2, 1, 3], dtype=torch.int32)
     return SimpleNamespace(
         x=torch.arange(12.0).view(3, 4),
@@ -31,13 +29,13 @@ def inputs() -> SimpleNamespace:
     )
 
 
-def violations(forward: Callable[[SimpleNamespace], object]) -> tuple[Violation, ...]:
+def violations(forward):
     """All that recording ``forward`` complains about."""
     b = inputs()
     return violations_of(lambda: forward(b), b.lens_cpu, b.one_cpu)
 
 
-def violations_of(forward: Callable[[], object], *on_host: Tensor) -> tuple[Violation, ...]:
+def violations_of(forward, *on_host):
     recorder = EmulatedRecorder()
     recorder.mark_host(*on_host)
     try:
@@ -47,7 +45,7 @@ def violations_of(forward: Callable[[], object], *on_host: Tensor) -> tuple[Viol
     return ()
 
 
-HOST_READS: dict[str, Callable[[SimpleNamespace], object]] = {
+HOST_READS = {
     ".item()": lambda b: b.x[0, 0].item(),
     ".tolist()": lambda b: b.lens.tolist(),
     "bool()": lambda b: "yes" if b.lens[0] > 1 else "no",
@@ -80,11 +78,11 @@ HOST_READS: dict[str, Callable[[SimpleNamespace], object]] = {
 
 
 @pytest.mark.parametrize("call", HOST_READS)
-def test_reads_on_the_host_are_violations(call: str) -> None:
+def test_reads_on_the_host_are_violations(call):
     assert [(v.kind, v.call) for v in violations(HOST_READS[call])] == [("host read", call.strip())]
 
 
-DYNAMIC: dict[str, Callable[[SimpleNamespace], object]] = {
+DYNAMIC = {
     ".nonzero()": lambda b: b.lens.nonzero(),
     "torch.where()": lambda b: torch.where(b.mask),
     "x[...] (aten.index)": lambda b: [b.x[b.mask], b.x[b.mask.to(torch.bool), 1:]],
@@ -100,11 +98,11 @@ DYNAMIC: dict[str, Callable[[SimpleNamespace], object]] = {
 
 
 @pytest.mark.parametrize("call", DYNAMIC)
-def test_shapes_that_depend_on_data_are_violations(call: str) -> None:
+def test_shapes_that_depend_on_data_are_violations(call):
     assert {(v.kind, v.call) for v in violations(DYNAMIC[call])} == {("data-dependent shape", call.strip())}
 
 
-HOST_COPIES: dict[str, Callable[[SimpleNamespace], object]] = {
+HOST_COPIES = {
     "torch.tensor()": lambda b: [torch.tensor([1, 2], device=b.device), torch.tensor(2.0, device=b.x.device)],
     "torch.as_tensor()": lambda b: [
         torch.as_tensor([1], device=b.device),
@@ -125,18 +123,18 @@ HOST_COPIES: dict[str, Callable[[SimpleNamespace], object]] = {
 
 
 @pytest.mark.parametrize("call", HOST_COPIES)
-def test_copies_from_the_host_are_violations(call: str) -> None:
+def test_copies_from_the_host_are_violations(call):
     assert {(v.kind, v.call) for v in violations(HOST_COPIES[call])} == {("host copy", call.strip())}
 
 
-def lazily_made(b: SimpleNamespace) -> None:
+def lazily_made(b):
     if not hasattr(b, "steps"):
         b.steps = torch.tensor([0.0, 1.0, 2.0, 3.0], device=b.device)
         b.longest = b.lens.max().item()
     b.out.copy_(b.x + b.steps * b.longest)
 
 
-LEGAL: dict[str, Callable[[SimpleNamespace], object]] = {
+LEGAL = {
     "reading a host twin": lambda b: b.out.mul_(
         b.lens_cpu.max().item() + sum(b.lens_cpu.tolist()) + b.lens_cpu.numpy()[0]
     ),
@@ -173,18 +171,18 @@ LEGAL: dict[str, Callable[[SimpleNamespace], object]] = {
 
 
 @pytest.mark.parametrize("name", LEGAL)
-def test_legal_code_raises_no_alarm(name: str) -> None:
+def test_legal_code_raises_no_alarm(name):
     assert violations(LEGAL[name]) == ()
 
 
-def twice(b: SimpleNamespace) -> None:
+def twice(b):
     for _ in range(2):
         b.lens.tolist()  # the line
     b.lens.tolist()
     b.x[b.mask]
 
 
-def test_violations_are_in_order_and_each_line_once() -> None:
+def test_violations_are_in_order_and_each_line_once():
     first = twice.__code__.co_firstlineno
     found = violations(twice)
     where = [f"{HERE.relative_to(Path.cwd())}:{first + line} in twice" for line in (2, 3, 4)]
@@ -203,8 +201,8 @@ LIBRARIES = {
 
 
 @pytest.mark.parametrize("library", LIBRARIES.values(), ids=LIBRARIES)
-def test_a_library_in_between_is_not_to_blame(library: Callable[[Tensor], object]) -> None:
-    def forward(b: SimpleNamespace) -> None:
+def test_a_library_in_between_is_not_to_blame(library):
+    def forward(b):
         library(b.lens)
 
     (found,) = {v.where for v in violations(forward)}
@@ -212,7 +210,7 @@ def test_a_library_in_between_is_not_to_blame(library: Callable[[Tensor], object
     assert found.endswith(" in <lambda>")
 
 
-def test_who_records_and_who_only_drives_a_library_is_not_to_blame() -> None:
+def test_who_records_and_who_only_drives_a_library_is_not_to_blame():
     assert {v.where for v in violations_of(inputs().lens.tolist)} == {""}
     bridge = {"__name__": "attncheck.backends.candidates.vllm.impl", "statistics": statistics, "lens": [*inputs().lens]}
     found = violations_of(eval("lambda: statistics.median(lens)", bridge))
