@@ -242,6 +242,12 @@ def test_the_worst_outcome_of_its_rounds_counts_once(make):
     assert summarise([make("passed"), make("failed", check="lse")]).rounds == {}
 
 
+def test_a_failure_in_one_of_two_rounds_states_both_numbers(make, header):
+    header = header.model_copy(update={"checks": ("timing",), "rounds": 2})
+    text = terminal.render(header, round_records(make, "passed", "failed"))
+    assert "check timing (in 1 of 2 rounds)\n" in text
+
+
 def test_reports_list_a_failure_of_several_rounds_once(make, header):
     header = header.model_copy(update={"checks": ("timing",), "rounds": 4})
     records = round_records(make, "failed", "passed", "failed", "failed")

@@ -53,6 +53,11 @@ def test_every_path_is_drawn_or_implied_by_the_layer():
     assert drawn | {"paged", "encoder_only", "cross", "mla"} == set(PATHS)
 
 
+def test_no_value_is_drawn_twice():
+    for key, values in (all_axes() | VALUES).items():
+        assert len(set(values)) == len(values), key
+
+
 def test_numbers_of_the_code_come_with_their_neighbours_where_they_can_be_a_size():
     sizes = all_axes([48, 2000])["cache.block_size"]
     assert {47, 48, 49} <= set(sizes)

@@ -16,7 +16,7 @@ from attncheck.harness.driver import pool
 from attncheck.harness.fuzz import stand_alone_process
 from attncheck.harness.fuzz.stand_alone import StandAloneAnswer, StandAloneRequest
 from attncheck.harness.fuzz.stand_alone_process import NotExpressibleError, plain, written
-from attncheck.harness.fuzz.stand_alone_template import restored
+from attncheck.harness.fuzz.stand_alone_template import restored, wrong_results
 from attncheck.reference import AttentionParams
 from attncheck.reference.spec import BatchSpec, PaddingSpec, PathSpec, RequestSpec, SplitKVOptions
 
@@ -261,6 +261,16 @@ def test_what_no_file_can_show_is_left_to_attncheck(tmp_path, monkeypatch, sourc
     for name, limit in limits.items():
         monkeypatch.setattr(stand_alone_process, name, limit)
     assert reason in write_for(tmp_path, source, "Mine", check, case=case).reason
+
+
+def test_a_row_that_must_be_zero_is_right_if_it_is():
+    zeros = torch.zeros(2, 1)
+    right = {"output": torch.zeros(2, 1, 4), "expected": torch.zeros(2, 1, 4).double(), "norm": zeros, "peak": zeros}
+    right |= {"lse": None, "cache": None}
+    assert wrong_results(right, None) == []
+    right["output"][1, 0, 2] = 1e-6
+    (wrong,) = wrong_results(right, None)
+    assert wrong.startswith("1 of 2 rows; worst: row 1, head 0, ")
 
 
 def test_arguments_are_read_as_they_were_without_running_code():
