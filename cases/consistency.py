@@ -64,7 +64,7 @@ def check_path(layer: LayerSpec, cache: CacheSpec, batch: BatchSpec) -> None:
         _check_parts(layer, path.name)
     match path.options:
         case SpecDecodeOptions(num_speculative_tokens=drafts):
-            _check_rows(batch, 1, 1 + drafts, f"{drafts} draft tokens allow {1 + drafts} new tokens a request")
+            _check_rows(batch, 1, 1 + drafts, f"{drafts} draft tokens allow at most {1 + drafts} new tokens a request")
         case TreeOptions(parents=parents):
             _check_tree(batch, parents)
         case FastPrefillOptions(rows=rows):
@@ -277,14 +277,15 @@ def pages_needed(layer: LayerSpec, cache: CacheSpec, batch: BatchSpec) -> int:
     """Return the number of pages the batch owns, shared pages counted once; 0 without a cache."""
     if not layer.has_cache:
         return 0
-    pages = 0
+    blocks = 0
+    tokens = cache.block_size * cache.pages_per_block  # of a block of the cache manager
     sharers = [r for r in batch.requests if r.shared_prefix]
     for request in batch.requests:
-        pages += request.count * -(-request.num_keys(layer) // cache.block_size)
+        blocks += request.count * -(-request.num_keys(layer) // tokens)
     if sharers:
-        shared = min(r.shared_prefix for r in sharers) // cache.block_size
-        pages -= shared * (sum(r.count for r in sharers) - 1)
-    return pages
+        shared = min(r.shared_prefix for r in sharers) // tokens
+        blocks -= shared * (sum(r.count for r in sharers) - 1)
+    return blocks * cache.pages_per_block
 
 
 def _check_mla(layer: LayerSpec) -> None:
@@ -384,7 +385,7 @@ def _check_request(cache: CacheSpec, path: str, request: RequestSpec, where: str
         block = cache.manager_block_size or cache.block_size
         if request.shared_prefix % block:
             raise SpecError(
-                f"shared_prefix must be whole pages of {block} tokens",
+                f"shared_prefix must be whole {'blocks' if cache.manager_block_size else 'pages'} of {block} tokens",
                 field=f"{where}.shared_prefix",
                 value=request.shared_prefix,
                 allowed=f"give a multiple of {block}",
@@ -437,7 +438,8 @@ def _frees_a_page(layer: LayerSpec, cache: CacheSpec, request: RequestSpec) -> b
 def _check_pool(layer: LayerSpec, cache: CacheSpec, batch: BatchSpec) -> None:
     if cache.num_blocks is None:
         return
-    first = 1 if cache.first_block is None else cache.first_block
+    run = cache.pages_per_block
+    first = -(-(cache.first_block or 1) // run) * run
     needed = pages_needed(layer, cache, batch)
     if first + needed > cache.num_blocks:
         raise SpecError(

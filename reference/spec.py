@@ -772,7 +772,7 @@ PoolOrder = Literal["LB", "BL", "BHL", "LHB"]
 """Memory order of layers (L), blocks (B) and heads (H) outside of the other axes, as vLLM's ``KVCacheLayout`` begins.
 
 With NHD or HND: LBNHC, LBHNC, BLNHC, BLHNC, BHLNC and LHBNC. Only in the first two do the pages of a layer follow one
-another. If blocks come first, keys and values lie side by side, whatever the logical shape.
+another. If blocks come first, keys and values lie side by side in every logical shape.
 """
 InputName = Literal["needles", "large_scores", "equal_scores", "negative_scores", "coordinates", "views"]
 StrideForm = Literal["contiguous", "fused", "padded", "offset", "odd", "transposed"]

@@ -30,7 +30,7 @@ class Step(PagedMetadata):
 class Builder(PagedBuilder):
     backend, metadata_cls = Mine, Step
     cudagraph_support = AttentionCGSupport.ALWAYS
-    has_exact_lens = False  # build does not wait for the device: rows find their positions there
+    has_exact_lens = False  # positions are computed on the device, so build need not wait for it
 
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
