@@ -73,13 +73,14 @@ class MetadataTrace:
 
 
 def trace(parts: Mapping[str, object]) -> MetadataTrace:
-    """Return the trace of the result of :func:`parts_of`."""
+    """Return the trace of the result of :func:`parts_of`, without host tensors beside those of a GPU."""
     places, numbers = {}, {}
+    has_device = any(isinstance(value, Tensor) and value.device.type != "cpu" for value in parts.values())
     for path, value in parts.items():
-        if isinstance(value, Tensor):
-            places[path] = value.data_ptr(), tuple(value.shape), tuple(value.stride())
-        else:
+        if not isinstance(value, Tensor):
             numbers[path] = value
+        elif not has_device or value.device.type != "cpu":  # a captured graph reads no host memory
+            places[path] = value.data_ptr(), tuple(value.shape), tuple(value.stride())
     return MetadataTrace(places, numbers)
 
 

@@ -372,6 +372,7 @@ def traits_of(layer: LayerSpec, cache: CacheSpec) -> frozenset[Trait]:
         ("dtype", layer.dtype),
         ("block_size", cache.block_size),
         ("layout", cache.layout),
+        ("pool_order", cache.pool_order),
         ("kv_cache_dtype", cache.kv_cache_dtype),
     }
     traits |= {(name, True) for name in layer.modifiers if name != "sliding_window"}

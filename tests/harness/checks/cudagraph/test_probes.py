@@ -123,6 +123,7 @@ TRAITS = {
     "output_quant": OutputQuantSpec(scale=1.0),
     "block_size": 32,
     "layout": "HND",
+    "pool_order": "BL",
     "kv_cache_dtype": "fp8",
     "k_scale": (1.0, 2.0),
     "v_scale": (1.0, 2.0),
@@ -131,6 +132,7 @@ TRAITS = {
 """Fields of a layer or a cache that are traits, with a value that is another than the default."""
 
 NO_TRAITS = {"num_heads": 8, "num_kv_heads": 4, "head_size": 32, "scale": 0.5, "num_blocks": 99, "first_block": 3}
+NO_TRAITS |= {"manager_block_size": 64}
 
 
 def traits_with(layer=LAYER, **fields_of_the_cache):
