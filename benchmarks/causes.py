@@ -59,9 +59,11 @@ _PARTLY = {
     "builder-capture-clears-host-twins": "shared metadata are changed",
     "builder-capture-shortens-lens": "shared metadata are changed",
     "counts-its-calls": "kept from an earlier call",
+    "edges-sink-far-above-cancels": "the output is all zeros",
     "graph-changes-the-common-lengths": "writes to buffers of the model runner",
     "graph-pairs-requests": "padding .* is not left alone",
     "keeps-the-most-requests": "kept from an earlier call",
+    "multiplies-the-output": "the output is all zeros",
     "without-keys-no-new-tokens": "last visible keys are missing",
 }
 """Words of further causes that hold for a mutant, besides those of its entry."""

@@ -134,6 +134,12 @@ def is_unsaturated(expected: Tensor, got: Tensor, held: torch.dtype) -> bool:
 # alone, and the cache must not change. A backend may also refuse such keys.
 
 
+_WRITES_SHARED = (
+    "a layer writes to a cache that it shares: with kv_sharing_target_layer_name, it reads the cache of that layer, "
+    "and writes nothing"
+)
+
+
 def check_handed_keys(session: Session, truth: Truth, finding: Holds) -> Finding:
     """Run one more step that passes keys; return ``finding`` if they are neither written nor used, or what is wrong.
 
@@ -161,8 +167,7 @@ def check_handed_keys(session: Session, truth: Truth, finding: Holds) -> Finding
         return Broken(
             "a layer that shares another's cache wrote the keys it was passed",
             finding.figures,
-            "the layer ignores kv_sharing_target_layer_name: such a layer reads the cache of that layer, "
-            "and writes nothing",
+            _WRITES_SHARED,
         )
     judged = check_numerics(problem, truth, seen, explains=False)
     if not isinstance(judged, Broken):
@@ -456,6 +461,8 @@ def judge_pool(problem: Problem, pool: KVPool, seen: Observation, rows: Rows, ho
         rest = len(wrong) - _NAMED
         complaints[-1] += f"; and {rest} more {'slot is' if rest == 1 else 'slots are'} wrong"
     count = "1 slot is wrong" if len(wrong) == 1 else f"{len(wrong)} slots are wrong, the first"
+    if problem.writes_nothing:
+        return Broken(f"{count}: {complaints[0]}", figures, _WRITES_SHARED, (*complaints[1:], *changed))
     meaning = _padding_fault(problem, wrong, slots) or _fault_of_writer(
         problem, pool, rows, (before, expected, seen.pool_after)
     )
@@ -516,7 +523,8 @@ def _complaint(problem: Problem, pool: KVPool, images: tuple[Tensor, Tensor], sl
     found = _TWICE.sub(r"\1 and \3 of \2", found)
     if bool((mapped == slot).any()):
         return f"{name} {'holds ' + (found or 'other values') if changed else 'was never written'}"
-    return f"{name} was overwritten{' with ' + found if found else ''}, although slot_mapping does not contain it"
+    why = "the layer only reads this cache" if problem.writes_nothing else "slot_mapping does not contain it"
+    return f"{name} was overwritten{' with ' + found if found else ''}, although {why}"
 
 
 def _origin(problem: Problem, row: Tensor) -> str:

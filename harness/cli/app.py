@@ -109,7 +109,7 @@ def _reason(error: Any) -> str | None:
 
 # Exit codes of results and exceptions.
 
-OK, FELL_SHORT, WRONG_QUESTION, OWN_FAULT = 0, 1, 2, 3
+OK, WRONG_QUESTION, OWN_FAULT = 0, 2, 3
 _SIGNALLED = 128
 """Added to a signal's number to form the exit code of an interrupted command, as shells do."""
 

@@ -103,6 +103,17 @@ def _tree_explanations(params: AttentionParams, rows: UnpagedAttention, tree: Te
 
     meaning = "the tree is read by the position of a key, not by its place behind the context"
     yield altered(meaning, replace(rows, tree=None), params, hidden=by_position)
+    left, right = params.window
+    depth = tree.sum(1) - 1
+
+    def by_depth(r: int, q: Tensor, k: Tensor) -> Tensor:
+        first = context[r]
+        query_at, key_at = (torch.where(p < first, p, first + depth[(p - first).clamp(0, size - 1)]) for p in (q, k))
+        return query_at - key_at > left
+
+    if left >= 0 and int(depth[-1]) < size - 1:
+        meaning = "the window counts from the depth of a row in the tree, not from its position"
+        yield altered(meaning, rows, replace(params, window=(-1, right)), "sliding_window", hidden=by_depth)
 
 
 def _softmax_scales(params: AttentionParams, rows: UnpagedAttention) -> Iterator[Hypothesis]:

@@ -7,6 +7,7 @@ import base64
 import importlib
 import importlib.util
 import io
+import math
 import sys
 import zlib
 from collections.abc import Mapping, Sequence
@@ -96,11 +97,18 @@ def wrong_results(right: Any, returned: Any) -> list[str]:
         expected = right["expected"]
         error = output[: len(expected)].cpu().view(expected.shape).double() - expected
         shares = torch.maximum(error.norm(dim=-1) / right["norm"], error.abs().amax(-1) / right["peak"])
-        shares = shares.nan_to_num(torch.inf).masked_fill((error == 0).all(-1), 0)
+        shares = shares.nan_to_num(nan=math.inf, posinf=math.inf).masked_fill((error == 0).all(-1), 0)
         wrong = shares > 1
         if bool(wrong.any()):
             row, head = divmod(int(shares.argmax()), shares.shape[1])
-            worst = f"worst: row {row}, head {head}, {shares[row, head]:.3g} times the error allowed"
+            share = float(shares[row, head])
+            if share < math.inf:
+                amount = f"{share:.3g} times the error allowed"
+            elif bool(error[row, head].isfinite().all()):
+                amount = "no error is allowed"
+            else:
+                amount = "NaN or infinite"
+            worst = f"worst: row {row}, head {head}, {amount}"
             found.append(f"{int(wrong.any(-1).sum())} of {len(wrong)} rows; {worst}")
     if right["lse"] is not None:
         expected = right["expected_lse"]

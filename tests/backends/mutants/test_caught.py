@@ -93,6 +93,8 @@ def test_mutants_are_caught_where_the_catalogue_expects_it(key):
     for check in {mutant.check for mutant in mutants if mutant.base == PLAIN}:
         (record,) = examiner.records(case, load(PLAIN_REF), checks=(check,))
         assert record.outcome in ("passed", "unsupported"), record
+    if case.checks is not None:
+        assert {mutant.check for mutant in mutants} <= set(case.checks)
     for mutant in mutants:
         try:
             backend = load(mutant.ref)

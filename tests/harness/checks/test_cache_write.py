@@ -100,6 +100,24 @@ def test_right_backends_leave_keys_for_a_shared_cache_alone(judge, name):
     assert isinstance(judge("cache_write", load(name).backend, SHARED), Holds)
 
 
+def test_a_layer_that_writes_to_a_shared_cache_is_named_as_such(judge, backend_of):
+    """The metadata hold the slots of its tokens, so slot_mapping contains what it writes."""
+
+    class Impl(ReferenceImpl):
+        def forward(self, layer, query, key, value, kv_cache, metadata, *rest, **more):
+            out = super().forward(layer, query, key, value, kv_cache, metadata, *rest, **more)
+            if self.kv_sharing_target_layer_name is not None and metadata is not None:
+                for slot in metadata.common.slot_mapping.tolist():
+                    kv_cache[:, slot // 16, slot % 16] = 0
+            return out
+
+    found = judge("cache_write", backend_of(Impl), SHARED)
+    assert found.meaning.startswith("a layer writes to a cache that it shares")
+    assert found.summary.startswith("27 slots are wrong")
+    assert found.summary.endswith("was overwritten, although the layer only reads this cache")
+    assert "slot_mapping" not in " ".join([found.meaning, found.summary, *found.details])
+
+
 @pytest.mark.parametrize("error", [ValueError("no keys here"), KeyError("no")])
 def test_keys_for_a_shared_cache_may_be_refused_but_nothing_may_break(judge, backend_of, error):
     class Impl(ReferenceImpl):

@@ -126,7 +126,8 @@ def with_mask(places):
             return visible(params, *places(metadata, request, q, k))
 
         where = common.block_table_tensor, common.seq_lens, common.query_start_loc
-        out, lse = paged_attention(query[: metadata.num_rows], *caches, *where, params, mask_fn=mask)
+        tree = self._tree_of_step(metadata)
+        out, lse = paged_attention(query[: metadata.num_rows], *caches, *where, params, tree_mask=tree, mask_fn=mask)
         output[: len(out)], args[7][: len(out)] = out.to(output.dtype), lse.float()
 
     return attend
@@ -159,3 +160,16 @@ def test_a_tree_without_ancestors_is_named(make_case, meaning):
     case = make_case((4, 40), (4, 33), path="tree", options=TreeOptions(parents=(-1, 0, 0, 1)))
     found = meaning(case, _tree_of_step=alone)
     assert found == f"a row of the tree sees the context and itself, and no ancestor{FITS}"
+
+
+def test_a_window_that_counts_depths_of_a_tree_is_named(make_case, meaning):
+    depths = torch.tensor([0, 1, 1, 2])
+
+    def by_depth(metadata, request, q, k):
+        context = metadata.seq_lens[request] - 4
+        return [torch.where(p < context, p, context + depths[(p - context).clamp(min=0)]) for p in (q, k)]
+
+    options = TreeOptions(parents=(-1, 0, 0, 1))
+    case = make_case((4, 40), (4, 33), path="tree", options=options, sliding_window=3)
+    found = meaning(case, attend=with_mask(by_depth))
+    assert found == f"the window counts from the depth of a row in the tree, not from its position{FITS}"

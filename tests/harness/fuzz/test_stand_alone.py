@@ -269,8 +269,9 @@ def test_a_row_that_must_be_zero_is_right_if_it_is():
     right |= {"lse": None, "cache": None}
     assert wrong_results(right, None) == []
     right["output"][1, 0, 2] = 1e-6
-    (wrong,) = wrong_results(right, None)
-    assert wrong.startswith("1 of 2 rows; worst: row 1, head 0, ")
+    assert wrong_results(right, None) == ["1 of 2 rows; worst: row 1, head 0, no error is allowed"]
+    right["output"][0, 0, 2] = torch.nan
+    assert wrong_results(right, None) == ["2 of 2 rows; worst: row 0, head 0, NaN or infinite"]
 
 
 def test_arguments_are_read_as_they_were_without_running_code():
