@@ -10,7 +10,13 @@ from typing import Any
 
 import torch
 
-from attncheck.backends.contract import AttentionBackend, AttentionCGSupport, AttentionImpl, AttentionMetadataBuilder
+from attncheck.backends.contract import (
+    AttentionBackend,
+    AttentionCGSupport,
+    AttentionImpl,
+    AttentionMetadataBuilder,
+    Conventions,
+)
 
 ROWS_AT_ONCE = 32
 
@@ -188,7 +194,12 @@ class LazyTables(Plain):
 
 
 class PlanInBuilder(Plain):
-    """The builder plans rows on the host, in pinned buffers where there are any, and copies them into its own."""
+    """The builder plans rows on the host, in pinned buffers where there are any, and copies them into its own.
+
+    It computes positions from ``seq_lens_cpu``, and therefore declares that these must be exact.
+    """
+
+    conventions = Conventions(host_lens="exact")
 
     class Builder(Builder):
         def __init__(self, kv_cache_spec, layer_names, vllm_config, device):

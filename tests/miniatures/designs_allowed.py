@@ -1,7 +1,8 @@
-"""Correct backends that look wrong: none may fail a check.
+"""Correct backends that look wrong, but do what the contract allows: none may fail a check.
 
 Some keep a constant on the host until the first ``forward`` moves it to the device of the query. On a GPU that is
-before any capture. Others write the log-sum-exp in their own order, or refuse exactly what they declare to refuse.
+before any capture. Others write the log-sum-exp in their own order, refuse exactly what they declare to refuse, or
+rely on a promise of the contract about each call.
 """
 
 from types import MappingProxyType
@@ -153,3 +154,44 @@ class RefusesScalesOfHeads(Base):
             if attn_metadata is not None and has_codes and max(layer._k_scale.numel(), layer._v_scale.numel()) > 1:
                 raise NotImplementedError("k_scale or v_scale per head is not supported")
             return super().forward(layer, query, key, value, kv_cache, attn_metadata, *rest, **more)
+
+
+class Merged(Base):
+    """Declares neither cascade nor local attention, and refuses what a subclass does not declare."""
+
+    features = Base.features - {"cascade", "local"}
+
+    @classmethod
+    def get_impl_cls(cls):
+        return type("Impl", (cls.Impl,), {"backend": cls})
+
+    @classmethod
+    def get_builder_cls(cls):
+        return type("Builder", (cls.Builder,), {"backend": cls})
+
+
+class CannotTakeZero(Merged):
+    """A kernel that needs a key for every request, including padding."""
+
+    features = Merged.features - {"short_keys"}
+    conventions = Conventions(pad_seq_len=1)
+
+    class Impl(PlainImpl):
+        def attend(self, layer, query, key, value, caches, metadata, output, output_lse):
+            super().attend(layer, query, key, value, caches, metadata, output, output_lse)
+            if min(metadata.seq_lens) < 1:
+                output.fill_(float("nan"))
+
+
+class FromTheFirstRow(Merged):
+    """ALiBi distances, and thus the LSE, count from the first new row of a request in the call."""
+
+    conventions = Conventions(alibi_reference="context")
+
+    class Impl(PlainImpl):
+        def attend(self, layer, query, key, value, caches, metadata, output, output_lse):
+            super().attend(layer, query, key, value, caches, metadata, output, output_lse)
+            if self.alibi_slopes is not None:
+                slopes = torch.tensor(self.alibi_slopes)
+                for _, start, end, _ in metadata.requests():
+                    output_lse[start:end] += torch.arange(end - start)[:, None] * slopes
