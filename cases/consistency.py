@@ -437,6 +437,13 @@ def _frees_a_page(layer: LayerSpec, cache: CacheSpec, request: RequestSpec) -> b
 def _check_pool(layer: LayerSpec, cache: CacheSpec, batch: BatchSpec) -> None:
     if cache.num_blocks is None:
         return
+    if cache.num_blocks % cache.pages_per_block:
+        raise SpecError(
+            f"a pool has whole blocks of the cache manager, of {cache.pages_per_block} pages",
+            field="cache.num_blocks",
+            value=cache.num_blocks,
+            allowed=f"give a multiple of {cache.pages_per_block}",
+        )
     first = 1 if cache.first_block is None else cache.first_block
     needed = pages_needed(layer, cache, batch)
     if first + needed > cache.num_blocks:
