@@ -8,7 +8,7 @@ kind of difference needs a new field here, not a flag in a backend.
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from attncheck.reference.spec import StridesSpec
+from attncheck.reference.spec import PoolOrder, StridesSpec
 
 LSEBase = Literal["e", "2"]
 AlibiReference = Literal["query", "zero", "context"]
@@ -79,13 +79,16 @@ class Conventions:
     ``pages``: none; the pages follow one another. ``undeclared``: the backend reads all strides, or raises.
     """
 
-    def takes_order(self, pool_order: str) -> bool | None:
-        """Return whether the kernels read a cache of this ``cache.pool_order``; None if that is not declared."""
-        if pool_order == "LB" or self.cache_strides == "any":
-            return True
-        if self.cache_strides == "undeclared":
-            return None
-        return self.cache_strides == "blocks" and pool_order == "BL"
+    @property
+    def pool_orders(self) -> tuple[PoolOrder, ...]:
+        """The values of ``cache.pool_order`` that ``cache_strides`` declares; only LB if undeclared."""
+        match self.cache_strides:
+            case "any":
+                return get_args(PoolOrder)
+            case "blocks":
+                return ("LB", "BL")
+            case "pages" | "undeclared":
+                return ("LB",)
 
     def excluded_strides(self, strides: StridesSpec | None) -> str:
         """Return, as text, those of ``strides`` that a backend with these conventions is not given, or ""."""

@@ -95,15 +95,17 @@ class Declarations(Protocol):
 def read_predicates(backend: type[Any]) -> None:
     """Set the declarations of ``backend`` that its own body makes in vLLM's form, by methods such as ``supports_sink``.
 
-    The class keeps the other declarations of its bases.
+    The class keeps the other declarations of its bases. An inherited ``indexes_kv_by_block_stride`` counts, too, if the
+    class's conventions do not declare ``cache_strides``.
     """
     own = dict(vars(backend))
     for feature, predicate in PREDICATES.items():
         if predicate in own:
             others = backend.features - {feature}
             backend.features = others | {feature} if getattr(backend, predicate)() else others
-    if "indexes_kv_by_block_stride" in own and isinstance(backend.conventions, Conventions):
-        strides: CacheStrides = "blocks" if backend.indexes_kv_by_block_stride() else "pages"
+    reads_block_stride = getattr(backend, "indexes_kv_by_block_stride", None)
+    if reads_block_stride is not None and _needs_cache_strides(backend):
+        strides: CacheStrides = "blocks" if reads_block_stride() else "pages"
         backend.conventions = replace(backend.conventions, cache_strides=strides)
     if "supports_attn_type" in own:
         backend.supported_attn_types = tuple(kind for kind in AttentionType if backend.supports_attn_type(kind))
@@ -114,6 +116,15 @@ def read_predicates(backend: type[Any]) -> None:
     if names_caches and "features" not in own:  # vLLM's classes declare FP8 caches by their names alone
         has_codes = any(name.startswith("fp8") for name in backend.supported_kv_cache_dtypes)
         backend.features |= {"fp8_kv"} if has_codes else set()
+
+
+def _needs_cache_strides(backend: type[Any]) -> bool:
+    """Return whether vLLM's method decides ``cache_strides``: nothing else does, or the method alone is the class's."""
+    own, conventions = vars(backend), backend.conventions
+    if not isinstance(conventions, Conventions):
+        return False
+    is_overridden = "indexes_kv_by_block_stride" in own and "conventions" not in own
+    return is_overridden or conventions.cache_strides == "undeclared"
 
 
 def unread_declarations(backend: type[Any]) -> list[str]:
@@ -190,7 +201,7 @@ def undeclared(backend: Declarations, layer: LayerSpec, cache: CacheSpec, batch:
             block_size_reason(backend, cache.block_size),
             _not_among("layout", cache.layout, backend.supported_layouts),
         ]
-        if not backend.conventions.takes_order(cache.pool_order):
+        if cache.pool_order not in backend.conventions.pool_orders:
             reasons.append(f"pool_order {cache.pool_order}: cache_strides is {backend.conventions.cache_strides!r}")
     needs = required_features(layer, cache, batch, backend.features) - backend.features
     reasons += [f"{_describe(need, layer, cache, batch)}: feature {need!r} is not declared" for need in sorted(needs)]

@@ -145,9 +145,12 @@ def kernel_backend(
         "writer_options": () if writer is None else _options(writer, _WRITER_ARGUMENTS, _WRITER_OPTIONS),
     }
     impl = type(f"{name}.Impl", (KernelImpl,), own | of_impl)
-    # The function reads the lengths itself, so `build` need not wait for them.
-    of_builder = {"backend": backend, "metadata_cls": metadata, "has_exact_lens": False}
-    of_builder["cudagraph_support"] = cudagraph_support
+    of_builder = {
+        "backend": backend,
+        "metadata_cls": metadata,
+        "has_exact_lens": False,  # the function reads the lengths itself, so `build` need not wait for them
+        "cudagraph_support": cudagraph_support,
+    }
     builder = type(f"{name}.Builder", (PagedBuilder,), own | of_builder)
     return backend
 

@@ -35,7 +35,7 @@ class LatentBackend(CandidateBackend):
     """
 
     features = frozenset({"mla", "lse", "non_causal", "short_keys", "fp8_kv"})
-    conventions = Conventions(padded_rows="untouched", cache_strides="any")
+    conventions = Conventions(padded_rows="untouched")
     supported_kv_cache_dtypes: ClassVar[Sequence[str]] = ("auto", "float16", "bfloat16", "float32", *FP8_DTYPES)
 
     @classmethod

@@ -439,6 +439,13 @@ def _check_pool(layer: LayerSpec, cache: CacheSpec, batch: BatchSpec) -> None:
     if cache.num_blocks is None:
         return
     run = cache.pages_per_block
+    if cache.num_blocks % run:
+        raise SpecError(
+            f"a pool has whole blocks of the cache manager, of {run} pages",
+            field="cache.num_blocks",
+            value=cache.num_blocks,
+            allowed=f"give a multiple of {run}",
+        )
     first = -(-(cache.first_block or 1) // run) * run
     needed = pages_needed(layer, cache, batch)
     if first + needed > cache.num_blocks:

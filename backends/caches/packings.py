@@ -192,25 +192,55 @@ def allocate_kv_cache(
     return physical.permute(_inverse(order))
 
 
+def pool_axes(
+    backend: CacheGeometry, layer: LayerSpec, cache: CacheSpec, num_blocks: int
+) -> tuple[list[int], list[int]]:
+    """Return the axes of the shape that lie before and after the layers in ``cache.pool_order``.
+
+    Raise ``ValueError`` if the shape has no axis of the pages (B) or of the heads (H) alone, and whatever
+    ``get_kv_cache_shape`` raises.
+    """
+    before, after = cache.pool_order.split("L")
+    return (
+        [_axis_of(letter, backend, layer, cache, num_blocks) for letter in before],
+        [_axis_of(letter, backend, layer, cache, num_blocks) for letter in after],
+    )
+
+
+def _axis_of(letter: str, backend: CacheGeometry, layer: LayerSpec, cache: CacheSpec, num_blocks: int) -> int:
+    """Return the axis whose extent is the number of pages (B) or heads (H), if no other changes with that number."""
+    pages = more_pages = num_blocks
+    heads = more_heads = layer.num_kv_heads
+    if letter == "B":
+        more_pages = pages + 1
+        extents = (pages, more_pages)
+    else:
+        more_heads = 2 * heads
+        extents = (heads, more_heads)
+    shape = kv_cache_shape(backend, layer, cache.block_size, pages, heads)
+    other = kv_cache_shape(backend, layer, cache.block_size, more_pages, more_heads)
+    both = list(zip(shape, other, strict=False))
+    changed = [axis for axis, (one, two) in enumerate(both) if one != two]
+    if len(shape) == len(other) and len(changed) == 1 and both[changed[0]] == extents:
+        return changed[0]
+    name = "pages" if letter == "B" else "heads"
+    raise ValueError(f"pool_order {cache.pool_order}: the shape {shape} has no axis of the {name} alone")
+
+
 def _layer_of_pool(
     backend: CacheGeometry, layer: LayerSpec, cache: CacheSpec, num_blocks: int, device: torch.device
 ) -> Tensor:
     """Return the view of the second of three layers in a pool with the outermost axes of ``cache.pool_order``."""
-    heads, axes = layer.num_kv_heads, dict[str, int]()
-    shape = kv_cache_shape(backend, layer, cache.block_size, num_blocks, heads)
-    for letter in cache.pool_order.replace("L", ""):
-        larger = (num_blocks + 1, heads) if letter == "B" else (num_blocks, 2 * heads)
-        other = kv_cache_shape(backend, layer, cache.block_size, *larger)
-        found = [axis for axis, extents in enumerate(zip(shape, other, strict=True)) if extents[0] != extents[1]]
-        if len(found) != 1:
-            raise ValueError(f"pool_order {cache.pool_order}: the shape {shape} has no axis of its own for {letter}")
-        axes[letter] = found[0]
-    before, after = ([axes[letter] for letter in part] for part in cache.pool_order.split("L"))
-    within = [axis for axis in stride_order(backend, layer, cache) if axis not in axes.values()]
-    outer, inner = ([shape[axis] for axis in part] for part in (before, (*after, *within)))
-    width, dtype = math.prod(inner), cache_dtype(layer, cache)
-    flat = zeroed_bytes(math.prod(outer) * (3 * width + _PAGE_PADDING) * dtype.itemsize, device)
-    rows = flat.view(dtype).view(*outer, 3 * width + _PAGE_PADDING)
+    shape = kv_cache_shape(backend, layer, cache.block_size, num_blocks)
+    before, after = pool_axes(backend, layer, cache, num_blocks)
+    within = [axis for axis in stride_order(backend, layer, cache) if axis not in (*before, *after)]
+    outer = [shape[axis] for axis in before]
+    inner = [shape[axis] for axis in (*after, *within)]
+    width = math.prod(inner)
+    row_width = 3 * width + _PAGE_PADDING
+    dtype = cache_dtype(layer, cache)
+    flat = zeroed_bytes(math.prod(outer) * row_width * dtype.itemsize, device)
+    rows = flat.view(dtype).view(*outer, row_width)
     second: Tensor = rows[..., width : 2 * width].unflatten(-1, inner)
     return second.permute(_inverse([*before, *after, *within]))
 

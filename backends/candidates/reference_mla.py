@@ -6,7 +6,7 @@ the context if the layer has a workspace.
 
 from torch import Tensor
 
-from attncheck.backends.contract import AttentionLayer
+from attncheck.backends.contract import AttentionLayer, Conventions
 from attncheck.backends.latent import LatentBackend, LatentBuilder, LatentImpl, LatentMetadata
 from attncheck.reference.attention.mla import mla_attention_absorbed, mla_attention_chunked, mla_write_cache
 
@@ -14,6 +14,7 @@ from attncheck.reference.attention.mla import mla_attention_absorbed, mla_attent
 class ReferenceMLABackend(LatentBackend):
     """Backend for any sizes and any block size. No CUDA graph: the reference reads lengths on the host."""
 
+    conventions = Conventions(padded_rows="untouched", cache_strides="any")
     get_name = staticmethod(lambda: "REFERENCE_MLA")
     get_impl_cls = staticmethod(lambda: ReferenceMLAImpl)
     get_builder_cls = staticmethod(lambda: ReferenceMLABuilder)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from attncheck.backends.base.gathering import decode_fp8, encode_fp8, gather_tokens
-from attncheck.backends.contract import AttentionLayer
+from attncheck.backends.contract import AttentionLayer, Conventions
 from attncheck.backends.latent import LatentBackend, LatentBuilder, LatentImpl, LatentMetadata
 
 DECODE_ROWS = 4
@@ -24,6 +24,7 @@ State = tuple[Tensor, Tensor]
 class TorchMLABackend(LatentBackend):
     """Backend for any sizes and any block size. No CUDA graph: gathering and chunking follow lengths from the host."""
 
+    conventions = Conventions(padded_rows="untouched", cache_strides="any")
     get_name = staticmethod(lambda: "TORCH_MLA")
     get_impl_cls = staticmethod(lambda: TorchMLAImpl)
     get_builder_cls = staticmethod(lambda: TorchMLABuilder)

@@ -10,18 +10,26 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, get_args
 
+from attncheck.backends.caches.packings import pool_axes
 from attncheck.cases.consistency import check_meaning
 from attncheck.errors import SpecError
 from attncheck.harness.checks.again import Change, RightRows, Variation, changed_step
 from attncheck.harness.checks.cache_write import judge_pool
 from attncheck.harness.checks.findings import Broken
+from attncheck.harness.driver.foreign_code import StageError, call_backend
 from attncheck.harness.driver.observation import Observation
 from attncheck.harness.driver.session import Session
 from attncheck.harness.problem.problem import Arrangement, Problem, arranged
 from attncheck.reference.spec import CacheSpec, PoolOrder
 
-_APART = "keys are read or written elsewhere than the strides of kv_cache state, by which pages may lie apart"
+_APART = (
+    "keys are read or written elsewhere than the strides of kv_cache state, by which pages may lie apart; "
+    'read the strides, or declare cache_strides="pages"'
+)
 _MANAGER = "cache_config.block_size, that of the cache manager, is taken for the page size, kv_cache_spec.block_size"
+
+_LARGEST = 2**24
+"""Largest cache in bytes that is varied. Its pool of three layers is three times larger, and bytes are compared."""
 
 
 def other_geometry(rows: RightRows, session: Session) -> Iterator[Variation]:
@@ -30,16 +38,29 @@ def other_geometry(rows: RightRows, session: Session) -> Iterator[Variation]:
     If the backend does not declare which strides it reads, it may raise, and then gets a cache with the case's strides.
     """
     problem, conventions, own = rows.problem, session.backend.conventions, rows.problem.cache
-    if session.pool is None or session.pool.kv_cache.nbytes > 2**24:  # a larger one would take long
+    if session.pool is None or session.pool.kv_cache.nbytes > _LARGEST:
         return
     sizes = [pages * own.pages_per_block * own.block_size for pages in (2, 4)]
-    orders = [order for order in get_args(PoolOrder) if conventions.takes_order(order) is not False]
+    is_undeclared = conventions.cache_strides == "undeclared"
+    orders = get_args(PoolOrder) if is_undeclared else conventions.pool_orders
     blocks = _chosen(problem, [_change(_MANAGER, "manager_block_size", size) for size in sizes])
-    order = _chosen(problem, [_change(_APART, "pool_order", order) for order in orders])
+    possible = [order for order in orders if _has_order(session, order)]
+    order = _chosen(problem, [_change(_APART, "pool_order", order) for order in possible])
     judge = partial(_judge, rows, session)
-    may_raise = bool(order) and conventions.cache_strides == "undeclared"
-    less = changed_step(own, blocks, judge) if may_raise else None
+    less = changed_step(own, blocks, judge) if order and is_undeclared else None
     yield changed_step(own, (*blocks, *order), judge, instead=less)
+
+
+def _has_order(session: Session, pool_order: PoolOrder) -> bool:
+    """Return whether the shape of the backend's cache shows which axes are those of pages and heads in this order."""
+    problem, backend = session.problem, session.backend
+    cache = replace(problem.cache, pool_order=pool_order)
+    axes = partial(pool_axes, backend, problem.layer, cache, problem.num_blocks)
+    try:
+        call_backend("kv_cache", axes)
+    except StageError:  # no such axes, or the backend refuses a cache with one more page or twice the heads
+        return False
+    return True
 
 
 def _change(meaning: str, key: str, value: Any) -> Change[CacheSpec]:

@@ -675,7 +675,7 @@ def _run_under(rows: RightRows, session: Session, history: History, changes: lis
     before = drawn[: len(history.before)]
     in_group = [beside for beside in history.layers if not beside.layer.has_own_group]
     layers = [beside.layer for beside in in_group]
-    own = Session(backend, problem, device, tuple(drawn), pool=session.pool, layers=layers).with_own_inputs()
+    own = Session(backend, problem, device, tuple(drawn), pool=session.pool, layers=layers).with_persistent_inputs()
     for batch, other in zip(before, history.before, strict=True):
         earlier_step = own.beside(batch)
         with stage_named(f"of {other.in_words}"):

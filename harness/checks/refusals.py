@@ -316,8 +316,8 @@ def _is_first_plain(case: CheckedCase) -> bool:
 
 
 def _check_undeclared_case(case: CheckedCase) -> Finding:
-    if not case.backend.conventions.takes_order(case.problem.cache.pool_order):
-        return NotExamined(("pool_order: compared only where declared; invariance tries it otherwise",))
+    if case.problem.cache.pool_order not in case.backend.conventions.pool_orders:
+        return NotExamined(_reasons_with_order(case))
     skipped = not_tried(case.problem, case.backend.features)
     if skipped is not None:
         return skipped
@@ -326,6 +326,16 @@ def _check_undeclared_case(case: CheckedCase) -> Finding:
     except StageError as failure:
         return check_refusal(failure.raised, case.undeclared)
     return check_answer(case.problem, case.truth, seen, case.undeclared, causes_of(case))
+
+
+def _reasons_with_order(case: CheckedCase) -> tuple[str, ...]:
+    """Return the reasons against a case whose ``pool_order`` is not declared, with what becomes of that order."""
+    order, strides = case.problem.cache.pool_order, case.backend.conventions.cache_strides
+    note = f"pool_order {order}: compared only where declared"
+    if strides == "undeclared":
+        note += "; invariance tries such orders"
+    others = (reason for reason in case.undeclared if not reason.startswith("pool_order "))
+    return (note, *others)
 
 
 # `features`: a modifier removed or changed on another layer of the process changes the output as it does the truth.

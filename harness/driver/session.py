@@ -292,7 +292,7 @@ class Session:
         other.builders = [] if first is None else first.builders
         return other._taking_up(problem)
 
-    def with_own_inputs(self) -> "Session":
+    def with_persistent_inputs(self) -> "Session":
         """Return this session with persistent inputs, as a model runner has them.
 
         Every step of this session, and of those :meth:`beside` it, is in the same memory as far as it fits.

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from attncheck.backends.contract import AttentionBackend, MultipleOf
+from attncheck.backends.contract import AttentionBackend, Conventions, MultipleOf
 from attncheck.backends.declarations import required_features, undeclared
 from attncheck.reference.spec import (
     FEATURES,
@@ -70,6 +70,23 @@ class Strict(AttentionBackend):
     get_supported_dtypes = classmethod(lambda cls: [torch.bfloat16])
     get_supported_head_sizes = classmethod(lambda cls: [64, 128])
     get_supported_kernel_block_sizes = classmethod(lambda cls: [8, MultipleOf(16)])
+
+
+def test_the_newest_declaration_of_strides_counts():
+    def reads(blocks):
+        return {"indexes_kv_by_block_stride": classmethod(lambda _cls: blocks)}
+
+    def derived(base, **members):
+        return type("Derived", (base,), members)
+
+    plain, explicit = Conventions(), Conventions(cache_strides="any")
+    pages = derived(Strict, **reads(False))
+    assert pages.conventions.cache_strides == "pages"
+    assert derived(pages, conventions=plain).conventions.cache_strides == "pages"
+    assert derived(pages, conventions=explicit).conventions.cache_strides == "any"
+    assert derived(pages, **reads(True)).conventions.cache_strides == "blocks"
+    both = derived(Strict, conventions=explicit, **reads(True))
+    assert both.conventions.cache_strides == derived(both).conventions.cache_strides == "any"
 
 
 def test_every_feature_is_needed_by_a_case_or_explained():

@@ -11,6 +11,7 @@ from attncheck.backends.candidates.reference_mla import ReferenceMLABackend
 from attncheck.backends.candidates.torch_mla import TorchMLABackend
 from attncheck.backends.candidates.torch_sdpa import SDPABackend
 from attncheck.backends.contract import KVCacheSpec
+from attncheck.backends.latent import LatentBackend
 from attncheck.backends.verification import contract_problems
 from attncheck.harness.driver.construction import latent_keywords
 from attncheck.harness.problem.storage import make_up_projections
@@ -47,6 +48,10 @@ def test_what_is_declared(backend):
         assert allocate_kv_cache(backend, LAYER, cache, 5, "cpu").shape == (5, BLOCK_SIZE, 16)
     with pytest.raises(ValueError, match="num_kv_heads 2: a latent cache has one"):
         backend.get_kv_cache_shape(5, 4, 2, 16)
+
+
+def test_a_class_derived_from_the_base_declares_its_own_strides():
+    assert type("Own", (LatentBackend,), {}).conventions.cache_strides == "undeclared"
 
 
 @each_candidate

@@ -44,7 +44,7 @@ from attncheck.harness.driver.step import ForwardCall, lend_in_place, micro_batc
 from attncheck.harness.problem.pages import RandomStream, key_places, lay_out
 from attncheck.harness.problem.problem import Problem, build_problem, place_requests
 from attncheck.harness.truth.truth import Truth, TruthCache
-from attncheck.reference.spec import BatchSpec, PaddingSpec, PathSpec, RequestSpec, SpecDecodeOptions
+from attncheck.reference.spec import BatchSpec, CacheSpec, PaddingSpec, PathSpec, RequestSpec, SpecDecodeOptions
 from attncheck.reports.analysis.phrases import plural
 from attncheck.reports.analysis.reasons import named
 from attncheck.reports.run_file.causes import ALTERNATIVE, UNKNOWN, likely_causes
@@ -106,9 +106,7 @@ class ProbeProblems:
         return replace(
             self._case,
             batch=BatchSpec(requests=requests, padding=padding, path=path),
-            cache=replace(
-                self._case.cache, num_blocks=_num_blocks(probe, self._case.cache.block_size), first_block=None
-            ),
+            cache=replace(self._case.cache, num_blocks=_num_blocks(probe, self._case.cache), first_block=None),
         )
 
     def problem(self, case: Case) -> Problem:
@@ -152,9 +150,14 @@ def _part(batch: Problem, case: Case, first: int) -> Problem:
     )
 
 
-def _num_blocks(probe: Probe, block_size: int) -> int:
-    """Return one cache size for all steps of a probe, since a model runner does not reallocate its cache."""
-    return 4 + 2 * max(sum(-(-seq_len // block_size) for _, seq_len in step.requests) for step in probe.steps)
+def _num_blocks(probe: Probe, cache: CacheSpec) -> int:
+    """Return one number of pages for all steps of a probe, since a model runner does not reallocate its cache.
+
+    They fill whole blocks of the cache manager.
+    """
+    block_size = cache.block_size * cache.pages_per_block
+    needed = max(sum(-(-seq_len // block_size) for _, seq_len in step.requests) for step in probe.steps)
+    return (4 + 2 * needed) * cache.pages_per_block
 
 
 # Act as the model runner for one probe: capture its graphs, then run steps by replaying them.

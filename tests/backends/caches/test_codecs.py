@@ -9,7 +9,14 @@ from hypothesis import strategies as st
 
 from attncheck.backends.caches.codecs import default_codec, packed_codec
 from attncheck.backends.caches.learned_codec import NoCodec, learn_codec
-from attncheck.backends.caches.packings import PACKINGS, allocate_kv_cache, detect_packing, packed_shape, stride_order
+from attncheck.backends.caches.packings import (
+    PACKINGS,
+    allocate_kv_cache,
+    detect_packing,
+    packed_shape,
+    pool_axes,
+    stride_order,
+)
 from attncheck.backends.caches.placed_codec import PlacedCodec
 from attncheck.backends.candidates.torch_mla import TorchMLABackend
 from attncheck.backends.dtypes import FP8_DTYPES
@@ -419,6 +426,26 @@ def test_one_page_size_is_enough_to_be_recognised():
 def test_a_backend_that_ignores_the_layout_has_one():
     fake = fake_backend(order=(1, 0, 2, 3, 4))
     assert stride_order(fake, FLOAT_LAYER, CacheSpec(layout="HND")) == (1, 0, 2, 3, 4)
+
+
+@pytest.mark.parametrize(
+    ("shape", "orders"),
+    [
+        (lambda nb, bs, h, d: (2, nb, bs, h, d), {"BL": ([1], []), "BHL": ([1, 3], []), "LHB": ([], [3, 1])}),
+        (lambda nb, bs, h, d: (nb, 2 * bs * h * d), {"BL": ([0], [])}),
+        (lambda nb, bs, h, d: (2, nb, bs * h * d), {"BL": ([1], [])}),
+        (lambda nb, bs, h, d: (nb, bs, 2 * h, d), {"BL": ([0], [])}),
+        (lambda nb, bs, h, d: (2, nb * bs, h, d), {}),
+    ],
+)
+def test_an_axis_is_of_pages_or_heads_alone(shape, orders):
+    for order in ("BL", "BHL", "LHB"):
+        cache = CacheSpec(block_size=4, layout="HND", pool_order=order)
+        if order in orders:
+            assert pool_axes(fake_backend(shape), FLOAT_LAYER, cache, 5) == orders[order]
+        else:
+            with pytest.raises(ValueError, match="has no axis of the (pages|heads) alone"):
+                pool_axes(fake_backend(shape), FLOAT_LAYER, cache, 5)
 
 
 def test_orders_and_shapes_that_are_none_are_errors_of_the_backend():

@@ -133,6 +133,16 @@ def test_a_case_whose_pages_lie_apart_runs_if_that_is_declared(make_case, examin
         assert set(outcomes(records).values()) == {"passed" if order in taken else "unsupported"}
         if order not in taken:
             assert f"pool_order {order}: cache_strides is {declared!r}" in records["numerics"].reasons
+            tried = "; invariance tries such orders" if declared == "undeclared" else ""
+            assert records["refusals"].reasons == (f"pool_order {order}: compared only where declared{tried}",)
+
+
+def test_an_undeclared_order_hides_no_other_need(make_case, examine, variant):
+    backend = variant(conventions=Conventions(cache_strides="pages"), features=frozenset())
+    case = make_case(cache={"pool_order": "BL"}, sinks=True)
+    order, sinks = examine(backend, case, checks=("refusals",))["refusals"].reasons
+    assert order.startswith("pool_order BL")
+    assert "feature 'sinks' is not declared" in sinks
 
 
 def test_what_attncheck_cannot_examine_is_recorded_as_its_own_limit(make_case, examine):

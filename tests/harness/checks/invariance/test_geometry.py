@@ -78,6 +78,7 @@ def test_pages_that_are_taken_to_follow_one_another(judge: Any, make_case: Any, 
     assert isinstance(found, Broken)
     assert found.summary.startswith("right at first, wrong with cache.pool_order BL: ")
     assert (found.meaning or "").startswith(APART)
+    assert 'or declare cache_strides="pages"' in (found.meaning or "")
 
 
 def test_heads_that_are_taken_to_lie_within_their_page(judge: Any, make_case: Any) -> None:
@@ -92,6 +93,23 @@ def test_heads_that_are_taken_to_lie_within_their_page(judge: Any, make_case: An
         if len(wrong) + len(right) == 3:
             break
     assert (wrong, right) == ({"pool_order BHL", "pool_order LHB"}, {"BL"})
+
+
+def test_an_order_that_the_shape_cannot_have_is_not_tried(judge: Any, make_case: Any) -> None:
+    shape = ReferenceBackend.get_kv_cache_shape
+
+    def only_two_heads(cls: Any, num_blocks: int, block_size: int, num_kv_heads: int, head_size: int) -> Any:
+        if num_kv_heads == 4:
+            raise RuntimeError("two heads alone")
+        return shape.__func__(cls, num_blocks, block_size, num_kv_heads, head_size)  # type: ignore[attr-defined]
+
+    members = {"packing": "split_first", "get_kv_cache_shape": classmethod(only_two_heads)}
+    seen = set[str]()
+    for case in CASES[:6]:
+        found = judge("invariance", made(as_it_is, as_it_is, **members), make_case(*case, cache={"layout": "HND"}))
+        assert isinstance(found, Holds)
+        seen |= orders_in(found)
+    assert seen == {"BL"}
 
 
 @pytest.mark.parametrize("layout", ["NHD", "HND"])
