@@ -12,7 +12,7 @@ from typing import Any, get_args
 
 from attncheck.cases.consistency import check_meaning
 from attncheck.errors import SpecError
-from attncheck.harness.checks.again import Change, RightRows, Variation, changed_step
+from attncheck.harness.checks.again import Change, RightRows, Unchanged, Variation, changed_step
 from attncheck.harness.checks.cache_write import judge_pool
 from attncheck.harness.checks.findings import Broken
 from attncheck.harness.driver.observation import Observation
@@ -22,6 +22,10 @@ from attncheck.reference.spec import CacheSpec, PoolOrder
 
 _APART = "keys are read or written elsewhere than the strides of kv_cache state, by which pages may lie apart"
 _MANAGER = "cache_config.block_size, that of the cache manager, is taken for the page size, kv_cache_spec.block_size"
+_ELSEWHERE = Unchanged(
+    "in other pages of a new pool, on a new impl and builder",
+    "pages are not found through the block table alone, or something is kept from an earlier call",
+)
 
 
 def other_geometry(rows: RightRows, session: Session) -> Iterator[Variation]:
@@ -37,9 +41,11 @@ def other_geometry(rows: RightRows, session: Session) -> Iterator[Variation]:
     blocks = _chosen(problem, [_change(_MANAGER, "manager_block_size", size) for size in sizes])
     order = _chosen(problem, [_change(_APART, "pool_order", order) for order in orders])
     judge = partial(_judge, rows, session)
+    step_with = partial(changed_step, own, judge=judge, unchanged=_ELSEWHERE)
     may_raise = bool(order) and conventions.cache_strides == "undeclared"
-    less = changed_step(own, blocks, judge) if may_raise else None
-    yield changed_step(own, (*blocks, *order), judge, instead=less)
+    less = step_with(blocks) if may_raise else None
+    if blocks or order:
+        yield step_with((*blocks, *order), instead=less)
 
 
 def _change(meaning: str, key: str, value: Any) -> Change[CacheSpec]:
