@@ -85,6 +85,14 @@ class Variation:
     instead: "Variation | None" = None
 
 
+@dataclass(frozen=True)
+class Unchanged:
+    """A step without changes, as in :class:`Change`, for a finding that no change is needed for."""
+
+    what: str = "when it is repeated unchanged"
+    meaning: str = _STATE
+
+
 def changed_step(
     plain: T,
     changes: Sequence[Change[T]],
@@ -92,11 +100,13 @@ def changed_step(
     *,
     instead: Variation | None = None,
     afresh: Callable[[T], Broken | None] | None = None,
+    unchanged: Unchanged = Unchanged(),  # noqa: B008 (frozen)
 ) -> Variation:
     """Return the variation of one step, ``plain``, that is passed with ``changes``.
 
     Its finding names the smallest set of changes that causes it. ``judge``: runs a step, and returns what is wrong with
-    it. ``afresh``: the same with an impl and a builder that have seen no other step.
+    it. ``afresh``: the same with an impl and a builder that have seen no other step. ``unchanged``: the step without
+    changes.
     """
 
     def judged(by: Callable[[T], Broken | None], some: Sequence[Change[T]]) -> Broken | None:
@@ -110,15 +120,15 @@ def changed_step(
         if found is None:
             return None
         fault, needed = found
-        how = f"with {_listed(needed)}" if needed else "when it is repeated unchanged"
+        how = f"with {_listed(needed)}" if needed else unchanged.what
         if isinstance(fault, Raised):
             raise StageError(replace(fault, stage=f"{fault.stage} of the step {how}"))
-        meaning = "; ".join(dict.fromkeys(change.meaning for change in needed)) or _STATE
+        meaning = "; ".join(dict.fromkeys(change.meaning for change in needed)) or unchanged.meaning
         if needed and afresh is not None and _failure_of(partial(judged, afresh), needed) is None:
             meaning = _KEPT
         return later_fault(fault, how, meaning)
 
-    return Variation(_listed(changes) or "the same step on a new impl", wrong, instead)
+    return Variation(_listed(changes) or f"the same step {unchanged.what}", wrong, instead)
 
 
 def _listed(changes: Sequence[Change[T]]) -> str:

@@ -13,7 +13,7 @@ from typing import Any, get_args
 from attncheck.backends.caches.packings import pool_axes
 from attncheck.cases.consistency import check_meaning
 from attncheck.errors import SpecError
-from attncheck.harness.checks.again import Change, RightRows, Variation, changed_step
+from attncheck.harness.checks.again import Change, RightRows, Unchanged, Variation, changed_step
 from attncheck.harness.checks.cache_write import judge_pool
 from attncheck.harness.checks.findings import Broken
 from attncheck.harness.driver.foreign_code import StageError, call_backend
@@ -27,6 +27,10 @@ _APART = (
     'read the strides, or declare cache_strides="pages"'
 )
 _MANAGER = "cache_config.block_size, that of the cache manager, is taken for the page size, kv_cache_spec.block_size"
+_ELSEWHERE = Unchanged(
+    "in other pages of a new pool, on a new impl and builder",
+    "pages are not found through the block table alone, or something is kept from an earlier call",
+)
 
 _LARGEST = 2**24
 """Largest cache in bytes that is varied. Its pool of three layers is three times larger, and bytes are compared."""
@@ -47,8 +51,10 @@ def other_geometry(rows: RightRows, session: Session) -> Iterator[Variation]:
     possible = [order for order in orders if _has_order(session, order)]
     order = _chosen(problem, [_change(_APART, "pool_order", order) for order in possible])
     judge = partial(_judge, rows, session)
-    less = changed_step(own, blocks, judge) if order and is_undeclared else None
-    yield changed_step(own, (*blocks, *order), judge, instead=less)
+    step_with = partial(changed_step, own, judge=judge, unchanged=_ELSEWHERE)
+    less = step_with(blocks) if order and is_undeclared else None
+    if blocks or order:
+        yield step_with((*blocks, *order), instead=less)
 
 
 def _has_order(session: Session, pool_order: PoolOrder) -> bool:

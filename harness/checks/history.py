@@ -66,10 +66,31 @@ class EarlierBatch:
 
 
 def alike(case: Case) -> EarlierBatch:
-    """Return a batch of the same shape, with other pages; with contexts one token shorter if all requests are alike."""
-    fewer = 1 if rearranged(case) is None else 0
-    lengths = [(r, r.query_len, r.context_len - fewer) for r in case.batch]
+    """Return a batch of the same shape, with other pages and other contexts.
+
+    One token of context moves between two requests, so that totals and maxima stay those of the case. If no two
+    requests allow this, each context is one token shorter.
+    """
+    contexts = _moved_token(case) or [r.context_len - 1 for r in case.batch]
+    lengths = [(r, r.query_len, context_len) for r, context_len in zip(case.batch, contexts, strict=True)]
     return _of_lengths(case, "a batch of the same shape", lengths, padding=case.batch.padding)
+
+
+def _moved_token(case: Case) -> list[int] | None:
+    """Return the contexts with one token moved between two requests, neither the longest, or None without such two."""
+    requests = list(case.batch)
+    longest = max(range(len(requests)), key=lambda i: requests[i].total_len)
+    shorter = [i for i, r in enumerate(requests) if r.context_len > 0 and i != longest]
+    givers = [i for i in shorter if requests[i].context_len > 1]
+    takers = [i for i in shorter if requests[i].total_len < requests[longest].total_len]
+    pairs = [(giver, taker) for giver in givers for taker in takers if giver != taker]
+    if not pairs:
+        return None
+    giver, taker = pairs[0]
+    contexts = [r.context_len for r in requests]
+    contexts[giver] -= 1
+    contexts[taker] += 1
+    return contexts
 
 
 def rearranged(case: Case) -> EarlierBatch | None:
@@ -78,7 +99,7 @@ def rearranged(case: Case) -> EarlierBatch | None:
     Number of requests, totals and maxima are those of the case; a plan that is kept for them is wrong in the case.
     """
     lengths = [(r, r.query_len, r.context_len) for r in case.batch]
-    if len({(query_len, context_len) for _, query_len, context_len in lengths}) == 1:
+    if len({(query_len, context_len, r.encoder_len) for r, query_len, context_len in lengths}) == 1:
         return None
     padding = case.batch.padding
     return _of_lengths(
@@ -242,19 +263,23 @@ def mirror_layer(rows: RightRows, *, comes_after: bool = True) -> LayerBeside:
     """Return a second layer of equal sizes, with its own cache and other weights.
 
     It is the mirror image of the case's layer with its heads in reverse order. So a head has the slope, sink,
-    up-projection and scale of another one. An FP8 cache has scales twice as large.
+    up-projection and scale of another one. An FP8 cache has scales twice as large, and a query scale half as large, so
+    that all codes are those of the mirror image.
     """
     problem, mirror = mirrored(rows.problem), mirrored_rows(rows)
     layer, cache, weights = problem.layer, problem.cache, problem.up_projections
     per_head = {name: getattr(layer, MODIFIERS[name].resolved) for name in modifiers_of_kind("per head")}
     given: dict[str, Any] = {name: values[::-1] for name, values in per_head.items() if values is not None}
     factor = 2.0 if cache.kv_cache_dtype in FP8_DTYPES and layer.output_quant is None else 1.0
-    k_scale, v_scale = (_larger(scale, factor) for scale in (cache.k_scale, cache.v_scale))
+    mirrored_cache = replace(
+        cache,
+        k_scale=_reversed(cache.k_scale, factor),
+        v_scale=_reversed(cache.v_scale, factor),
+        q_scale=_reversed(cache.q_scale, 1 / factor),
+    )
     problem = replace(
         problem,
-        case=replace(
-            problem.case, layer=replace(layer, **given), cache=replace(cache, k_scale=k_scale, v_scale=v_scale)
-        ),
+        case=replace(problem.case, layer=replace(layer, **given), cache=mirrored_cache),
         query=problem.query.flip(1) / factor,
         keys=problem.keys.flip(1) * factor,
         values=problem.values.flip(1) * factor,
@@ -273,7 +298,8 @@ def mirror_layer(rows: RightRows, *, comes_after: bool = True) -> LayerBeside:
     return LayerBeside(OtherLayer(problem, _TWIN), right, comes_after)
 
 
-def _larger(scale: float | tuple[float, ...], factor: float) -> float | tuple[float, ...]:
+def _reversed(scale: float | tuple[float, ...], factor: float) -> float | tuple[float, ...]:
+    """Return a scale times ``factor``; one for each head in reverse order."""
     return tuple(one * factor for one in reversed(scale)) if isinstance(scale, tuple) else scale * factor
 
 
@@ -525,26 +551,26 @@ _LARGE_POOL = 2**22
 """Largest cache in bytes for which other layers run beside the case's. Each of them allocates as much again."""
 
 _SINGLE_CALLS = ("paged", "mla", "local", "encoder_only", "cross", "spec_decode")
-"""Paths with one call per step, so that another micro-batch can be in flight."""
+"""Paths with one call per step, so that another micro-batch can be built before the case's has run."""
 
 
 @dataclass(frozen=True)
 class History:
     """What an impl and builder run before a case's batch, and in its step.
 
-    ``layers``: the other layers of its step; with a micro-batch, all run before the case's layer. ``flight``: a
-    micro-batch that is built before the case's has run.
+    ``layers``: the other layers of its step; with a micro-batch, all run before the case's layer. ``micro_batch``:
+    another one that is built before the case's has run.
     """
 
     before: tuple[EarlierBatch, ...] = ()
     layers: tuple[LayerBeside, ...] = ()
-    flight: EarlierBatch | None = None
+    micro_batch: EarlierBatch | None = None
 
     @property
     def in_words(self) -> str:
         """The history in words, for a message."""
         beside = [beside.layer.role for beside in self.layers]
-        beside += [f"{self.flight.in_words} in flight as a micro-batch"] if self.flight else []
+        beside += [f"{self.micro_batch.in_words} as another micro-batch"] if self.micro_batch else []
         parts = [f"after {' and '.join(batch.in_words for batch in self.before)}"] if self.before else []
         parts += [f"in a step with {' and '.join(beside)}"] if beside else []
         return ", ".join(parts) or "when the step is repeated"
@@ -553,15 +579,15 @@ class History:
         """Yield each element alone."""
         yield from (History(before=(batch,)) for batch in self.before)
         yield from (History(layers=(beside,)) for beside in self.layers)
-        if self.flight is not None:
-            yield History(flight=self.flight)
+        if self.micro_batch is not None:
+            yield History(micro_batch=self.micro_batch)
 
     @classmethod
     def joined(cls, parts: Sequence["History"]) -> "History":
         """Return the history of all elements of ``parts``."""
         before = tuple(batch for part in parts for batch in part.before)
         layers = tuple(beside for part in parts for beside in part.layers)
-        return cls(before, layers, next((part.flight for part in parts if part.flight is not None), None))
+        return cls(before, layers, next((part.micro_batch for part in parts if part.micro_batch is not None), None))
 
 
 def repetitions(rows: RightRows, session: Session) -> Iterator[Variation]:
@@ -591,9 +617,9 @@ def history_of(rows: RightRows, session: Session) -> History:
     # If it runs first, the case's layer runs before it and after it, since a batch comes before.
     mirror, before = mirror_layer(rows, comes_after=_chosen(case, among=4) < 2), before[:1]
     if kind == 2 and case.batch.path.name in _SINGLE_CALLS:
-        flight = half(case) if _chosen(case, among=2) == 0 else rearranged(case) or alike(case)
-        if not unsupported_reasons(backend, flight.case):
-            return History(before, (mirror,), flight=flight)
+        micro_batch = half(case) if _chosen(case, among=2) == 0 else rearranged(case) or alike(case)
+        if not unsupported_reasons(backend, micro_batch.case):
+            return History(before, (mirror,), micro_batch=micro_batch)
     group = None
     if kind == 3:
         by_pages = _chosen(case, among=2)
@@ -627,7 +653,7 @@ def check_step(rows: RightRows, session: Session, history: History) -> Broken | 
     changes: list[str] = []
     with suppress(StageError):  # what the metadata hold may not be comparable; the finding stands
         wrong = _wrong_under(rows, session, least, changes) or wrong
-    beside = bool(least.layers or least.flight)
+    beside = bool(least.layers or least.micro_batch)
     return replace(
         wrong,
         summary=f"right in a first step, wrong {least.in_words}: {wrong.summary}",
@@ -641,7 +667,7 @@ def _meaning(least: History, changes: list[str]) -> str:
         return "the same step is wrong when it is repeated: the backend keeps state, or is not deterministic"
     if changes and least.layers:
         return "a layer changes the metadata, which all layers of the group share"
-    if least.flight is not None:
+    if least.micro_batch is not None:
         return "two micro-batches share memory: what is built for one is overwritten by the other"
     if [beside for beside in least.layers if beside.layer.shares_cache] == list(least.layers) != []:
         return (
@@ -655,11 +681,22 @@ def _meaning(least: History, changes: list[str]) -> str:
 def _wrong_under(
     rows: RightRows, session: Session, history: History, changes: list[str] | None = None
 ) -> Broken | None:
-    """Return what is wrong with the step on a new impl and builder. The backend may refuse some of its layers."""
+    """Return what is wrong with the step on a new impl and builder.
+
+    The backend may refuse some of its layers, also those in pages of another size: the check ``refusals`` reports a
+    refusal that the backend does not declare.
+    """
     try:
         return _run_under(rows, session, history, changes)
     except StageError as failure:
-        kept = tuple(beside for beside in history.layers if beside.rows is not None and not beside.layer.shares_cache)
+        size = rows.problem.cache.block_size
+        kept = tuple(
+            beside
+            for beside in history.layers
+            if beside.rows is not None
+            and not beside.layer.shares_cache
+            and beside.layer.problem.cache.block_size == size
+        )
         less = replace(history, layers=kept)
         if failure.raised.is_refusal and less != history:
             return _wrong_under(rows, session, less, changes)
@@ -670,7 +707,7 @@ def _run_under(rows: RightRows, session: Session, history: History, changes: lis
     problem, backend, device = rows.problem, session.backend, session.device
     drawn = [
         build_problem(other.case, problem.seed + 1 + number, rows_of=problem)
-        for number, other in enumerate((*history.before, *([history.flight] if history.flight else [])))
+        for number, other in enumerate((*history.before, *([history.micro_batch] if history.micro_batch else [])))
     ]
     before = drawn[: len(history.before)]
     in_group = [beside for beside in history.layers if not beside.layer.has_own_group]
@@ -683,11 +720,11 @@ def _run_under(rows: RightRows, session: Session, history: History, changes: lis
     earlier: list[_JudgedLayer] = []
     later: list[_JudgedLayer] = []
     for beside, layer in zip(in_group, own.layers, strict=True):
-        is_later = beside.comes_after and history.flight is None
+        is_later = beside.comes_after and history.micro_batch is None
         (later if is_later else earlier).append((layer, beside.rows))
     layers_in_order = [*earlier, (own, rows), *later]
-    if history.flight is not None:
-        layers_in_order = list(_with_flight(own, layers_in_order, drawn[-1], history.flight.in_words))
+    if history.micro_batch is not None:
+        layers_in_order = list(_with_micro_batch(own, layers_in_order, drawn[-1], history.micro_batch.in_words))
     for beside in history.layers:
         if beside.layer.has_own_group:
             other_group = Session(backend, beside.layer.problem, device, role=beside.layer.role)
@@ -704,7 +741,7 @@ _JudgedLayer = tuple[Session, RightRows | None]
 """A layer of a step, and its right rows; None if it is not judged."""
 
 
-def _with_flight(own: Session, layers: list[_JudgedLayer], other: Problem, role: str) -> Iterator[_JudgedLayer]:
+def _with_micro_batch(own: Session, layers: list[_JudgedLayer], other: Problem, role: str) -> Iterator[_JudgedLayer]:
     """Yield each layer with the case's micro-batch, then with the other one, which a second builder serves."""
     second = own.in_flight(other, role)
     for layer, judge in layers:

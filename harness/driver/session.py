@@ -295,12 +295,15 @@ class Session:
     def with_persistent_inputs(self) -> "Session":
         """Return this session with persistent inputs, as a model runner has them.
 
-        Every step of this session, and of those :meth:`beside` it, is in the same memory as far as it fits.
+        Every step of this session, and of those :meth:`beside` it, is in the same memory as far as it fits. Changed
+        inputs are not looked for, so steps run with ``images=False``.
         """
         inputs = [PersistentInputs(call) for call in copied_calls(self.prepared().calls)]
 
         def lend(calls: tuple[ForwardCall, ...]) -> LentCalls:
-            return lend_in_place(inputs, calls) if len(calls) == len(inputs) else lend_copies(calls)
+            if len(calls) != len(inputs):
+                return lend_copies(calls)
+            return lend_in_place(inputs, calls, has_copies=False)
 
         other = copy(self)
         other._lend = lend

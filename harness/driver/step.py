@@ -248,14 +248,18 @@ def bounded_requests(problem: Problem, common: CommonAttentionMetadata) -> Tenso
 def refill_host(common: CommonAttentionMetadata, names: Sequence[str]) -> None:
     """Overwrite the host tensors ``names`` with those of another valid step, as a model runner does after ``build``.
 
-    That step has one request fewer, of one token and 2 keys each. So no number exceeds what the step has room for.
+    That step has one request fewer, each with one token and at most 2 keys. So no number exceeds those of the tensors
+    on the device. A single request is kept; if it has one token and 2 keys, it gets 1 key.
     """
-    real = max(1, common.num_reqs - 1)
+    with_tokens = int((common.query_start_loc_cpu.diff() > 0).sum())
+    real = max(1, with_tokens - 1)
     is_real = torch.arange(common.num_reqs) < real
+    is_same = with_tokens == 1 and int(common.query_start_loc_cpu[1]) == 1 and int(common.seq_lens_cpu[0]) == 2
+    seq_lens = common.seq_lens_cpu.clamp(max=1 if is_same else 2)
     contents = {
         "query_start_loc_cpu": torch.arange(common.num_reqs + 1).clamp(max=real),
-        "seq_lens_cpu": torch.where(is_real, 2, 0),
-        "num_computed_tokens_cpu": torch.where(is_real, 1, 0),
+        "seq_lens_cpu": torch.where(is_real, seq_lens, 0),
+        "num_computed_tokens_cpu": torch.where(is_real, (seq_lens - 1).clamp(min=0), 0),
     }
     for name in names:
         getattr(common, name).copy_(contents[name])
@@ -687,9 +691,9 @@ class PersistentInputs:
 
 @dataclass(frozen=True)
 class LentCalls:
-    """The calls of a step as a backend gets them. ``pristine``: copies of the calls that no backend gets.
+    """The calls of a step as a backend gets them.
 
-    ``buffers``: the persistent inputs behind each call, and copies of the whole of them; empty for calls in memory of
+    ``pristine``: copies of the calls that no backend gets; empty if :meth:`changed` is not to be called. ``buffers``: the persistent inputs behind each call, and copies of the whole of them; empty for calls in memory of
     their own.
     """
 
@@ -710,9 +714,16 @@ def lend_copies(calls: tuple[ForwardCall, ...]) -> LentCalls:
     return LentCalls(calls, copied_calls(calls))
 
 
-def lend_in_place(buffers: Sequence[PersistentInputs], calls: Sequence[ForwardCall]) -> LentCalls:
-    """Return the calls in persistent memory, one of ``buffers`` for each."""
+def lend_in_place(
+    buffers: Sequence[PersistentInputs], calls: Sequence[ForwardCall], *, has_copies: bool = True
+) -> LentCalls:
+    """Return the calls in persistent memory, one of ``buffers`` for each.
+
+    ``has_copies``: whether they are copied, so that changed inputs can be found.
+    """
     loaded = tuple(inputs.load(call) for inputs, call in zip(buffers, calls, strict=True))
+    if not has_copies:
+        return LentCalls((), loaded)
     copies = tuple(map_tensors(call, Tensor.clone) for call in loaded)
     return LentCalls(copies, loaded, tuple((inputs, inputs.copy()) for inputs in buffers))
 

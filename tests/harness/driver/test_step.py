@@ -2,9 +2,10 @@
 
 from dataclasses import replace
 
+import pytest
 import torch
 
-from attncheck.harness.driver.step import copied_calls, forward_calls_of, make_step
+from attncheck.harness.driver.step import copied_calls, forward_calls_of, make_step, refill_host
 from attncheck.harness.problem.problem import build_problem
 from attncheck.reference.spec import AttentionType, BlockTableSpec, PaddingSpec, RequestSpec
 
@@ -34,6 +35,24 @@ def test_padding_as_vllm_pads(make_case):
 def around(case, **spec):
     """``case`` with another padding or block table."""
     return replace(case, batch=replace(case.batch, **spec))
+
+
+@pytest.mark.parametrize(
+    ("requests", "padding", "starts", "seq_lens", "computed"),
+    [
+        (((1, 37), (3, 30), (2, 2)), (0, 0), [0, 1, 2, 2], [2, 2, 0], [1, 1, 0]),
+        (((1, 1), (3, 30)), (0, 0), [0, 1, 1], [1, 0], [0, 0]),
+        (((5, 40),), (0, 0), [0, 1], [2], [1]),
+        (((1, 2),), (0, 0), [0, 1], [1], [0]),
+        (((1, 37),), (2, 0), [0, 1, 1, 1], [2, 0, 0], [1, 0, 0]),
+    ],
+)
+def test_refilled_host_tensors_are_those_of_a_smaller_step(make_case, requests, padding, starts, seq_lens, computed):
+    common = make_step(build_problem(make_case(*requests, padding=padding), 0), CPU).common_metadata()
+    refill_host(common, ("query_start_loc_cpu", "seq_lens_cpu", "num_computed_tokens_cpu"))
+    assert common.query_start_loc_cpu.tolist() == starts
+    assert common.seq_lens_cpu.tolist() == seq_lens
+    assert common.num_computed_tokens_cpu.tolist() == computed
 
 
 def test_tokens_without_a_slot_are_in_no_count(make_case):

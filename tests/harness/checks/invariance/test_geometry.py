@@ -10,9 +10,14 @@ from attncheck.backends.candidates.reference import ReferenceBackend, ReferenceI
 from attncheck.backends.candidates.torch_mla import TorchMLABackend
 from attncheck.backends.conventions import Conventions
 from attncheck.backends.impl import get_current_vllm_config
+from attncheck.harness.checks.again import RightRows
 from attncheck.harness.checks.findings import Broken, Holds
+from attncheck.harness.checks.geometry import other_geometry
 from attncheck.harness.driver.foreign_code import StageError
-from attncheck.reference.spec import MLASpec
+from attncheck.harness.driver.session import Session
+from attncheck.harness.problem.problem import build_problem
+from attncheck.harness.truth.truth import truth_of
+from attncheck.reference.spec import MLASpec, RequestSpec
 
 UNTOUCHED = Conventions(padded_rows="untouched")
 
@@ -227,3 +232,34 @@ def test_blocks_of_the_manager_are_runs_of_pages(judge: Any, make_case: Any) -> 
         assert isinstance(found, Broken)
         assert found.summary.startswith("right at first, wrong with cache.manager_block_size ")
         assert "cache_config.block_size" in (found.meaning or "")
+
+
+def geometries(backend: Any, case: Any) -> list[Any]:
+    """Return the variations of a case whose first step is right."""
+    device = torch.device("cpu")
+    problem = build_problem(case, 0)
+    session = Session(backend, problem, device)
+    rows = RightRows.of(problem, truth_of(problem, device), session.run(), backend.conventions)
+    return list(other_geometry(rows, session))
+
+
+def test_a_fault_of_a_second_pool_is_not_called_one_of_repetition(make_case: Any) -> None:
+    first = list[Any]()
+
+    class Impl(ReferenceImpl):
+        def attend(self, layer: Any, query: Any, *rest: Any) -> None:
+            first.append(self)
+            super().attend(layer, query if self is first[0] else query * 2, *rest)
+
+    backend = type("Tried", (ReferenceBackend,), {"get_impl_cls": staticmethod(lambda: Impl)})
+    (variation,) = geometries(backend, make_case())
+    found = variation.wrong()
+    assert found.summary.startswith("right at first, wrong in other pages of a new pool, on a new impl and builder: ")
+
+
+def test_a_case_without_another_geometry_has_no_further_step(make_case: Any) -> None:
+    conventions = replace(ReferenceBackend.conventions, cache_strides="pages")
+    backend = type("Dense", (ReferenceBackend,), {"conventions": conventions})
+    assert len(geometries(backend, make_case())) == 1  # blocks of several pages
+    requests = tuple(RequestSpec(query_len=1, seq_len=40 + more, shared_prefix=32) for more in range(3))
+    assert geometries(backend, make_case(*requests, path="cascade")) == []

@@ -57,7 +57,7 @@ def everything(rows, session):
         "other": History(layers=(other,)),
         "group": History(layers=(group,)),
         "pages": History(layers=(pages,)),
-        "unequal": History(layers=(mirror,), flight=histories.half(case)),
+        "unequal": History(layers=(mirror,), micro_batch=histories.half(case)),
     }
 
 
@@ -117,7 +117,7 @@ LAST = "1 of 41 rows is wrong, the first is row 40 (request 2, position 129)"
         (
             "bound-of-the-latest-build",
             "unequal",
-            f"in a step with a batch of half the lengths (q1s65_q4s31_q17) in flight as a micro-batch: {LAST}",
+            f"in a step with a batch of half the lengths (q1s65_q4s31_q17) as another micro-batch: {LAST}",
         ),
     ],
 )
@@ -148,6 +148,21 @@ def test_a_plan_that_is_kept_for_an_address_is_that_of_an_earlier_step(make_case
     found = check_step(rows, session, History(before=(earlier,)))
     assert isinstance(found, Broken)
     assert "wrong after a batch of the same requests in another order (q1s20_q1s90_q1s37): 3 of 3" in found.summary
+
+
+def test_a_plan_that_is_kept_for_equal_query_lengths_has_the_contexts_of_an_earlier_step(make_case):
+    class Builder(ReferenceBuilder):
+        def build(self, common_prefix_len, common_attn_metadata, fast_build=False):
+            key = tuple(common_attn_metadata.query_start_loc_cpu.tolist())
+            lens = vars(self).setdefault("plans", {}).setdefault(key, common_attn_metadata.seq_lens.clone())
+            return super().build(common_prefix_len, replace(common_attn_metadata, seq_lens=lens), fast_build)
+
+    backend = type("Keyed", (ReferenceBackend,), {"get_builder_cls": staticmethod(lambda: Builder)})
+    case = make_case((1, 37), (3, 20), (7, 90))
+    rows, session = begun(backend, case)
+    found = check_step(rows, session, History(before=(histories.alike(case),)))
+    assert isinstance(found, Broken)
+    assert "wrong after a batch of the same shape (q1s36_q3s21_q7s90): " in found.summary
 
 
 @pytest.mark.parametrize("comes_after", [True, False])
@@ -198,6 +213,33 @@ def test_a_second_layer_has_scales_of_its_own(make_case):
         scales.clear()
         found = check_step(rows, session, History(layers=(mirror_layer(rows),)))
         assert isinstance(found, Broken) is (tried is wrong)
+
+
+def test_the_codes_of_a_quantised_query_are_those_of_the_mirror_image(make_case):
+    """An impl that quantises its query rounds both layers alike."""
+    scales = {"kv_cache_dtype": "fp8_e4m3", "k_scale": 0.5, "v_scale": 0.125, "q_scale": (0.5, 0.25)}
+    rows, _ = begun(ReferenceBackend, make_case((1, 37), (5, 40), cache=scales))
+    mirror = mirror_layer(rows).layer.problem
+    assert mirror.cache.q_scale == (0.125, 0.25)
+
+    def codes(problem):
+        group = problem.layer.num_heads // problem.layer.num_kv_heads
+        of_heads = torch.tensor(problem.cache.q_scale).repeat_interleave(group)[:, None]
+        return (problem.query.float() / of_heads).to(torch.float8_e4m3fn).float()
+
+    assert torch.equal(codes(mirror), -codes(rows.problem).flip(1))
+
+
+def test_pages_of_another_size_may_be_refused(make_case):
+    class Builder(ReferenceBuilder):
+        def __init__(self, spec, *rest):
+            super().__init__(spec, *rest)
+            if spec.block_size != 16:
+                raise ValueError(f"block_size {spec.block_size}: only 16")
+
+    backend = type("Refuses", (ReferenceBackend,), {"get_builder_cls": staticmethod(lambda: Builder)})
+    rows, session = begun(backend, make_case())
+    assert check_step(rows, session, everything(rows, session)["pages"]) is None
 
 
 @pytest.mark.parametrize("is_kept_by", ["the builder", "the process"])
@@ -304,7 +346,7 @@ def test_every_way_is_chosen(make_case):
     assert {len(history.before) for history in chosen} == {1, 2}
     assert {len(history.layers) for history in chosen} == {0, 1, 3}
     assert any(beside.layer.has_own_group for history in chosen for beside in history.layers)
-    assert any(history.flight is not None for history in chosen)
+    assert any(history.micro_batch is not None for history in chosen)
 
 
 NAMED = """suite: named
@@ -342,7 +384,7 @@ def lengths(batch):
 @pytest.mark.parametrize(
     ("make", "expected"),
     [
-        (histories.alike, [(1, 37), (5, 40), (33, 33)]),
+        (histories.alike, [(1, 36), (5, 39), (33, 33)]),
         (histories.rearranged, [(5, 40), (33, 33), (1, 37)]),
         (histories.half, [(17, 17), (3, 20), (1, 19)]),
         (histories.longer, [(1, 89), (5, 91), (33, 49)]),
@@ -365,6 +407,13 @@ def test_a_batch_that_would_be_the_case_s_own_kind_is_left_out(make_case):
     assert histories.fewer(make_case((33, 33))) is None
     assert histories.rearranged(make_case((1, 37), (1, 37))) is None
     assert lengths(histories.alike(make_case((1, 37), (1, 37)))) == [(1, 36), (1, 36)]
+    assert lengths(histories.alike(make_case((1, 37), (5, 90), (3, 50), (4, 4)))) == [(1, 36), (5, 90), (3, 51), (4, 4)]
+    assert lengths(histories.alike(make_case((1, 90), (1, 90), (1, 20)))) == [(1, 90), (1, 89), (1, 21)]
+    cross = make_case((1, 37), (1, 37), attn_type=AttentionType.ENCODER_DECODER, path="cross")
+    assert histories.rearranged(cross) is None
+    requests = tuple(replace(r, encoder_len=length) for r, length in zip(cross.batch, (9, 17), strict=True))
+    unequal = histories.rearranged(replace(cross, batch=replace(cross.batch, requests=requests)))
+    assert [r.encoder_len for r in unequal.case.batch] == [17, 9]
     encoder = make_case((9, 9), (3, 3), attn_type=AttentionType.ENCODER_ONLY)
     assert histories.many_keys(encoder) is None
     assert lengths(histories.longer(encoder)) == [(18, 18), (6, 6)]
