@@ -196,7 +196,9 @@ def _shared(expected: ProviderAnswer, seen: ProviderAnswer) -> Iterator[AnswerDi
         if place not in expected.aliases and place.rpartition(".")[2] not in FREE:
             yield AnswerDifference(f"{place}.{MEMORY}", "new", f"that of {alias.owner}")
     for place, alias in expected.aliases.items():
-        if place not in seen.aliases and (alias.is_same or place.rpartition(".")[2] in SHARED):
+        name = place.rpartition(".")[2]
+        is_required = name in SHARED or (alias.is_same and name not in FREE)
+        if place not in seen.aliases and is_required:
             yield AnswerDifference(f"{place}.{MEMORY}", f"that of {alias.owner}", "new")
 
 

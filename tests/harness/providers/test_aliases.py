@@ -1,7 +1,7 @@
 """What results share: a new tensor, an argument or a view of it, the memory of an earlier result; and positions."""
 
 from dataclasses import fields, replace
-from functools import wraps
+from functools import partial, wraps
 from types import ModuleType
 
 import pytest
@@ -126,6 +126,39 @@ def test_two_tensors_of_a_result_do_not_share_memory():
     seen = examined("compute_causal_conv1d_metadata", offsets_in_the_pointers())
     assert seen.cause == "two tensors of the result share memory"
     assert all(place.endswith(".memory") for place in places(seen))
+
+
+def cut_from_one_tensor(query_start_loc_p, *, dim):
+    """Both results are slices of one new tensor: one after the other, or interleaved."""
+    by_block, *made = reference.compute_causal_conv1d_metadata(query_start_loc_p)
+    batch_ptr, offsets = torch.stack(made, dim).unbind(dim)
+    return {8: by_block[8] | {"batch_ptr": batch_ptr, "token_chunk_offset_ptr": offsets}}, batch_ptr, offsets
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+def test_slices_of_one_new_tensor_that_do_not_overlap_share_nothing(dim):
+    assert examined("compute_causal_conv1d_metadata", partial(cut_from_one_tensor, dim=dim)).first is None
+
+
+def test_an_overlap_of_one_element_is_shared_memory():
+    def cut(query_start_loc_p):
+        by_block, *made = reference.compute_causal_conv1d_metadata(query_start_loc_p)
+        batch_ptr, offsets = made
+        both = torch.cat([batch_ptr, offsets[1:]])
+        if both[len(batch_ptr) - 1] == offsets[0]:
+            batch_ptr, offsets = both[: len(batch_ptr)], both[len(batch_ptr) - 1 :]
+        return {8: by_block[8] | {"batch_ptr": batch_ptr, "token_chunk_offset_ptr": offsets}}, batch_ptr, offsets
+
+    assert examined("compute_causal_conv1d_metadata", cut).cause == "two tensors of the result share memory"
+
+
+def copied_lengths(common_attn_metadata):
+    made = reference.make_kv_sharing_fast_prefill_common_attn_metadata(common_attn_metadata)
+    return made if made is common_attn_metadata else replace(made, seq_lens=made.seq_lens.clone())
+
+
+def test_lengths_may_be_copies_where_the_reference_returns_its_argument():
+    assert examined("make_kv_sharing_fast_prefill_common_attn_metadata", copied_lengths).first is None
 
 
 def views_of_lengths(ubatch_slice, attn_metadata):
