@@ -743,7 +743,7 @@ _JudgedLayer = tuple[Session, RightRows | None]
 
 def _with_micro_batch(own: Session, layers: list[_JudgedLayer], other: Problem, role: str) -> Iterator[_JudgedLayer]:
     """Yield each layer with the case's micro-batch, then with the other one, which a second builder serves."""
-    second = own.in_flight(other, role)
+    second = own.with_second_builder(other, role)
     for layer, judge in layers:
         yield layer, judge
-        yield second if layer is own else layer.in_flight(mirrored(other), role, second), None
+        yield second if layer is own else layer.with_second_builder(mirrored(other), role, second), None
