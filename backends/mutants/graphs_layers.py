@@ -145,7 +145,7 @@ class LatentDraftsInHalf(GraphLatent):
             return lens.clamp(max=-(-max(metadata.seq_lens) // 32) * 32) if is_split else lens
 
 
-# Consecutive steps, and batches in flight together.
+# Consecutive steps, and batches that are built before an earlier one has run.
 
 
 class GrowsWithAnError(GraphPaged):

@@ -87,7 +87,7 @@ class Variation:
 
 @dataclass(frozen=True)
 class Unchanged:
-    """A step without changes, as in :class:`Change`, for a finding that no change is needed for."""
+    """A step without any change. ``what``: how it differs from the first step. ``meaning``: what a fault means."""
 
     what: str = "when it is repeated unchanged"
     meaning: str = _STATE
@@ -100,7 +100,7 @@ def changed_step(
     *,
     instead: Variation | None = None,
     afresh: Callable[[T], Broken | None] | None = None,
-    unchanged: Unchanged = Unchanged(),  # noqa: B008 (frozen)
+    unchanged: Unchanged = Unchanged(),
 ) -> Variation:
     """Return the variation of one step, ``plain``, that is passed with ``changes``.
 

@@ -206,7 +206,7 @@ def _wrong_after_refill(session: Session, truth: Truth, names: Sequence[str]) ->
 def wrong_draft(session: Session, truth: Truth) -> Broken | None:
     """Return what is wrong with the step if it runs with metadata of ``build_for_drafting``. Raise StageError."""
     (call,) = copied_calls(session.prepared().calls)
-    builder = session.in_flight(session.problem).builder
+    builder = session.with_second_builder(session.problem).builder
     build = partial(builder.build_for_drafting, common_attn_metadata=call.common, draft_index=0)
     wrong = _fault(_Built(session, call, call_backend("build_for_drafting", build)), truth)
     return wrong and replace(wrong, summary=f"with the metadata of build_for_drafting: {wrong.summary}")
@@ -223,7 +223,7 @@ def wrong_update(session: Session, truth: Truth) -> Broken | None:
     if len(calls) > 1 or len(own_calls) > 1:
         return None
     built, common = _built(first, calls[0]), own_calls[0].common
-    update = session.in_flight(problem).builder.update_block_table
+    update = session.with_second_builder(problem).builder.update_block_table
     make = partial(update, built.metadata, common.block_table_tensor, common.slot_mapping)
     derived = _Built(session, own_calls[0], call_backend("update_block_table", make))
     for each, which, meaning in ((built, "first", _FIRST_CHANGED), (derived, "second", _NOT_UPDATED)):
@@ -264,7 +264,7 @@ def _opposite(session: Session) -> list[int]:
 
 
 def _built(session: Session, call: ForwardCall) -> _Built:
-    ((_, metadata),) = session.in_flight(session.problem).built((call,))
+    ((_, metadata),) = session.with_second_builder(session.problem).built((call,))
     return _Built(session, call, metadata)
 
 
@@ -311,7 +311,7 @@ def _first_fault(faults: Iterator[Broken | None], notes: list[str]) -> Holds | B
 def _faults(case: CheckedCase, session: Session, seen: Observation, notes: list[str]) -> Iterator[Broken | None]:
     """Yield faults, or None, one after another; append to ``notes``."""
     finder = WaitFinder(case.device)
-    builders = finder.construct(partial(session.in_flight, session.problem)).builders
+    builders = finder.construct(partial(session.with_second_builder, session.problem)).builders
     calls = session.prepared().calls
     yield from _build_faults(session.backend, case.problem, builders, calls, finder, notes)
     changed = [name for name in seen.changed if name.startswith("metadata.")]

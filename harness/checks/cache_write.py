@@ -152,7 +152,7 @@ def check_handed_keys(session: Session, truth: Truth, finding: Holds) -> Finding
     if len(session.prepared().calls) > 1:
         return finding
     try:
-        own = session.in_flight(problem)
+        own = session.with_second_builder(problem)
         begun = own.begin()
         calls = [_with_keys(call, problem.keys, problem.values) for call in begun.calls]
         for call, metadata in own.built(calls):

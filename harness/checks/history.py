@@ -65,15 +65,26 @@ class EarlierBatch:
         return f"{self.kind} ({batch_of(self.case.batch)})"
 
 
+def same_shape(case: Case) -> EarlierBatch:
+    """Return one of two batches of the case's query lengths; the case's hash selects whether lengths are equal."""
+    return alike(case) if _chosen(case, among=8) < 4 and rearranged(case) is not None else shifted(case)
+
+
 def alike(case: Case) -> EarlierBatch:
-    """Return a batch of the same shape, with other pages and other contexts.
+    """Return a batch of equal lengths, with other pages."""
+    lengths = [(r, r.query_len, r.context_len) for r in case.batch]
+    return _of_lengths(case, "a batch of the same shape", lengths, padding=case.batch.padding)
+
+
+def shifted(case: Case) -> EarlierBatch:
+    """Return a batch of the same query lengths, with other pages and other contexts.
 
     One token of context moves between two requests, so that totals and maxima stay those of the case. If no two
     requests allow this, each context is one token shorter.
     """
     contexts = _moved_token(case) or [r.context_len - 1 for r in case.batch]
     lengths = [(r, r.query_len, context_len) for r, context_len in zip(case.batch, contexts, strict=True)]
-    return _of_lengths(case, "a batch of the same shape", lengths, padding=case.batch.padding)
+    return _of_lengths(case, "a batch of the same query lengths", lengths, padding=case.batch.padding)
 
 
 def _moved_token(case: Case) -> list[int] | None:
@@ -170,7 +181,7 @@ def many_keys(case: Case) -> EarlierBatch | None:
 
 
 LARGER: tuple[Callable[[Case], EarlierBatch | None], ...] = (longer, more, prompts, many_keys)
-SMALLER: tuple[Callable[[Case], EarlierBatch | None], ...] = (alike, rearranged, half, fewer, decodes)
+SMALLER: tuple[Callable[[Case], EarlierBatch | None], ...] = (same_shape, rearranged, half, fewer, decodes)
 
 
 def earlier_batches(case: Case) -> tuple[EarlierBatch, EarlierBatch]:
@@ -617,7 +628,7 @@ def history_of(rows: RightRows, session: Session) -> History:
     # If it runs first, the case's layer runs before it and after it, since a batch comes before.
     mirror, before = mirror_layer(rows, comes_after=_chosen(case, among=4) < 2), before[:1]
     if kind == 2 and case.batch.path.name in _SINGLE_CALLS:
-        micro_batch = half(case) if _chosen(case, among=2) == 0 else rearranged(case) or alike(case)
+        micro_batch = half(case) if _chosen(case, among=2) == 0 else rearranged(case) or shifted(case)
         if not unsupported_reasons(backend, micro_batch.case):
             return History(before, (mirror,), micro_batch=micro_batch)
     group = None
@@ -743,7 +754,7 @@ _JudgedLayer = tuple[Session, RightRows | None]
 
 def _with_micro_batch(own: Session, layers: list[_JudgedLayer], other: Problem, role: str) -> Iterator[_JudgedLayer]:
     """Yield each layer with the case's micro-batch, then with the other one, which a second builder serves."""
-    second = own.in_flight(other, role)
+    second = own.with_second_builder(other, role)
     for layer, judge in layers:
         yield layer, judge
-        yield second if layer is own else layer.in_flight(mirrored(other), role, second), None
+        yield second if layer is own else layer.with_second_builder(mirrored(other), role, second), None

@@ -160,7 +160,7 @@ def _alone(problem: Problem) -> Iterator[tuple[Change[Arrangement], ...]]:
     """Yield groups of changes to apply one after another: other pages for all requests; one request without the others.
 
     Half of the cases have another order in other pages. Their totals and maxima are equal, so a plan that is kept for
-    these is wrong.
+    equal totals and maxima is wrong.
     """
     count = len(problem.requests)
     elsewhere = Change[Arrangement]("the requests in other pages of a pool", _PAGES, partial(replace, elsewhere=True))

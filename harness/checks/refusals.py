@@ -274,10 +274,13 @@ def _check(case: CheckedCase) -> Finding:
 def check_forms(case: CheckedCase) -> Finding:
     """Run the case with one other form at a time. Each must be answered correctly; an undeclared one may be refused."""
     answered, wrong = [], []
-    asked = case.backend, case.problem.case, str(case.device)
-    undeclared = tuple(undeclared_forms(*asked))
-    for form in (*undeclared, *declared_forms(*asked)):
+    of_backend = case.backend, case.problem.case, str(case.device)
+    forms = (*undeclared_forms(*of_backend), *declared_forms(*of_backend))
+    num_tried = {"undeclared_tried": 0, "declared_tried": 0}
+    for form in forms:
         finding = _judge_form(case, form)
+        if finding is not None:
+            num_tried["undeclared_tried" if form.reasons else "declared_tried"] += 1
         if isinstance(finding, Broken):
             summary = f"tried {'undeclared ' if form.reasons else ''}with {form.changes}: {finding.summary}"
             details = (shape_of(form.case), *finding.details)
@@ -288,7 +291,7 @@ def check_forms(case: CheckedCase) -> Finding:
         first, *others = sorted(wrong, key=lambda each: UNCLEAR in each.summary)  # a wrong answer is worse
         return replace(first, details=(*first.details, *(other.summary for other in others)))
     notes = (f"tried undeclared, and {ANSWERED}: {'; '.join(answered)}",) if answered else ()
-    return Holds({"undeclared_tried": len(undeclared)}, notes)
+    return Holds(num_tried, notes)
 
 
 def _judge_form(case: CheckedCase, form: TriedForm) -> Holds | Broken | None:
@@ -299,9 +302,30 @@ def _judge_form(case: CheckedCase, form: TriedForm) -> Holds | Broken | None:
         truth = truth_of(problem, case.device, refuse_blindness=False)
         return check_answer(problem, truth, seen, form.reasons, causes_of(case))
     except StageError as failure:
-        return check_refusal(failure.raised, form.reasons) if form.reasons else failure_of_declared(failure.raised)
+        if form.reasons:
+            return check_refusal(failure.raised, form.reasons)
+        right = _right_declaration(case.backend, case.problem.case, form.case)
+        meaning = f"the refusal is clear, but {right}" if failure.raised.is_refusal else right
+        return replace(failure_of_declared(failure.raised), meaning=meaning)
     except (QuestionError, BackendUnavailableError):
         return None
+
+
+def _right_declaration(backend: type[AttentionBackend], own: Case, form: Case) -> str:
+    """Return in words how ``form``, which differs from ``own``, is declared, and what would exclude it."""
+    head_size, block_size = form.layer.head_size, form.cache.block_size
+    if head_size != own.layer.head_size:
+        declared = (
+            f"head_size {head_size} is listed" if backend.get_supported_head_sizes() else "no head size is excluded"
+        )
+        return f"{declared}: list those that run in get_supported_head_sizes (of a function: supported_head_sizes)"
+    if block_size != own.cache.block_size:
+        sizes = ", ".join(map(str, backend.get_supported_kernel_block_sizes()))
+        return (
+            f"block_size {block_size} is among the declared {sizes}: "
+            "list those that run in get_supported_kernel_block_sizes (of a function: supported_block_sizes)"
+        )
+    return "'fp8_per_head' is declared: leave it out of features if scales per head do not run"
 
 
 def _is_first_plain(case: CheckedCase) -> bool:

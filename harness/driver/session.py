@@ -282,8 +282,8 @@ class Session:
         """
         return copy(self)._taking_up(problem, is_judged=is_judged)
 
-    def in_flight(self, problem: Problem, role: str = "", first: "Session | None" = None) -> "Session":
-        """Return a session for a micro-batch that is built before this one has run, by a builder of its own.
+    def with_second_builder(self, problem: Problem, role: str = "", first: "Session | None" = None) -> "Session":
+        """Return a session with a builder of its own, for a micro-batch that is built before this one has run.
 
         ``first``: the session of that micro-batch on another layer, whose builder serves this layer, too.
         """

@@ -693,8 +693,9 @@ class PersistentInputs:
 class LentCalls:
     """The calls of a step as a backend gets them.
 
-    ``pristine``: copies of the calls that no backend gets; empty if :meth:`changed` is not to be called. ``buffers``: the persistent inputs behind each call, and copies of the whole of them; empty for calls in memory of
-    their own.
+    ``pristine``: copies of the calls that no backend gets; empty if :meth:`changed` is not to be called. ``buffers``:
+    the persistent inputs behind each call, and copies of the whole of them; empty for calls in memory of their own, and
+    without copies.
     """
 
     pristine: tuple[ForwardCall, ...]

@@ -19,7 +19,7 @@ _STAGES = 5
 """Pipeline stages of the loop over keys.
 
 Table entries are fetched two stages before keys and values, and these two stages before their use. With one stage less,
-only one tile is in flight instead of two.
+only one tile is loaded ahead instead of two.
 """
 
 _PROGRAMS_PER_PROCESSOR = 16

@@ -543,7 +543,7 @@ def destination(
 
 
 def _is_named_by_caller() -> bool:
-    """Return whether the function of the backend names the host itself, without asking if there is a GPU."""
+    """Return whether the function of the backend names the host itself, and does not call ``is_available``."""
     line = find_call_site().line
     return line is None or (_HOST in line.code.co_consts and "is_available" not in line.code.co_names)
 

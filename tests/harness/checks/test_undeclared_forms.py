@@ -59,6 +59,7 @@ def test_forms_are_tried_with_the_first_plain_case_and_a_right_answer_is_a_note(
     seen = records(Bare, window, first, second)
     assert "undeclared_tried" not in {*seen["a"].figures, *seen["c"].figures}
     assert seen["b"].figures["undeclared_tried"] >= 20
+    assert seen["b"].figures["declared_tried"] == 0
     assert seen["b"].outcome == "passed"
     assert seen["b"].notes == snapshot(
         (
@@ -158,3 +159,22 @@ def test_a_declared_form_must_run(make_case, name, size, words):
     record = records(type("Strict", (ReferenceBackend,), members), make_case())["case"]
     assert record.outcome == ("failed" if words else "passed")
     assert words == "" or record.summary.startswith(words)
+    assert words or record.figures["declared_tried"] == 4
+
+
+def test_a_form_that_is_not_excluded_names_the_declaration_that_excludes_it(make_case):
+    def meaning(name, size, **members):
+        impl = only_multiples_of(size, name)
+        members["get_impl_cls"] = staticmethod(lambda: impl)
+        return records(type("Strict", (ReferenceBackend,), members), make_case())["case"].meaning
+
+    assert meaning("head_size", 8) == snapshot(
+        "the refusal is clear, but no head size is excluded: list those that run in get_supported_head_sizes (of a function: supported_head_sizes)"
+    )
+    listed = {"get_supported_head_sizes": staticmethod(lambda: [64, 68])}
+    assert meaning("head_size", 8, **listed) == snapshot(
+        "the refusal is clear, but head_size 68 is listed: list those that run in get_supported_head_sizes (of a function: supported_head_sizes)"
+    )
+    assert meaning("block_size", 16) == snapshot(
+        "the refusal is clear, but block_size 24 is among the declared multiples of 1: list those that run in get_supported_kernel_block_sizes (of a function: supported_block_sizes)"
+    )

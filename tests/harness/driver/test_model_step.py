@@ -69,7 +69,7 @@ def test_a_layer_that_shares_a_cache_is_handed_keys_and_reads_the_other_s(proble
 def test_micro_batches_are_built_before_the_first_one_runs(problem, make_case, watched, events):
     other = build_problem(make_case((3, 20), (2, 9), name="other"), 0)
     session = Session(watched, problem, CPU, (other,))
-    run_step([session, session.in_flight(other, "the other micro-batch")])
+    run_step([session, session.with_second_builder(other, "the other micro-batch")])
     assert [name for name, _ in events] == ["build", "build", "forward", "forward"]
     metadata = [made for _, made in events]
     assert metadata[:2] == metadata[2:]

@@ -160,9 +160,9 @@ def test_a_plan_that_is_kept_for_equal_query_lengths_has_the_contexts_of_an_earl
     backend = type("Keyed", (ReferenceBackend,), {"get_builder_cls": staticmethod(lambda: Builder)})
     case = make_case((1, 37), (3, 20), (7, 90))
     rows, session = begun(backend, case)
-    found = check_step(rows, session, History(before=(histories.alike(case),)))
+    found = check_step(rows, session, History(before=(histories.shifted(case),)))
     assert isinstance(found, Broken)
-    assert "wrong after a batch of the same shape (q1s36_q3s21_q7s90): " in found.summary
+    assert "wrong after a batch of the same query lengths (q1s36_q3s21_q7s90): " in found.summary
 
 
 @pytest.mark.parametrize("comes_after", [True, False])
@@ -384,7 +384,8 @@ def lengths(batch):
 @pytest.mark.parametrize(
     ("make", "expected"),
     [
-        (histories.alike, [(1, 36), (5, 39), (33, 33)]),
+        (histories.alike, [(1, 37), (5, 40), (33, 33)]),
+        (histories.shifted, [(1, 36), (5, 39), (33, 33)]),
         (histories.rearranged, [(5, 40), (33, 33), (1, 37)]),
         (histories.half, [(17, 17), (3, 20), (1, 19)]),
         (histories.longer, [(1, 89), (5, 91), (33, 49)]),
@@ -398,7 +399,9 @@ def lengths(batch):
 def test_the_lengths_of_each_kind(make_case, make, expected):
     batch = make(make_case((1, 37), (5, 40), (33, 33), padding=(1, 2)))
     assert lengths(batch) == expected
-    assert batch.case.batch.padding.tokens == (2 if make in (histories.alike, histories.rearranged) else 0)
+    assert batch.case.batch.padding.tokens == (
+        2 if make in (histories.alike, histories.shifted, histories.rearranged) else 0
+    )
 
 
 def test_a_batch_that_would_be_the_case_s_own_kind_is_left_out(make_case):
@@ -406,9 +409,14 @@ def test_a_batch_that_would_be_the_case_s_own_kind_is_left_out(make_case):
     assert histories.prompts(make_case((33, 33), (1, 1))) is None
     assert histories.fewer(make_case((33, 33))) is None
     assert histories.rearranged(make_case((1, 37), (1, 37))) is None
-    assert lengths(histories.alike(make_case((1, 37), (1, 37)))) == [(1, 36), (1, 36)]
-    assert lengths(histories.alike(make_case((1, 37), (5, 90), (3, 50), (4, 4)))) == [(1, 36), (5, 90), (3, 51), (4, 4)]
-    assert lengths(histories.alike(make_case((1, 90), (1, 90), (1, 20)))) == [(1, 90), (1, 89), (1, 21)]
+    assert lengths(histories.same_shape(make_case((1, 37), (1, 37)))) == [(1, 36), (1, 36)]
+    assert lengths(histories.shifted(make_case((1, 37), (5, 90), (3, 50), (4, 4)))) == [
+        (1, 36),
+        (5, 90),
+        (3, 51),
+        (4, 4),
+    ]
+    assert lengths(histories.shifted(make_case((1, 90), (1, 90), (1, 20)))) == [(1, 90), (1, 89), (1, 21)]
     cross = make_case((1, 37), (1, 37), attn_type=AttentionType.ENCODER_DECODER, path="cross")
     assert histories.rearranged(cross) is None
     requests = tuple(replace(r, encoder_len=length) for r, length in zip(cross.batch, (9, 17), strict=True))
@@ -428,5 +436,5 @@ def test_one_is_larger_and_one_smaller_and_all_occur_in_smoke():
         assert sorted(is_large) == [False, True]
         kinds |= {batch.kind for batch in pair}
         orders.add(is_large[0])
-    assert len(kinds) == len(histories.LARGER) + len(histories.SMALLER)
+    assert len(kinds) == len(histories.LARGER) + len(histories.SMALLER) + 1  # two kinds of the same shape
     assert orders == {False, True}
