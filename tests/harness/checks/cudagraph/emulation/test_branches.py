@@ -45,6 +45,12 @@ def kept_device(impl, x):
     return impl.scale
 
 
+def by_number_of_a_keyword(impl, x):
+    if impl.scale.get_device() != torch.get_device(input=x):
+        impl.scale = impl.scale.cuda()
+    return impl.scale
+
+
 def made_on_first_use(impl, x):
     if impl.table is None or impl.table.device != x.device:
         impl.table = torch.tensor([2.0] * 4).to(x.device)
@@ -73,6 +79,7 @@ RIGHT = (
     by_kind,
     by_type,
     by_number,
+    by_number_of_a_keyword,
     kept_device,
     made_on_first_use,
 )
@@ -87,7 +94,6 @@ def moved_but_not_kept(impl, x):
 
 
 def left_on_the_host(impl, x):
-    impl.device = x.device
     return impl.scale
 
 
@@ -123,13 +129,32 @@ def kept_from_the_first_branch(impl, x):
     return impl.table
 
 
+def kept_by_type(impl, x):
+    if impl.table is None:
+        device = x.device
+        impl.table = impl.scale.to(device) if device.type == "cuda" else impl.scale
+    return impl.table
+
+
+def kept_by_text(impl, x):
+    if impl.table is None:
+        impl.table = impl.scale.to(x.device) if "cuda" in str(x.device) else impl.scale
+    return impl.table
+
+
+def kept_by_equality(impl, x):
+    if impl.table is None:
+        impl.table = impl.scale if x.device == torch.device("cpu") else impl.scale.to(x.device)
+    return impl.table
+
+
 def another_library(impl, x):
     if x.device.type == "cuda":
         raise RuntimeError("no driver")
     return impl.scale
 
 
-UNKNOWN = (kept_from_the_first_branch, another_library)
+UNKNOWN = (kept_from_the_first_branch, kept_by_type, kept_by_text, kept_by_equality, another_library)
 
 
 def recorded(scale_of):
@@ -185,6 +210,7 @@ def backend_with(scale_of):
         (by_comparison, "passed", ""),
         (kept_from_the_first_branch, "unsupported", "a GPU may take another branch than the CPU"),
         (moved_each_time, "failed", "forward cannot be captured"),
+        (left_on_the_host, "failed", "forward cannot be captured"),
     ],
     ids=lambda value: getattr(value, "__name__", None),
 )
