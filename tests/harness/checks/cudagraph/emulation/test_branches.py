@@ -1,5 +1,7 @@
 """Branches on the device: the emulation judges what a GPU would run, or nothing."""
 
+import sys
+from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -123,6 +125,34 @@ WRONG = {
 }
 
 
+DEFAULT = """
+import torch
+def table_of(impl, x):
+    def make(device="cpu"):
+        return torch.full((4,), 2.0, device=device)
+    impl.table = make() if impl.table is None else impl.table
+    return impl.table
+"""
+CONSTANT = """
+import torch
+HOST = "cpu"
+def table_of(impl, x):
+    impl.table = torch.full((4,), 2.0, device=HOST) if impl.table is None else impl.table
+    return impl.table
+"""
+ANY_DEVICE = CONSTANT.replace("HOST =", "HOST = 'cuda' if torch.cuda.is_available() else")
+OF_ANOTHER_MODULE = """
+import torch
+from settings import HOST
+def is_supported(x):
+    return x.device.type in ("cpu", "cuda") or x.device == torch.device("cpu")
+def table_of(impl, x):
+    assert is_supported(x)
+    impl.table = torch.full((4,), 2.0, device=HOST) if impl.table is None else impl.table
+    return impl.table
+"""
+
+
 def kept_from_the_first_branch(impl, x):
     if impl.table is None:
         impl.table = impl.scale.cuda() if x.is_cuda else impl.scale
@@ -179,6 +209,27 @@ def test_a_copy_at_each_call_is_no_part_of_a_graph(scale_of):
         recorded(scale_of)
     assert str(caught.value).startswith(WRONG[scale_of])
     assert len(caught.value.violations) == 1
+
+
+def function_in_a_module_of(source, folder, monkeypatch):
+    monkeypatch.setitem(sys.modules, "settings", SimpleNamespace(HOST="cpu"))
+    path = folder / "module.py"
+    path.write_text(source)
+    spec = spec_from_file_location("module_with_a_table", path)
+    module = module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module.table_of
+
+
+@pytest.mark.parametrize("source", [DEFAULT, CONSTANT], ids=["default", "constant"])
+def test_a_module_that_names_the_host_means_the_host(source, tmp_path, monkeypatch):
+    with pytest.raises(CaptureError, match=r"^host copy: \.mul_\(\)"):
+        recorded(function_in_a_module_of(source, tmp_path, monkeypatch))
+
+
+@pytest.mark.parametrize("source", [ANY_DEVICE, OF_ANOTHER_MODULE], ids=["is_available", "another module"])
+def test_a_variable_that_may_name_a_gpu_does_not_mean_the_host(source, tmp_path, monkeypatch):
+    assert recorded(function_in_a_module_of(source, tmp_path, monkeypatch)) == [6.0] * 4
 
 
 @pytest.mark.parametrize("scale_of", UNKNOWN, ids=lambda scale_of: scale_of.__name__)
