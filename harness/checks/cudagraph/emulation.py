@@ -628,9 +628,9 @@ class EmulatedRecorder:
         except CaptureError as error:
             if self._device_is_gpu or not any(each.mixes_devices for each in error.violations):
                 raise
-            return self._recorded_as_on_gpu(prepare, error)
+            return self._recorded_with_device_of_gpu(prepare, error)
 
-    def _recorded_as_on_gpu(self, prepare: Callable[[], Forward], found: CaptureError) -> Recording:
+    def _recorded_with_device_of_gpu(self, prepare: Callable[[], Forward], found: CaptureError) -> Recording:
         untried = BranchError(
             f"forward branches on the device, and a GPU may take another branch than the CPU: {found}"
         )

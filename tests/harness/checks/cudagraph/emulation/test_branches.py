@@ -265,7 +265,7 @@ def backend_with(scale_of):
     ],
     ids=lambda value: getattr(value, "__name__", None),
 )
-def test_the_check_judges_a_backend_as_on_a_gpu(scale_of, outcome, words):
+def test_the_check_judges_a_backend_with_the_device_of_a_gpu(scale_of, outcome, words):
     plan = RunPlan(cases=CASES, backends=(load_object(backend_with(scale_of)),), checks=("cudagraph",))
     (record,) = Examiner(plan).run()
     assert record.outcome == outcome
