@@ -57,6 +57,7 @@ from attncheck.harness.checks.cudagraph.operators import (
     words,
 )
 from attncheck.harness.checks.cudagraph.recorder import (
+    BranchError,
     CallSite,
     CaptureError,
     Forward,
@@ -339,7 +340,7 @@ _CPU_KEYS = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
 class Watch:
     """Tracks host memory while :meth:`active`. :meth:`recording` also writes a tape and collects violations."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, device_is_gpu: bool = False) -> None:
         self.host = HostMemory()
         self._host_device = torch.device("cpu")
         self._operators: dict[AnyOperator, Operator] = {}
@@ -351,18 +352,17 @@ class Watch:
         self._depth = 0
         self._is_opaque = False
         self.hands_out_memory = False
-        self.reads_kind_of_device = False
-        self._answers_as_gpu = False
-        self._has_answered_as_gpu = False
+        self.has_read_device = False
+        self._device_is_gpu = self._device_was_gpu = device_is_gpu
 
     @contextmanager
-    def answering_as_gpu(self) -> Iterator[None]:
-        """Return a GPU where the backend reads the device of a tensor that is on the device."""
-        self._answers_as_gpu = self._has_answered_as_gpu = True
+    def with_device_of_gpu(self) -> Iterator[None]:
+        """Replace the device of each tensor on the device by a GPU's, where the backend reads it."""
+        self._device_is_gpu = self._device_was_gpu = True
         try:
             yield
         finally:
-            self._answers_as_gpu = False
+            self._device_is_gpu = False
 
     @contextmanager
     def active(self) -> Iterator[None]:
@@ -405,7 +405,7 @@ class Watch:
 
     def function(self, func: TorchFunction, args: Args, kwargs: Kwargs) -> object:
         """Run a call of a torch function and record its effect on memory."""
-        if self._has_answered_as_gpu:  # the backend may have kept the answer
+        if self._device_was_gpu:  # the backend may have kept it
             func, args, kwargs = without_gpu(func, args, kwargs)
         is_operators_alone = is_plain(func, kwargs)
         if is_operators_alone and (
@@ -424,7 +424,7 @@ class Watch:
             if func in COPIES and args and isinstance(args[0], Tensor):
                 return self._copy(func, args[0], args, kwargs)
             if func in ON_GPU:
-                return self._read_device(func, cast(Tensor, args[0]))
+                return self._read_device(func, tensors_among(args, kwargs)[0])
             if func in ADDRESSES:
                 self._is_opaque = True
                 self.hands_out_memory |= self._depth == 0
@@ -441,12 +441,10 @@ class Watch:
             self._function, self._placed = outer
 
     def _read_device(self, func: TorchFunction, tensor: Tensor) -> object:
-        site = find_call_site()
-        is_kind = func in KINDS_OF_DEVICE
-        self.reads_kind_of_device |= is_kind or (site.line is not None and "device.type" in site.line.source)
         if self.host.holds(tensor):
-            return func(tensor) if is_kind else self._host_device
-        return ON_GPU[func] if self._answers_as_gpu and not site.interpreted else func(tensor)
+            return func(tensor) if func in KINDS_OF_DEVICE else self._host_device
+        self.has_read_device = True
+        return ON_GPU[func] if self._device_is_gpu and not find_call_site().interpreted else func(tensor)
 
     def _read(self, func: TorchFunction, args: Args, kwargs: Kwargs) -> object:
         if self.host.memory_of(tensors_among(args[:1])) == "device":
@@ -597,10 +595,14 @@ class Watch:
 
 
 class EmulatedRecorder:
-    """Records on the CPU. Use one recorder per backend, since it tracks host memory from its creation."""
+    """Records on the CPU. Use one recorder per backend, since it tracks host memory from its creation.
 
-    def __init__(self) -> None:
-        self._watch = Watch()
+    ``device_is_gpu``: each tensor on the device has the device of a GPU, where the backend reads it.
+    """
+
+    def __init__(self, *, device_is_gpu: bool = False) -> None:
+        self._watch = Watch(device_is_gpu=device_is_gpu)
+        self._device_is_gpu = device_is_gpu
 
     def watching(self) -> AbstractContextManager[None]:
         """Return a context that tracks which memory is on the host."""
@@ -615,27 +617,28 @@ class EmulatedRecorder:
         """Run once to warm up, then run ``forward`` again and record it.
 
         If ``forward`` mixes tensors of host and device, which no GPU allows, it may have branched on the device. Then
-        repeat both runs with the answers of a GPU, and judge these.
+        repeat both runs with the device of a GPU, and judge these.
 
         Raise :class:`CaptureError` with all violations of the run. Raise :class:`UnseenError` if ``forward`` runs alone
-        but fails under torch's modes, if it raises only in the recorded run, or if a GPU may take another branch.
+        but fails under torch's modes, or if it raises only in the recorded run. Raise :class:`BranchError` if a GPU may
+        take another branch.
         """
         try:
             return self._recorded(prepare)
         except CaptureError as error:
-            if not any(each.mixes_devices for each in error.violations):
+            if self._device_is_gpu or not any(each.mixes_devices for each in error.violations):
                 raise
-            return self._recorded_as_on_gpu(prepare, error)
+            return self._recorded_with_device_of_gpu(prepare, error)
 
-    def _recorded_as_on_gpu(self, prepare: Callable[[], Forward], found: CaptureError) -> Recording:
-        untried = UnseenError(
+    def _recorded_with_device_of_gpu(self, prepare: Callable[[], Forward], found: CaptureError) -> Recording:
+        untried = BranchError(
             f"forward branches on the device, and a GPU may take another branch than the CPU: {found}"
         )
         try:
-            with self._watch.answering_as_gpu():
+            with self._watch.with_device_of_gpu():
                 return self._recorded(prepare)
         except CaptureError as error:
-            if self._watch.reads_kind_of_device and all(each.mixes_devices for each in error.violations):
+            if self._watch.has_read_device and all(each.mixes_devices for each in error.violations):
                 raise untried from error  # an earlier run may have kept a tensor of the CPU's branch
             raise
         except Exception as error:

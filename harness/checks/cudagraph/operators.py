@@ -1,5 +1,7 @@
 """What torch's operators and Python functions do with the memory of host and device, without a GPU."""
 
+import ast
+import linecache
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cache
@@ -421,6 +423,7 @@ _MOVES: frozenset[TorchFunction] = frozenset({Tensor.to, Tensor.type_as})
 
 _DEVICE_OF = Tensor.device.__get__
 _HOST = "cpu"
+_IS_AVAILABLE = "is_available"
 
 _GPU = "cuda"
 
@@ -524,9 +527,9 @@ def destination(
 ) -> Memory | Tensor | None:
     """Return where a call puts its result: "host", "device", or a tensor beside which it goes. None if not specified.
 
-    ``host_device``: the device object that host tensors report. The literal ``"cpu"`` also means the host. It is
-    compared by identity, because literals are interned but the strings that torch makes of a device (``device.type``)
-    are not. A variable does not mean the host: on a machine with a GPU, it may name that.
+    ``host_device``: the device object that host tensors report. A literal ``"cpu"`` of the calling module also means
+    the host. It is compared by identity, because literals are interned but the strings that torch makes of a device
+    (``device.type``) are not.
     """
     if function is Tensor.cpu:
         return "host"
@@ -543,9 +546,36 @@ def destination(
 
 
 def _is_named_by_caller() -> bool:
-    """Return whether the function of the backend names the host itself, and does not call ``is_available``."""
+    """Return whether the calling code names the host: in its function, or as a value or default in its module.
+
+    Code that depends on ``is_available`` may name a GPU on another machine. So may a variable of another module.
+    """
     line = find_call_site().line
-    return line is None or (_HOST in line.code.co_consts and "is_available" not in line.code.co_names)
+    if line is None:
+        return True
+    if _HOST in line.code.co_consts:
+        return _IS_AVAILABLE not in line.code.co_names
+    return _has_host_as_value(line.code.co_filename)
+
+
+@cache
+def _has_host_as_value(filename: str) -> bool:
+    """Return whether a file assigns the host or has it as a default, and contains no ``is_available``."""
+    try:
+        nodes = list(ast.walk(ast.parse("".join(linecache.getlines(filename)))))
+    except (SyntaxError, ValueError):
+        return False
+    names = {getattr(node, "attr", getattr(node, "id", "")) for node in nodes}
+    if _IS_AVAILABLE in names:
+        return False
+    values: list[ast.expr | None] = []
+    for node in nodes:
+        match node:
+            case ast.arguments():
+                values += [*node.defaults, *node.kw_defaults]
+            case ast.Assign() | ast.AnnAssign():
+                values.append(node.value)
+    return any(isinstance(value, ast.Constant) and value.value == _HOST for value in values)
 
 
 def place_of_new(

@@ -136,6 +136,10 @@ class UnseenError(InternalError):
     """The recorder cannot observe what ``forward`` does, so nothing can be concluded. The message gives the reason."""
 
 
+class BranchError(UnseenError):
+    """The backend read the device of a tensor, and on a GPU it may take another branch than the recorded one."""
+
+
 @dataclass(frozen=True)
 class Released:
     """Memory that a graph uses but that only graphs keep alive: addresses in ``[start, end)``.
@@ -185,13 +189,15 @@ class Recorder:
 
     The emulation tracks which memory is on the host; of a real device, each tensor shows that itself. watching: returns
     a context for calls into a backend outside ``record``. mark_host: marks tensors that are on the host by contract
-    (the ``_cpu`` fields), so that reading them is no fault.
+    (the ``_cpu`` fields), so that reading them is no fault. with_device_of_gpu: returns a new recorder for a new impl,
+    which reads the device of a GPU from its construction on; None if this one is such, or of a real device.
     """
 
     name: str
     record: Callable[[Callable[[], Forward]], Recording]
     watching: Callable[[], AbstractContextManager[None]] = nullcontext
     mark_host: Callable[..., None] = lambda *_tensors: None
+    with_device_of_gpu: "Callable[[], Recorder] | None" = None
 
 
 def record_unwatched(prepare: Callable[[], Forward]) -> Recording:
@@ -211,8 +217,12 @@ def recorder_for(device: torch.device) -> Recorder:
         return Recorder(accelerator.type, DeviceRecorder(accelerator).record)
     from attncheck.harness.checks.cudagraph.emulation import EmulatedRecorder
 
-    emulated = EmulatedRecorder()
-    return Recorder("emulated", emulated.record, emulated.watching, emulated.mark_host)
+    def emulation(*, device_is_gpu: bool) -> Recorder:
+        emulated = EmulatedRecorder(device_is_gpu=device_is_gpu)
+        other = None if device_is_gpu else partial(emulation, device_is_gpu=True)
+        return Recorder("emulated", emulated.record, emulated.watching, emulated.mark_host, other)
+
+    return emulation(device_is_gpu=False)
 
 
 def count_uses(tensor: Tensor) -> int:

@@ -32,7 +32,14 @@ from attncheck.harness.checks.cudagraph.capture import (
     trace,
 )
 from attncheck.harness.checks.cudagraph.probes import BLOCK_TABLE, DRAFT_UPDATE, Bucket, Probe, ProbeStep, probes_of
-from attncheck.harness.checks.cudagraph.recorder import CaptureError, Recorder, Released, UnseenError, record_unwatched
+from attncheck.harness.checks.cudagraph.recorder import (
+    BranchError,
+    CaptureError,
+    Recorder,
+    Released,
+    UnseenError,
+    record_unwatched,
+)
 from attncheck.harness.checks.findings import Broken
 from attncheck.harness.checks.numerics import check_numerics
 from attncheck.harness.driver.construction import max_model_len
@@ -524,11 +531,29 @@ def _captured(session: GraphSession, bucket: Bucket) -> CapturedBucket | ProbeOu
         first = session.steps[0]
         session.run(first, session.problem(first))
         return ProbeOutcome("failed", f"{failure.raised.in_words} ({bucket})")
+    if isinstance(capture, BranchError):
+        capture = _refused_with_device_of_gpu(session, bucket) or capture
     if isinstance(capture, UnseenError):
         return ProbeOutcome("not examined", str(capture))
     if isinstance(capture, CaptureError):
         return ProbeOutcome("failed", f"forward cannot be captured ({bucket}): {capture}")
     return capture if capture.fault is None else ProbeOutcome("failed", f"{capture.fault} ({bucket})")
+
+
+def _refused_with_device_of_gpu(session: GraphSession, bucket: Bucket) -> CaptureError | None:
+    """Return why a new impl cannot be captured that reads the device of a GPU from its construction on, or None.
+
+    It keeps no tensor of the CPU's branch. An exception proves nothing, since a CPU cannot run all that a GPU can.
+    """
+    start = session.probed.recorder.with_device_of_gpu
+    if start is None:
+        return None
+    probed = replace(session.probed, recorder=start())
+    try:
+        capture = GraphSession(probed, session.probe, is_pool_finite=session.is_pool_finite).capture(bucket)
+    except Exception:  # noqa: BLE001 (code for a GPU may raise anything here)
+        return None
+    return capture if isinstance(capture, CaptureError) else None
 
 
 def _failed_unwatched(probed: ProbedBackend, probe: Probe, num_buckets: int) -> ProbeOutcome | None:

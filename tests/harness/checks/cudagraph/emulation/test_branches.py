@@ -1,5 +1,7 @@
 """Branches on the device: the emulation judges what a GPU would run, or nothing."""
 
+import sys
+from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -45,6 +47,12 @@ def kept_device(impl, x):
     return impl.scale
 
 
+def by_number_of_a_keyword(impl, x):
+    if impl.scale.get_device() != torch.get_device(input=x):
+        impl.scale = impl.scale.cuda()
+    return impl.scale
+
+
 def made_on_first_use(impl, x):
     if impl.table is None or impl.table.device != x.device:
         impl.table = torch.tensor([2.0] * 4).to(x.device)
@@ -73,6 +81,7 @@ RIGHT = (
     by_kind,
     by_type,
     by_number,
+    by_number_of_a_keyword,
     kept_device,
     made_on_first_use,
 )
@@ -87,7 +96,6 @@ def moved_but_not_kept(impl, x):
 
 
 def left_on_the_host(impl, x):
-    impl.device = x.device
     return impl.scale
 
 
@@ -117,9 +125,56 @@ WRONG = {
 }
 
 
+DEFAULT = """
+import torch
+def table_of(impl, x):
+    def make(device="cpu"):
+        return torch.full((4,), 2.0, device=device)
+    impl.table = make() if impl.table is None else impl.table
+    return impl.table
+"""
+CONSTANT = """
+import torch
+HOST = "cpu"
+def table_of(impl, x):
+    impl.table = torch.full((4,), 2.0, device=HOST) if impl.table is None else impl.table
+    return impl.table
+"""
+ANY_DEVICE = CONSTANT.replace("HOST =", "HOST = 'cuda' if torch.cuda.is_available() else")
+OF_ANOTHER_MODULE = """
+import torch
+from settings import HOST
+def is_supported(x):
+    return x.device.type in ("cpu", "cuda") or x.device == torch.device("cpu")
+def table_of(impl, x):
+    assert is_supported(x)
+    impl.table = torch.full((4,), 2.0, device=HOST) if impl.table is None else impl.table
+    return impl.table
+"""
+
+
 def kept_from_the_first_branch(impl, x):
     if impl.table is None:
         impl.table = impl.scale.cuda() if x.is_cuda else impl.scale
+    return impl.table
+
+
+def kept_by_type(impl, x):
+    if impl.table is None:
+        device = x.device
+        impl.table = impl.scale.to(device) if device.type == "cuda" else impl.scale
+    return impl.table
+
+
+def kept_by_text(impl, x):
+    if impl.table is None:
+        impl.table = impl.scale.to(x.device) if "cuda" in str(x.device) else impl.scale
+    return impl.table
+
+
+def kept_by_equality(impl, x):
+    if impl.table is None:
+        impl.table = impl.scale if x.device == torch.device("cpu") else impl.scale.to(x.device)
     return impl.table
 
 
@@ -129,7 +184,7 @@ def another_library(impl, x):
     return impl.scale
 
 
-UNKNOWN = (kept_from_the_first_branch, another_library)
+UNKNOWN = (kept_from_the_first_branch, kept_by_type, kept_by_text, kept_by_equality, another_library)
 
 
 def recorded(scale_of):
@@ -154,6 +209,27 @@ def test_a_copy_at_each_call_is_no_part_of_a_graph(scale_of):
         recorded(scale_of)
     assert str(caught.value).startswith(WRONG[scale_of])
     assert len(caught.value.violations) == 1
+
+
+def function_in_a_module_of(source, folder, monkeypatch):
+    monkeypatch.setitem(sys.modules, "settings", SimpleNamespace(HOST="cpu"))
+    path = folder / "module.py"
+    path.write_text(source)
+    spec = spec_from_file_location("module_with_a_table", path)
+    module = module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module.table_of
+
+
+@pytest.mark.parametrize("source", [DEFAULT, CONSTANT], ids=["default", "constant"])
+def test_a_module_that_names_the_host_means_the_host(source, tmp_path, monkeypatch):
+    with pytest.raises(CaptureError, match=r"^host copy: \.mul_\(\)"):
+        recorded(function_in_a_module_of(source, tmp_path, monkeypatch))
+
+
+@pytest.mark.parametrize("source", [ANY_DEVICE, OF_ANOTHER_MODULE], ids=["is_available", "another module"])
+def test_a_variable_that_may_name_a_gpu_does_not_mean_the_host(source, tmp_path, monkeypatch):
+    assert recorded(function_in_a_module_of(source, tmp_path, monkeypatch)) == [6.0] * 4
 
 
 @pytest.mark.parametrize("scale_of", UNKNOWN, ids=lambda scale_of: scale_of.__name__)
@@ -185,10 +261,11 @@ def backend_with(scale_of):
         (by_comparison, "passed", ""),
         (kept_from_the_first_branch, "unsupported", "a GPU may take another branch than the CPU"),
         (moved_each_time, "failed", "forward cannot be captured"),
+        (left_on_the_host, "failed", "forward cannot be captured"),
     ],
     ids=lambda value: getattr(value, "__name__", None),
 )
-def test_the_check_judges_a_backend_as_on_a_gpu(scale_of, outcome, words):
+def test_the_check_judges_a_backend_with_the_device_of_a_gpu(scale_of, outcome, words):
     plan = RunPlan(cases=CASES, backends=(load_object(backend_with(scale_of)),), checks=("cudagraph",))
     (record,) = Examiner(plan).run()
     assert record.outcome == outcome
