@@ -444,7 +444,7 @@ def test_an_axis_is_of_pages_or_heads_alone(shape, orders):
         if order in orders:
             assert pool_axes(fake_backend(shape), FLOAT_LAYER, cache, 5) == orders[order]
         else:
-            with pytest.raises(ValueError, match="has no axis of the (pages|heads) alone"):
+            with pytest.raises(ValueError, match=r"has no axis of the (pages|heads) alone"):
                 pool_axes(fake_backend(shape), FLOAT_LAYER, cache, 5)
 
 
