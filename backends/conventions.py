@@ -68,8 +68,9 @@ class Conventions:
     """What ``seq_lens_cpu`` and ``num_computed_tokens_cpu`` hold.
 
     ``upper_bound``: for decodes and drafts they may be above the lengths on the device, as vLLM's
-    ``seq_lens_cpu_upper_bound``, and host tensors are refilled after ``build``. ``exact``: an engine must pass exact
-    lengths, and must leave host tensors unchanged until ``forward`` returns.
+    ``seq_lens_cpu_upper_bound``. attncheck refills host tensors after ``build``, as a runner that schedules
+    asynchronously may. ``exact`` excludes both: an engine must pass exact lengths, and must leave host tensors
+    unchanged until ``forward`` returns.
     """
 
     cache_strides: CacheStrides = "undeclared"

@@ -113,7 +113,7 @@ class WaitFinder:
 _HOST_TENSORS = ("query_start_loc_cpu", "seq_lens_cpu", "num_computed_tokens_cpu")
 
 _REFILLED = (
-    "a host tensor of the metadata is read after build, when the model runner may have refilled it for its next step; "
+    "a host tensor of the metadata is read after build, when a runner that schedules asynchronously may refill it; "
     'copy it in build, or declare host_lens="exact"'
 )
 _MEANING = "builders share memory, or one of them keeps for all what it found for its own step"

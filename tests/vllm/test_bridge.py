@@ -2,7 +2,7 @@
 
 import os
 import socket
-from dataclasses import replace
+from dataclasses import make_dataclass, replace
 from importlib import metadata
 from types import SimpleNamespace
 from unittest.mock import Mock
@@ -12,7 +12,7 @@ import torch
 from common_batches import common_metadata
 
 from attncheck.backends import registry
-from attncheck.backends.candidates.vllm import package
+from attncheck.backends.candidates.vllm import bridge, package
 from attncheck.backends.candidates.vllm.cache import their_spec
 from attncheck.backends.candidates.vllm.config import plain_config, soft_cap_entry, their_config
 from attncheck.backends.contract import KVCacheSpec
@@ -43,6 +43,13 @@ def made(backend, *arguments, plain=None, **keywords):
     """An impl of the bridge."""
     with set_current_vllm_config(plain or plain_config(**SIZES)):
         return backend.get_impl_cls()(4, 64, 0.125, 2, *arguments, **keywords)
+
+
+def test_lengths_on_the_host_are_exact_without_a_field_for_upper_bounds(cpu_attn, monkeypatch):
+    assert cpu_attn.conventions.host_lens == "upper_bound"
+    older = make_dataclass("CommonAttentionMetadata", ["seq_lens_cpu"])
+    monkeypatch.setattr(bridge, "their_metadata", lambda: older)
+    assert bridge.VLLMBackend.from_argument("CPU_ATTN").conventions.host_lens == "exact"
 
 
 def test_the_config_says_what_the_plain_one_says_without_a_download_or_a_trace(cpu_attn, monkeypatch):

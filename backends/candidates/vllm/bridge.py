@@ -15,7 +15,7 @@ from attncheck.backends import interpreter
 from attncheck.backends.caches.codecs import KVCacheCodec, default_codec
 from attncheck.backends.caches.packings import packed_shape
 from attncheck.backends.candidates.vllm import interpreted, package
-from attncheck.backends.candidates.vllm.builder import VLLMBuilder
+from attncheck.backends.candidates.vllm.builder import VLLMBuilder, has_upper_bounds, their_metadata
 from attncheck.backends.candidates.vllm.cache import cache_shape, kernel_block_sizes, layouts, stride_order
 from attncheck.backends.candidates.vllm.config import their_config
 from attncheck.backends.candidates.vllm.declarations import VLLMDeclarations, configuration_problems, declarations_of
@@ -75,6 +75,7 @@ class VLLMBackend(AttentionBackend):
             "features": found.features,
             "conventions": Conventions(
                 operand_strides="rows",
+                host_lens="upper_bound" if has_upper_bounds(their_metadata()) else "exact",
                 cache_strides="blocks" if getattr(theirs, "indexes_kv_by_block_stride", bool)() else "pages",
             ),
             "supported_dtypes": found.dtypes,

@@ -17,13 +17,30 @@ from attncheck.backends.contract import AttentionCGSupport, CommonAttentionMetad
 from attncheck.reference.utilities.builder import AttentionMetadataBuilder
 
 
+def their_metadata() -> type[Any]:
+    """Return vLLM's ``CommonAttentionMetadata``. Raise ImportError if there is none."""
+    found: type[Any] = package.find(
+        "CommonAttentionMetadata", "vllm.v1.attention.backend", "vllm.v1.attention.backends.utils"
+    )
+    return found
+
+
+def has_upper_bounds(theirs: type[Any]) -> bool:
+    """Return whether lengths on the host may be upper bounds in vLLM's metadata; without the field they are exact."""
+    return "seq_lens_cpu_upper_bound" in {field.name for field in fields(theirs)}
+
+
 def their_fields(metadata: CommonAttentionMetadata, theirs: type[Any]) -> dict[str, Any]:
-    """Return constructor arguments of ``theirs``, vLLM's ``CommonAttentionMetadata``, from ``metadata`` alone."""
+    """Return constructor arguments of ``theirs``, vLLM's ``CommonAttentionMetadata``, from ``metadata`` alone.
+
+    Host tensors are copies, because vLLM 0.32's runner refills its own only after ``forward``.
+    """
     there = {field.name for field in fields(theirs)}
     shared = {field.name: getattr(metadata, field.name) for field in fields(metadata) if field.name in there}
     derived = {
-        # Copies, because vLLM's runner leaves its host tensors unchanged until `forward` returns.
         "query_start_loc_cpu": metadata.query_start_loc_cpu.clone(),
+        "seq_lens_cpu": metadata.seq_lens_cpu.clone(),
+        "num_computed_tokens_cpu": metadata.num_computed_tokens_cpu.clone(),
         "seq_lens_cpu_upper_bound": metadata.seq_lens_cpu.clone(),
         "max_logits_per_req": _max_logits(metadata),
     }
@@ -40,9 +57,10 @@ def step_fields(
     """
     there = {field.name for field in fields(theirs)}
     known: dict[str, Any] = {"positions": positions, "is_prefilling": _is_prefilling(metadata, num_drafts)}
-    if "seq_lens_cpu_upper_bound" not in there:
+    if not has_upper_bounds(theirs):
         # A version that has upper bounds has these, too, but its runner sets them to None if they may not be exact.
-        known |= {"_seq_lens_cpu": metadata.seq_lens_cpu, "_num_computed_tokens_cpu": metadata.num_computed_tokens_cpu}
+        known["_seq_lens_cpu"] = metadata.seq_lens_cpu.clone()
+        known["_num_computed_tokens_cpu"] = metadata.num_computed_tokens_cpu.clone()
     if "encoder_seq_lens_cpu" in there and metadata.encoder_seq_lens is not None:
         # In versions with both, the name without suffix is the device's; in versions with one, it is the host's.
         on_device = torch.from_numpy(metadata.encoder_seq_lens).to(metadata.seq_lens.device)
@@ -109,9 +127,7 @@ class VLLMBuilder(AttentionMetadataBuilder[Any]):
         self.reorder_batch_threshold = self.theirs.reorder_batch_threshold
         for claim in ("supports_update_block_table", "supports_draft_decode_metadata_update"):
             setattr(self, claim, getattr(self.theirs, claim, False))
-        self._metadata_cls = package.find(
-            "CommonAttentionMetadata", "vllm.v1.attention.backend", "vllm.v1.attention.backends.utils"
-        )
+        self._metadata_cls = their_metadata()
         speculative = vllm_config.speculative_config
         self._num_drafts = 0 if speculative is None else speculative.num_speculative_tokens
         # One buffer for all steps, because a captured graph reads it again.

@@ -49,9 +49,9 @@ def test_fields_go_by_the_names_that_a_version_has_for_them():
     assert today.query_start_loc is ours.query_start_loc
     assert today.seq_lens is before.seq_lens is between.seq_lens is ours.seq_lens
     assert (today.num_reqs, today.num_actual_tokens, today.causal) == (2, 4, True)
-    assert before.seq_lens_cpu is between._seq_lens_cpu is ours.seq_lens_cpu
+    assert before.seq_lens_cpu.tolist() == between._seq_lens_cpu.tolist() == [5, 3]
     assert today.seq_lens_cpu_upper_bound.tolist() == [5, 3]
-    assert between._num_computed_tokens_cpu is ours.num_computed_tokens_cpu
+    assert between._num_computed_tokens_cpu.tolist() == [4, 0]
     assert today.something_new is None
     # Encoder lengths are on the device, and on the host where a version has both.
     assert today.encoder_seq_lens.tolist() == [7, 0]
@@ -80,6 +80,17 @@ def test_positions_follow_the_context_and_are_written_in_place():
     assert buffer[6:].tolist() == [-5] * 4
     # Over an encoder shorter than the query they are not negative.
     assert fill_positions(batch([3], [1]), torch.zeros(3, dtype=torch.int64)).tolist() == [0, 0, 0]
+
+
+@pytest.mark.parametrize("version", [Today, Before, Between])
+def test_host_tensors_are_copies_in_every_version(version):
+    ours = batch([1, 3], [5, 3])
+    made = vars(theirs(version, ours))
+    before = {name: value.tolist() for name, value in made.items() if isinstance(value, torch.Tensor)}
+    for name in ("query_start_loc_cpu", "seq_lens_cpu", "num_computed_tokens_cpu"):
+        getattr(ours, name).fill_(-7)
+    device = {"query_start_loc", "seq_lens"}
+    assert all(made[name].tolist() == before[name] for name in before.keys() - device)
 
 
 def test_lengths_on_the_host_are_passed_as_upper_bounds_only():
