@@ -32,6 +32,7 @@
         |-- StoppedError             the run was stopped, so that it starts no process
         |-- CaptureError             a forward cannot be captured as a CUDA graph
         |-- UnseenError              the graph recorder cannot see what a forward does
+        |   `-- BranchError          a forward read the device, and may take another branch on a GPU
         |-- ReleasedMemoryError      a replayed graph wrote to memory that was released
         |-- UnfitQuestionError       the reference accepts arguments that it should reject, or the reverse
         |-- ProcessEndedError        a backend's process ended before it answered
