@@ -76,7 +76,7 @@ class Conventions:
     cache_strides: CacheStrides = "undeclared"
     """Supported strides of ``kv_cache``, beyond those of its layout, if several layers share a pool.
 
-    ``any``: all. ``blocks``: any stride of the blocks, each of which is dense (vLLM's ``indexes_kv_by_block_stride``).
+    ``any``: all. ``blocks``: dense blocks with any stride between them (vLLM's ``indexes_kv_by_block_stride``).
     ``pages``: none; the pages follow one another. ``undeclared``: the backend reads all strides, or raises.
     """
 

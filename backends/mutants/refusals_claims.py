@@ -26,7 +26,7 @@ class ClaimsAnyHeadSize(Base):
 
 
 class HeadsOfWholeTiles(Base):
-    """Declares heads of up to 128 channels, and takes all multiples of 16 up to 256, of which it reads 128 channels."""
+    """Declares heads of up to 128 channels. Accepts all multiples of 16 up to 256, and reads 128 channels of them."""
 
     @classmethod
     def get_supported_head_sizes(cls):
