@@ -225,7 +225,7 @@ def levels_of_audit(measured, *outcomes):
 
 @pytest.fixture
 def run(tmp_path, graph_header, make, write_run):
-    """A run of ``vllm:*`` of which ONE was examined, TWO has no level, and THREE cannot run."""
+    """A run of ``vllm:*``: ONE was examined, TWO has no level, and THREE cannot run."""
     surveyed = (
         SurveyedBackend(name="vllm:ONE", declared=DECLARED, level="UNIFORM_BATCH"),
         SurveyedBackend(name="vllm:TWO", declared={"layers": ("latent",)}, level="NEVER"),

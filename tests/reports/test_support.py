@@ -393,7 +393,7 @@ def test_right_backends_are_ordered_by_their_multiple_of_the_fastest(ranked, mak
 
 
 def cases(key, *values):
-    """Return a case for each value of one key; None: the key is not given."""
+    """Return a case for each value of one key. For None, the case lacks the key."""
     return [{} if value is None else {key: value} for value in values]
 
 
