@@ -7,7 +7,7 @@ from attncheck.reference.spec import AttentionType
 
 # A changed hash orphans every recorded result and every expected failure of a case.
 SUITES = {
-    "smoke": "0466158a6243",
+    "smoke": "7178c5b90847",
     "alibi": "71505b6cf34b",
     "block_sizes": "35351d63cc51",
     "cascade": "3351102d6bb1",
