@@ -101,6 +101,9 @@ def _fused(group: Sequence[Tensor]) -> list[Tensor]:
 _LOOSE = 7
 """By how much a loose maximum or length exceeds the batch's true one, if the step has room for it."""
 
+HOST_TENSORS = ("query_start_loc_cpu", "seq_lens_cpu", "num_computed_tokens_cpu")
+"""The metadata tensors that the contract puts on the host."""
+
 HOST_LENS = "host_lens"
 """Name of ``seq_lens_cpu`` and ``num_computed_tokens_cpu`` among what is loose."""
 
@@ -639,9 +642,8 @@ class PersistentInputs:
 
     @property
     def host_twins(self) -> tuple[Tensor, ...]:
-        """The metadata tensors that the contract puts on the host."""
-        common = self._own.common
-        return common.query_start_loc_cpu, common.seq_lens_cpu, common.num_computed_tokens_cpu
+        """The buffers of the metadata on the host."""
+        return tuple(getattr(self._own.common, name) for name in HOST_TENSORS)
 
     def load(self, call: ForwardCall) -> ForwardCall:
         """Copy the contents of ``call`` into these buffers; return the call over them."""
@@ -693,9 +695,8 @@ class PersistentInputs:
 class LentCalls:
     """The calls of a step as a backend gets them.
 
-    ``pristine``: copies of the calls that no backend gets; empty if :meth:`changed` is not to be called. ``buffers``:
-    the persistent inputs behind each call, and copies of the whole of them; empty for calls in memory of their own, and
-    without copies.
+    ``pristine``: copies of the calls that no backend gets. ``buffers``: the persistent inputs behind each call, and
+    copies of the whole of them; empty for calls in memory of their own.
     """
 
     pristine: tuple[ForwardCall, ...]
@@ -715,16 +716,9 @@ def lend_copies(calls: tuple[ForwardCall, ...]) -> LentCalls:
     return LentCalls(calls, copied_calls(calls))
 
 
-def lend_in_place(
-    buffers: Sequence[PersistentInputs], calls: Sequence[ForwardCall], *, has_copies: bool = True
-) -> LentCalls:
-    """Return the calls in persistent memory, one of ``buffers`` for each.
-
-    ``has_copies``: whether they are copied, so that changed inputs can be found.
-    """
+def lend_in_place(buffers: Sequence[PersistentInputs], calls: Sequence[ForwardCall]) -> LentCalls:
+    """Return the calls in persistent memory, one of ``buffers`` for each."""
     loaded = tuple(inputs.load(call) for inputs, call in zip(buffers, calls, strict=True))
-    if not has_copies:
-        return LentCalls((), loaded)
     copies = tuple(map_tensors(call, Tensor.clone) for call in loaded)
     return LentCalls(copies, loaded, tuple((inputs, inputs.copy()) for inputs in buffers))
 
