@@ -32,7 +32,6 @@ from attncheck.harness.checks.cudagraph.operators import (
     MAKERS,
     ON_GPU,
     READERS,
-    WITHOUT_TENSORS,
     AnyOperator,
     Args,
     HostMemory,
@@ -44,7 +43,6 @@ from attncheck.harness.checks.cudagraph.operators import (
     describe,
     destination,
     forbidden,
-    is_held_on_device,
     is_plain,
     is_view,
     mixes_devices,
@@ -229,23 +227,6 @@ class Tape:
             return value
 
         return tuple(map(frozen, args)), {name: frozen(value) for name, value in kwargs.items()} if kwargs else {}
-
-    def freeze_on_device(self, user: str, args: Args, host: HostMemory) -> tuple[Args, list[int]] | None:
-        """Return the frozen arguments, as :meth:`freeze` does, and the keys of their tensors.
-
-        Return None if there is no tensor, or if a tensor is on the host or inside a container.
-        """
-        keys: list[int] = []
-        for value in args:
-            if type(value) is Tensor:
-                keys.append(storage_key(value))
-                if host.holds_key(keys[-1]):
-                    return None
-            elif type(value) not in WITHOUT_TENSORS:
-                return None
-        left = iter(keys)
-        frozen = [self._alias(value, next(left), user) if type(value) is Tensor else value for value in args]
-        return (tuple(frozen), keys) if keys else None
 
     def _alias(self, tensor: Tensor, key: int, user: str) -> Tensor:
         alias = tensor.detach()
@@ -485,14 +466,6 @@ class Watch:
             self._look_for_hidden_work()
         if self._is_of_no_account(operator, args):
             return func(*args, **kwargs)
-        if self._tape is not None and not kwargs and not operator.follows and is_held_on_device(operator):
-            with torch._C.DisableTorchFunction():
-                on_device = self._tape.freeze_on_device(operator.name, args, self.host)
-            if on_device is not None:
-                result = func(*args)
-                with torch._C.DisableTorchFunction():
-                    self._tape.add(func, on_device[0], {}, fresh_among(result, on_device[1]))
-                return result
         with torch._C.DisableTorchFunction():
             given = tensors_among(args, kwargs)
             call = OperatorCall(operator, args, kwargs, given, self.host.held(given))
