@@ -27,7 +27,6 @@ from attncheck.harness.checks.cudagraph.operators import (
     ADDRESSES,
     COPIES,
     EXPORTS,
-    FACTS,
     KINDS_OF_DEVICE,
     MAKERS,
     ON_GPU,
@@ -74,15 +73,13 @@ _COMPILERS = frozenset({"torch._dynamo", "torch.nn.attention.flex_attention"})
 
 
 class FunctionMode(TorchFunctionMode):
-    """Forward torch's Python functions to ``call``, except those that read neither contents nor the device."""
+    """Forward torch's Python functions to ``call``."""
 
     def __init__(self, call: Callable[[TorchFunction, Args, Kwargs], object]) -> None:
         super().__init__()
         self._call = call
 
     def __torch_function__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
-        if func in FACTS:
-            return func(*args, **kwargs) if kwargs else func(*args)
         return self._call(func, args, kwargs or {})
 
 
@@ -464,8 +461,6 @@ class Watch:
         is_custom = operator.work == "custom" and isinstance(func, OpOverload)
         if self._depth and not is_custom:
             self._look_for_hidden_work()
-        if self._is_of_no_account(operator, args):
-            return func(*args, **kwargs)
         with torch._C.DisableTorchFunction():
             given = tensors_among(args, kwargs)
             call = OperatorCall(operator, args, kwargs, given, self.host.held(given))
@@ -494,16 +489,6 @@ class Watch:
             elif tape is not None:
                 tape.add_new(fresh, is_constant=operator.work == "constant")
         return result
-
-    def _is_of_no_account(self, operator: Operator, args: Args) -> bool:
-        """Return whether a call creates no host memory, cannot violate a rule, and is not taped."""
-        return operator.is_plain_view or (
-            self._tape is None
-            and operator.stays_on_device
-            and len(args) > 0
-            and type(args[0]) is Tensor
-            and not self.host.holds(args[0])
-        )
 
     def facts_of(self, func: AnyOperator) -> Operator:
         """Return the facts about an operator, which are computed once."""

@@ -158,13 +158,6 @@ class Operator:
     is_composite: bool = False
     """Defined by other operators. Below autograd (in inference mode, or inside an operator) it arrives undecomposed,
     and ``.to`` or ``.contiguous`` would then look like a view even if they copy."""
-    is_plain_view: bool = False
-    """A view of its only tensor argument, which it does not change."""
-
-    @property
-    def stays_on_device(self) -> bool:
-        """Whether it creates no host memory if its tensor argument is on the device."""
-        return self.work in {"computation", "read"} and not self.follows
 
     def written_tensors(self, args: Args, kwargs: Kwargs) -> Iterator[Tensor]:
         """Yield the tensor arguments that it writes."""
@@ -191,7 +184,6 @@ def describe(func: AnyOperator) -> Operator:
     follows = func.namespace in _TORCHS_OWN and (short.endswith("_like") or short.startswith("new_"))
     work = _work(func, bool(written), follows)
     is_dynamic = torch.Tag.dynamic_output_shape in func.tags
-    num_tensors = sum(_takes_tensors(argument) for argument in schema.arguments)
     return Operator(
         name=schema.name.replace("::", "."),
         work=work,
@@ -200,7 +192,6 @@ def describe(func: AnyOperator) -> Operator:
         follows=follows,
         is_composite=func.has_kernel_for_dispatch_key(DispatchKey.CompositeImplicitAutograd)
         and not passes_unseen(func),
-        is_plain_view=work == "view" and not written and not is_dynamic and num_tensors == 1 and short != "lift_fresh",
     )
 
 
@@ -389,12 +380,6 @@ COPIES: frozenset[TorchFunction] = frozenset(
 
 MAKERS: frozenset[TorchFunction] = frozenset({torch.tensor, torch.as_tensor, torch.asarray})
 """Functions that create a tensor from their argument. Tensors within lists are read one by one."""
-
-FACTS: frozenset[TorchFunction] = frozenset(
-    getattr(Tensor, name).__get__
-    for name in ("shape", "dtype", "layout", "itemsize", "ndim", "is_nested", "requires_grad")
-) | {Tensor.__len__, Tensor.dim, Tensor.size, Tensor.stride, Tensor.numel, Tensor.storage_offset}
-"""Functions that return metadata, read neither contents nor the device, and call no operator."""
 
 _BUILT_IN = frozenset({BuiltinFunctionType, MethodDescriptorType, MethodWrapperType, WrapperDescriptorType})
 """Types of functions that run no Python code."""
