@@ -461,6 +461,8 @@ class Watch:
         is_custom = operator.work == "custom" and isinstance(func, OpOverload)
         if self._depth and not is_custom:
             self._look_for_hidden_work()
+        if self._is_of_no_account(operator, args):
+            return func(*args, **kwargs)
         with torch._C.DisableTorchFunction():
             given = tensors_among(args, kwargs)
             call = OperatorCall(operator, args, kwargs, given, self.host.held(given))
@@ -489,6 +491,16 @@ class Watch:
             elif tape is not None:
                 tape.add_new(fresh, is_constant=operator.work == "constant")
         return result
+
+    def _is_of_no_account(self, operator: Operator, args: Args) -> bool:
+        """Return whether a call creates no host memory, cannot violate a rule, and is not taped."""
+        return operator.is_plain_view or (
+            self._tape is None
+            and operator.stays_on_device
+            and len(args) > 0
+            and type(args[0]) is Tensor
+            and not self.host.holds(args[0])
+        )
 
     def facts_of(self, func: AnyOperator) -> Operator:
         """Return the facts about an operator, which are computed once."""

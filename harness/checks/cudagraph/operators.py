@@ -158,6 +158,13 @@ class Operator:
     is_composite: bool = False
     """Defined by other operators. Below autograd (in inference mode, or inside an operator) it arrives undecomposed,
     and ``.to`` or ``.contiguous`` would then look like a view even if they copy."""
+    is_plain_view: bool = False
+    """A view of its only tensor argument, which it does not change."""
+
+    @property
+    def stays_on_device(self) -> bool:
+        """Whether it creates no host memory if its tensor argument is on the device."""
+        return self.work in {"computation", "read"} and not self.follows
 
     def written_tensors(self, args: Args, kwargs: Kwargs) -> Iterator[Tensor]:
         """Yield the tensor arguments that it writes."""
@@ -184,6 +191,7 @@ def describe(func: AnyOperator) -> Operator:
     follows = func.namespace in _TORCHS_OWN and (short.endswith("_like") or short.startswith("new_"))
     work = _work(func, bool(written), follows)
     is_dynamic = torch.Tag.dynamic_output_shape in func.tags
+    num_tensors = sum(_takes_tensors(argument) for argument in schema.arguments)
     return Operator(
         name=schema.name.replace("::", "."),
         work=work,
@@ -192,6 +200,7 @@ def describe(func: AnyOperator) -> Operator:
         follows=follows,
         is_composite=func.has_kernel_for_dispatch_key(DispatchKey.CompositeImplicitAutograd)
         and not passes_unseen(func),
+        is_plain_view=work == "view" and not written and not is_dynamic and num_tensors == 1 and short != "lift_fresh",
     )
 
 
