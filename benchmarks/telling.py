@@ -147,7 +147,7 @@ def order_of(caught: Mapping[str, set[Pair]], seconds: Mapping[Pair, float]) -> 
             by_pair[pair].add(name)
     order: list[Pair] = []
     while by_pair:
-        best = max(by_pair, key=lambda pair: len(by_pair[pair]) / seconds.get(pair, mean_s))
+        best = max(by_pair, key=lambda pair: (len(by_pair[pair]) / seconds.get(pair, mean_s), len(by_pair[pair])))
         found = by_pair.pop(best)
         order.append(best)
         by_pair = defaultdict(set, {pair: left for pair, names in by_pair.items() if (left := names - found)})

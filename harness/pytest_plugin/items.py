@@ -163,7 +163,7 @@ class Question:
             return
         if self._deadline is None:
             self._deadline = time.monotonic() + self._within_s
-        if time.monotonic() > self._deadline:
+        elif time.monotonic() > self._deadline:
             raise pytest.skip.Exception(f"not reached within {self.within}", _use_item_location=True)
 
     def _wanted(self, item: "CheckItem") -> set[str]:
