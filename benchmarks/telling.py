@@ -24,7 +24,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from detection import ALLOCATOR, comparable_mutants
 from tabulate import tabulate
@@ -58,6 +58,8 @@ AFTER_S = (1, 3, 10, 30, 60, 300)
 Pair = tuple[str, str]
 """The id of a case, and a check."""
 
+T = TypeVar("T", str, Pair)
+
 
 def measure(jobs: int, within_s: float) -> dict[str, Any]:
     """Return the order of pairs, what it was made from, and the mutants that it catches in time."""
@@ -76,6 +78,10 @@ def measure(jobs: int, within_s: float) -> dict[str, Any]:
     if not caught:
         raise SystemExit(f"{within_s:g} s were too few for {jobs * _PER_PROCESS} mutants")
     order = order_of(caught, seconds)
+    of_cases: defaultdict[str, float] = defaultdict(float)
+    for (case, _), took in seconds.items():
+        of_cases[case] += took
+    by_case = {name: {case for case, _ in pairs} for name, pairs in caught.items()}
     in_suite = [(case.id, check) for case in suite.cases for check in CHECKS if (case.id, check) in seconds]
     left = [(pair, seconds[pair]) for pair in in_suite]
     return {
@@ -87,6 +93,7 @@ def measure(jobs: int, within_s: float) -> dict[str, Any]:
         "left_out": sorted({mutant.name for mutant in mutants} - caught.keys()),
         "suite_seconds": round(sum(took for _, took in left), 1),
         "in_order_of_the_suite": caught_after(caught, left),
+        "in_order_of_cases": caught_after(by_case, [(case, of_cases[case]) for case in order_of(by_case, of_cases)]),
         "in_this_order": caught_after(caught, [(pair, seconds[pair]) for pair in order]),
         "order": [f"{case} {check}" for case, check in order],
     }
@@ -135,17 +142,17 @@ def _caught_in_time(mutants: Sequence[Mutant], jobs: int, deadline: float) -> di
     return caught
 
 
-def order_of(caught: Mapping[str, set[Pair]], seconds: Mapping[Pair, float]) -> list[Pair]:
-    """Return pairs that together catch all of ``caught``, the most mutants a second first.
+def order_of(caught: Mapping[str, set[T]], seconds: Mapping[T, float]) -> list[T]:
+    """Return pairs, or cases, that together catch all of ``caught``, the most mutants a second first.
 
-    ``caught``: by mutant, the pairs that catch it. A pair without ``seconds`` takes the mean.
+    ``caught``: by mutant, what catches it. A pair without ``seconds`` takes the mean.
     """
     mean_s = sum(seconds.values()) / len(seconds)
-    by_pair: defaultdict[Pair, set[str]] = defaultdict(set)
+    by_pair: defaultdict[T, set[str]] = defaultdict(set)
     for name, pairs in sorted(caught.items()):
         for pair in sorted(pairs):
             by_pair[pair].add(name)
-    order: list[Pair] = []
+    order: list[T] = []
     while by_pair:
         best = max(by_pair, key=lambda pair: (len(by_pair[pair]) / seconds.get(pair, mean_s), len(by_pair[pair])))
         found = by_pair.pop(best)
@@ -154,11 +161,11 @@ def order_of(caught: Mapping[str, set[Pair]], seconds: Mapping[Pair, float]) -> 
     return order
 
 
-def caught_after(caught: Mapping[str, set[Pair]], taken: Sequence[tuple[Pair, float]]) -> dict[str, int]:
-    """Return how many mutants the pairs ``taken``, with their seconds, catch within each of :data:`AFTER_S`."""
+def caught_after(caught: Mapping[str, set[T]], taken: Sequence[tuple[T, float]]) -> dict[str, int]:
+    """Return how many mutants are caught within each of :data:`AFTER_S` by what is ``taken``, with its seconds."""
     after: dict[str, int] = {}
     for limit_s in AFTER_S:
-        in_time: set[Pair] = set()
+        in_time: set[T] = set()
         spent_s = 0.0
         for pair, took in taken:
             spent_s += took
@@ -172,7 +179,11 @@ def caught_after(caught: Mapping[str, set[Pair]], taken: Sequence[tuple[Pair, fl
 def table(measured: Mapping[str, Any]) -> str:
     """Return the shares of mutants caught in time as a Markdown table."""
     total = len(measured["mutants"])
-    rows = {"the order of `--within`": "in_this_order", "the order of the suite, at least": "in_order_of_the_suite"}
+    rows = {
+        "the order of `--within`": "in_this_order",
+        "whole cases in the best order, at least": "in_order_of_cases",
+        "the order of the suite, at least": "in_order_of_the_suite",
+    }
     cells = [
         [name, *(f"{100 * count / total:.0f} %" for count in measured[key].values())] for name, key in rows.items()
     ]
