@@ -142,8 +142,8 @@ class Tally:
     """Counts how many cases of the run have begun, and how many records failed.
 
     A case counts once for each process of a backend that gets it: once per round for ``timing``, and once for all other
-    checks together. A case that is not examined in round 0 counts for all rounds, since later ones skip it.
-    Records of one case must arrive together: only the latest case is remembered.
+    checks together, or for each part of them with ``--within``. A case that is not examined in round 0 counts for all
+    rounds, since later ones skip it. Records of one part must arrive together: only the latest one is remembered.
     """
 
     def __init__(self, cases: int, rounds: int) -> None:

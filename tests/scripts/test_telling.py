@@ -30,36 +30,39 @@ def test_a_mutant_counts_once_the_first_pair_that_catches_it_has_ended(telling):
 
 
 def test_dearer_checks_examine_what_cheaper_ones_do_not_catch_and_late_mutants_are_left_out(telling, monkeypatch):
-    """`cheap` is caught by numerics, `dear` by cudagraph; time is over in the second part."""
-    mutants = [
-        SimpleNamespace(name=name, base_ref="right") for name in ("cheap", "dear", "missed", "late", "later", "last")
-    ]
-    catching = {"cheap": "numerics", "late": "numerics", "dear": "cudagraph"}
+    """Each mutant is examined alone. The time ends with `late`; `broken` cannot be loaded."""
+    names = ("cheap", "dear", "missed", "broken", "late", "last")
+    catching = {"cheap": "numerics", "dear": "cudagraph", "late": "numerics"}
     examined = []
 
-    def records(groups, checks, jobs):
-        refs = [ref for group in groups for ref in group.refs]
-        examined.append((refs, checks))
-        for ref in refs:
-            name = ref.removeprefix("mutants:")
-            for check in checks:
-                outcome = "failed" if catching.get(name) == check else "passed"
-                yield [
-                    SimpleNamespace(backend_ref=ref, case_id="prefill", check=check, outcome=outcome, duration_s=1.0)
-                ]
+    def examine(groups, checks, jobs):
+        for group in groups:
+            (ref,) = group.refs
+            examined.append((ref.removeprefix("mutants:"), checks))
+            records = [
+                SimpleNamespace(backend_ref=ref, case_id="prefill", check=check, outcome=outcome, duration_s=1.0)
+                for check in checks
+                for outcome in ["failed" if catching.get(examined[-1][0]) == check else "passed"]
+            ]
+            run = None if ref == "mutants:broken" else SimpleNamespace(records=records)
+            yield SimpleNamespace(refs=group.refs, run=run)
 
-    monkeypatch.setattr(telling, "_records", records)
+    monkeypatch.setattr(telling, "_examined", examine)
+    mutants = [SimpleNamespace(name=name, base_ref="right") for name in names]
     monkeypatch.setattr(telling, "comparable_mutants", lambda: list(mutants))
     monkeypatch.setattr(telling.random.Random, "shuffle", lambda self, values: None)
-    monkeypatch.setattr(telling, "_PER_PROCESS", 3)
-    monkeypatch.setattr(telling.time, "monotonic", lambda: 10.0 * any("mutants:late" in refs for refs, _ in examined))
+    monkeypatch.setattr(telling, "_PER_PROCESS", 1)
+    monkeypatch.setattr(telling.time, "monotonic", lambda: 10.0 * any(name == "late" for name, _ in examined))
     measured = telling.measure(1, 5.0)
-    stages = [refs for refs, _ in examined if refs != ["right"]]
-    of_first = [
-        [f"mutants:{name}" for name in names] for names in (("cheap", "dear", "missed"), *[("dear", "missed")] * 2)
+    cheapest, middle, dear = telling.STAGES
+    assert [stage for stage in examined if stage[0] != "right"] == [
+        ("cheap", cheapest),
+        *(("dear", stage) for stage in (cheapest, middle, dear)),
+        *(("missed", stage) for stage in (cheapest, middle, dear)),
+        ("broken", cheapest),
+        ("late", cheapest),
     ]
-    assert stages == [*of_first, ["mutants:late", "mutants:later", "mutants:last"]]
     assert measured["mutants"] == ["cheap", "dear", "missed"]
-    assert measured["left_out"] == ["last", "late", "later"]
+    assert measured["left_out"] == ["broken", "last", "late"]
     assert measured["order"] == ["prefill numerics", "prefill cudagraph"]
     assert measured["in_this_order"]["3"] == 2
