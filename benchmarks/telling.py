@@ -193,7 +193,9 @@ def table(measured: Mapping[str, Any]) -> str:
     cells = [
         [name, *(f"{100 * count / total:.0f} %" for count in measured[key].values())] for name, key in rows.items()
     ]
-    return str(tabulate(cells, headers=["caught within", *(f"{limit} s" for limit in AFTER_S)], tablefmt="github"))
+    return str(
+        tabulate(cells, headers=[f"caught of {total} within", *(f"{limit} s" for limit in AFTER_S)], tablefmt="github")
+    )
 
 
 def main() -> None:
