@@ -56,7 +56,15 @@ from attncheck.harness.workers.process import WorkerProcess
 from attncheck.harness.workers.ray import RayCluster
 from attncheck.reports.analysis.phrases import plural, what_happened
 from attncheck.reports.run_file.header import MOST, RunHeader, SurveyedBackend
-from attncheck.reports.run_file.records import EXAMINED, FALLEN_SHORT, Ended, Record, RunFooter, is_out_of_time
+from attncheck.reports.run_file.records import (
+    EXAMINED,
+    FALLEN_SHORT,
+    Ended,
+    Record,
+    RunFooter,
+    is_not_reached,
+    is_out_of_time,
+)
 from attncheck.reports.run_file.store import Run as StoredRun
 from attncheck.reports.run_file.store import count_outcomes, lacking_in_words, now
 from attncheck.reports.run_file.timings import TIMING
@@ -134,8 +142,8 @@ class Tally:
     """Counts how many cases of the run have begun, and how many records failed.
 
     A case counts once for each process of a backend that gets it: once per round for ``timing``, and once for all other
-    checks together. A case that is not examined in round 0 counts for all rounds, since later ones skip it.
-    Records of one case must arrive together: only the latest case is remembered.
+    checks together, or for each part of them with ``--within``. A case that is not examined in round 0 counts for all
+    rounds, since later ones skip it. Records of one part must arrive together: only the latest one is remembered.
     """
 
     def __init__(self, cases: int, rounds: int) -> None:
@@ -480,8 +488,9 @@ class _Execution:
                     except DeviceLostError:
                         stopped = f"stopped {_DEVICE_LOST}{tally.rest}"
                 blind = tuple(map(str, self._examiner.blind))
-                unmet = tuple(expectations.unmet(stopped_early=bool(stopped))) if expectations else ()
-                unseen = tuple(expectations.unseen()) if expectations and not stopped else ()
+                is_short = bool(stopped) or any(map(is_not_reached, run.records))
+                unmet = tuple(expectations.unmet(stopped_early=is_short)) if expectations else ()
+                unseen = tuple(expectations.unseen()) if expectations and not is_short else ()
                 for error in (*blind, *unmet):
                     writer.fail(error)
             return FinishedRun(path, self._header, tuple(run.records), blind, unmet, unseen, stopped)
