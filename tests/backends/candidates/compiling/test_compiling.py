@@ -165,6 +165,7 @@ def test_heads_scales_and_lengths_share_a_compilation(printed_by):
     calls = [
         {"num_heads": 16, "rows": 26, "keys": 127},  # as heads of their own: NoValidChoicesError
         {"num_heads": 21, "num_kv_heads": 3, "scale": 0.2, "rows": 131, "keys": 100},
+        {"num_heads": 4, "num_kv_heads": 1, "head_size": 16, "rows": 1, "keys": 1},
         {"head_size": 80, "head_size_v": 96, "rows": 4, "keys": 300},
         {"head_size": 128, "num_heads": 16, "rows": 70, "keys": 70},
     ]
