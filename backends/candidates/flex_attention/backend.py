@@ -7,8 +7,8 @@ borders between requests.
 
 A compilation takes seconds, and torch recompiles for each number of heads, head size, scale, and length of 1. To avoid
 that, KV heads are the batch dimension, each query head of a KV head adds a row, head sizes are rounded up, numbers are
-passed as tensors, and no dimension has length 1. So it compiles once for each dtype, rounded head size, and combination
-of soft cap, ALiBi and tree.
+passed as tensors, and no length is 1, except for one KV head with an odd number of query heads. So it compiles once for
+each dtype, rounded head size, and combination of soft cap, ALiBi and tree.
 """
 
 import contextlib
@@ -193,8 +193,8 @@ class FlexImpl(PagedImpl):
         scale = torch.full((), self.scale, device=own.device)
         cap = None if self.logits_soft_cap is None else torch.full((), self.logits_soft_cap, device=own.device)
         slopes = self.slopes_on(own.device)
-        if slopes is not None:  # [KV heads, rows]
-            slopes = slopes.view(-1, group).repeat(1, -(-len(own) // group))[:, : len(own)]
+        if slopes is not None:  # [KV heads, rows]; torch recompiles for rows that are cut off
+            slopes = slopes.view(-1, group).repeat(1, -(-len(own) // group))[:, : len(own)].contiguous()
 
         def modified(score: Tensor, kv_head: Tensor, _head: Tensor, row: Tensor, key: Tensor) -> Tensor:
             score = score * scale
