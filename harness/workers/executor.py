@@ -1,11 +1,14 @@
 """Examine the backends of a run in slots: threads that take questions from a schedule."""
 
 import contextlib
+import math
 import queue
+import re
 import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import cycle, islice
@@ -15,6 +18,7 @@ import attncheck
 from attncheck.cases.model import Case
 from attncheck.errors import ClusterError, QuestionError
 from attncheck.harness.driver.observation import Raised
+from attncheck.harness.problem.sizes import needed_bytes
 from attncheck.harness.run.outcomes import (
     OURSELVES,
     BackendDescription,
@@ -25,10 +29,11 @@ from attncheck.harness.run.outcomes import (
     identity_of,
     record_of,
 )
+from attncheck.harness.run.preparation import Gpu
 from attncheck.harness.run.run import Costs
 from attncheck.harness.run.selection import RoundQuestions, RunPlan, rotated, timed_questions
 from attncheck.harness.workers.limits import PREPARATION, Limit, TimeLimits
-from attncheck.harness.workers.pool import WarmingAhead, WorkerPool
+from attncheck.harness.workers.pool import SMALL_BYTES, WorkerPool
 from attncheck.harness.workers.process import (
     ProcessEndedError,
     RefusedError,
@@ -36,7 +41,9 @@ from attncheck.harness.workers.process import (
     WorkerProcess,
 )
 from attncheck.harness.workers.schedule import LOOK_EVERY_S, BackendQuestion, Chosen, Schedule, untimed
+from attncheck.harness.workers.sharing import Mps, SharedDevice, Turn
 from attncheck.harness.workers.worker import CaseServer, Examined, Stage
+from attncheck.reports.analysis.phrases import plural
 from attncheck.reports.run_file.causes import cause_of_end
 from attncheck.reports.run_file.graph_levels import CUDAGRAPH
 from attncheck.reports.run_file.header import Environment
@@ -178,7 +185,8 @@ class Place:
 
     ``records``: those not yet yielded; None follows the last one, or an error that ends the run. ``blind``: why the
     case could not be examined at all. ``began``: monotonic time at which its examination began.
-    ``losses``: why nodes were lost at it.
+    ``losses``: why nodes were lost at it. ``unsettled``: how its process ended, without a record yet. ``doubted``: how
+    it ended beside other processes, before it was examined again alone.
     """
 
     question: BackendQuestion
@@ -188,6 +196,8 @@ class Place:
     blind: str | None = None
     began: float | None = None
     losses: list[str] = field(default_factory=list)
+    unsettled: "Unsettled | None" = None
+    doubted: "Unsettled | None" = None
 
     def end(self, stopped: Stopped, checks: Iterable[str]) -> None:
         """Put a record for each of ``checks``, which ``stopped`` prevented, or that does not apply."""
@@ -327,11 +337,19 @@ class Slots:
 class ProcessSlot:
     """Examines in one process at a time, of ``workers`` or of a twin for backends that another slot has begun.
 
-    ``own``: the pool for all backends, of a slot with a GPU of its own.
+    ``own``: the pool for all backends, of a slot with a GPU of its own, or whose processes use MPS. ``is_first``: it
+    begins each backend, even one whose process does not start.
     """
 
-    def __init__(self, examiner: "ProcessExaminer", workers: WorkerPool, own: WorkerPool | None = None) -> None:
-        self._examiner, self._workers, self._own = examiner, workers, own
+    def __init__(
+        self,
+        examiner: "ProcessExaminer",
+        workers: WorkerPool,
+        own: WorkerPool | None = None,
+        *,
+        is_first: bool = False,
+    ) -> None:
+        self._examiner, self._workers, self._own, self._is_first = examiner, workers, own, is_first
         self._twin: WorkerPool | None = None
         self._at_work: WorkerPool | None = None
 
@@ -351,31 +369,37 @@ class ProcessSlot:
             self._twin = self._twin or self._workers.twin()
         self._at_work = workers = self._own or self._twin
         assert workers is not None
-        try:
-            if workers.process(ref) is None:
-                workers.restart(ref)
-        except (QuestionError, WorkerError, OSError):
-            workers.discard(ref)
-            return False
-        return True
+        return _starts(workers, ref) or self._is_first
 
-    def examine(self, place: Place, left: Sequence[BackendQuestion]) -> bool:
+    def examine(self, place: Place, _left: Sequence[BackendQuestion]) -> bool:
         """Examine one question through the process of its backend."""
         assert self._at_work is not None
-        self._examiner.examine(place, self._at_work, left)
+        self._examiner.examine(place, self._at_work)
         return True
 
     def leave(self, ref: str) -> None:
         """Let the process end by itself."""
         assert self._at_work is not None
         self._at_work.finish(ref)
-        self._examiner.warming.finish(ref)
         self._at_work = None
 
     def stop(self) -> None:
         """End the process."""
         if (workers := self._at_work) is not None:
             workers.stop()
+
+
+def _starts(workers: WorkerPool, ref: str) -> bool:
+    """Start the process of ``ref`` in a turn of its device if it is missing; return whether it has started."""
+    with workers.device.turn() as turn:
+        while workers.process(ref) is None:
+            try:
+                workers.restart(ref)
+            except (QuestionError, WorkerError, OSError):
+                workers.discard(ref)
+                if workers.is_stopped or not workers.device.give_up_mps(turn):
+                    return False
+    return True
 
 
 # If the process ends, the checks of the case without a record are `crashed` or `timed_out`, unless they do not apply,
@@ -393,51 +417,83 @@ _OUTPUT_BYTES = 4096
 """Bytes of output in the record of a failure; that of a crash has more, with the stack."""
 
 
-class ProcessExaminer:
-    """Examines questions within ``limits``, in several threads."""
+@dataclass(frozen=True)
+class Unsettled:
+    """How a process ended during a case. ``earlier``: its questions before; ``goes_on``: other checks are still due."""
 
-    def __init__(self, limits: TimeLimits, warming: WarmingAhead) -> None:
-        self._limits, self.warming = limits, warming
+    stopped: Stopped
+    earlier: tuple[BackendQuestion, ...]
+    goes_on: bool
+
+
+class ProcessExaminer:
+    """Examines questions within ``limits``, in several threads.
+
+    ``num_repeated``: cases that were examined again alone, since another process may have been the cause.
+    """
+
+    def __init__(self, limits: TimeLimits) -> None:
+        self._limits = limits
+        self.num_repeated = 0
         self._unstartable: dict[str, str] = {}
         self._spent: defaultdict[str, float] = defaultdict(float)
         self._tried: set[tuple[str, str]] = set()
+        self._confirmed: set[tuple[str, str]] = set()
         self._lock = threading.Lock()  # for what the slots of a backend share
 
     def begin_round(self) -> None:
         """Allow another attempt for processes that could not be started."""
         self._unstartable.clear()
 
-    def examine(self, place: Place, workers: WorkerPool, left: Sequence[BackendQuestion]) -> None:
-        """Examine one question through the process of its backend in ``workers``. ``left``: the following questions."""
-        backend, case = place.question.backend, place.question.case
-        self.warming.before(backend.ref, [(each.case, each.checks) for each in (place.question, *left)], workers)
+    def examine(self, place: Place, workers: WorkerPool) -> None:
+        """Examine one question through the process of its backend in ``workers``; what is doubtful, again alone."""
+        device = workers.device
         with self._lock:
-            self._spent[backend.ref] += 0.0  # counts it as begun
+            self._spent[place.question.backend.ref] += 0.0  # counts it as begun
+        with device.turn() as turn:
+            self._examine_in(turn, place, workers)
+        if not place.due:
+            return
+        with device.alone() as alone:
+            if place.unsettled is None or _is_doubtful(place.unsettled, turn, device):
+                place.doubted, place.unsettled = place.unsettled, None
+                with self._lock:
+                    self.num_repeated += 1
+            self._examine_in(alone, place, workers)
+
+    def _examine_in(self, turn: Turn, place: Place, workers: WorkerPool) -> None:
+        """Make the checks that are due; after a turn with others, those that must be made alone are left."""
+        backend, case = place.question.backend, place.question.case
         rest = self._left(place)
         if rest.seconds <= 0:
             used = "earlier cases used up" if self._spent[backend.ref] else "the start of the run left nothing of"
             cause = f"the case did not run, because {used} {rest.words}; give more time, or select fewer cases"
             place.end(Stopped("", ProcessEnd(cause, limit_s=self._limits.backend_s)), place.due)
             return
+        if backend.ref in self._unstartable and workers.process(backend.ref) is None:
+            place.end(Stopped("the start", ProcessEnd(self._unstartable[backend.ref])), place.due)
+            return
         place.began = time.monotonic()
-        if backend.ref not in self._unstartable or workers.process(backend.ref) is not None:
-            try:
-                error = self._examine(place, workers)
-            except (QuestionError, OSError) as refused:
+        try:
+            error = self._examine(turn, place, workers)
+        except (QuestionError, OSError) as refused:
+            turn.is_over = workers.device.can_repeat and not turn.is_alone
+            if not turn.is_over:
                 cause = f"its process has ended, and no other could be started: {refused}"
                 self._unstartable[backend.ref] = cause
-            else:
-                if error is not None:
-                    raised = Raised(OURSELVES, WorkerError.__name__, error.fault.error, error.fault.traceback)
-                    for check in place.due:
-                        place.records.put(record_of(place.circumstances, case, backend, check, raised, 0.0))
-                    place.due.clear()
-        if place.due:
-            place.end(Stopped("the start", ProcessEnd(self._unstartable[backend.ref])), place.due)
-        with self._lock:
-            self._spent[backend.ref] += time.monotonic() - place.began
+                place.end(Stopped("the start", ProcessEnd(cause)), place.due)
+        else:
+            if error is not None:
+                raised = Raised(OURSELVES, WorkerError.__name__, error.fault.error, error.fault.traceback)
+                for check in place.due:
+                    place.records.put(record_of(place.circumstances, case, backend, check, raised, 0.0))
+                place.due.clear()
+        finally:
+            with self._lock:
+                self._spent[backend.ref] += time.monotonic() - place.began
+            place.began = None
 
-    def _examine(self, place: Place, workers: WorkerPool) -> WorkerError | None:
+    def _examine(self, turn: Turn, place: Place, workers: WorkerPool) -> WorkerError | None:
         """Make the checks that are due; return the failure of attncheck if it failed in two processes.
 
         A process that lost the device is replaced for the remaining checks. A process in which attncheck failed is
@@ -447,13 +503,17 @@ class ProcessExaminer:
             QuestionError, OSError: a new process is needed and cannot be started.
         """
         faults: list[WorkerError] = []
+        if place.unsettled is not None:
+            self._settle(turn, place, workers, place.unsettled)
         while place.due and len(faults) < _TRIES:
-            fault = self._examine_once(place, workers)
+            fault = self._examine_once(turn, place, workers)
+            if turn.is_over:
+                return None
             if fault is not None:
                 faults.append(fault)
         return faults[-1] if place.due else None
 
-    def _examine_once(self, place: Place, workers: WorkerPool) -> WorkerError | None:
+    def _examine_once(self, turn: Turn, place: Place, workers: WorkerPool) -> WorkerError | None:
         """Add the records of the checks that are due; return how attncheck failed in the process, if it did.
 
         Raises:
@@ -461,12 +521,14 @@ class ProcessExaminer:
         """
         ref = place.question.backend.ref
         case = place.question.case
-        due = place.due
+        due, device = place.due, workers.device
         process = workers.process(ref) or workers.restart(ref)
         earlier = tuple(process.examined)
+        can_repeat = device.can_repeat and not turn.is_alone
 
         def take(record: Record) -> None:
-            if record.check in due:  # not if it was already made before a fault
+            turn.is_over = turn.is_over or (can_repeat and _may_lack_device(record))
+            if record.check in due and not turn.is_over:  # not if it was already made before a fault
                 due.remove(record.check)
                 place.records.put(_with_output(record, process, case))
 
@@ -475,28 +537,51 @@ class ProcessExaminer:
         goes_on = False
         if isinstance(end, Examined):
             if (record := end.lost) is None:
-                place.blind = end.blind
-                due.clear()
+                if not turn.is_over:
+                    place.blind = end.blind
+                    due.clear()
                 return None
             goes_on = True  # a new process makes the remaining checks
             end = Stopped(record.stage, ProcessEnd(record.cause, record.output + process.output(case.key)))
         workers.discard(ref)
+        device.count_end()
         if isinstance(end, WorkerError):
+            turn.is_over = can_repeat
             return end
-        if end.stage.startswith(f"check {CUDAGRAPH}"):
-            workers.stop_sharing_probes(ref)
-        self._settle(place, workers, end, earlier, goes_on=goes_on)
+        left = Unsettled(end, earlier, goes_on)
+        if turn.is_over or self._is_left(left, turn, place, device):
+            place.unsettled = None if turn.is_over else left
+            turn.is_over = True
+        else:
+            self._settle(turn, place, workers, left)
         return None
 
-    def _settle(
-        self, place: Place, workers: WorkerPool, stopped: Stopped, earlier: Sequence[BackendQuestion], *, goes_on: bool
-    ) -> None:
-        """Add the record of the check that ended the process, and of the remaining ones unless the case ``goes_on``.
+    def _is_left(self, left: Unsettled, turn: Turn, place: Place, device: SharedDevice) -> bool:
+        """Return whether the end of a process is settled in a turn alone.
+
+        That is so for all processes of a shared GPU. A finding of the backend that recurred alone is settled at once.
+        """
+        ref = place.question.backend.ref
+        if turn.is_alone or self._left(place).seconds <= 0:
+            return False
+        if (ref, _cause_of(left.stopped)) in self._confirmed and not device.is_client(ref):
+            return False
+        return device.can_repeat or _is_doubtful(left, turn, device)
+
+    def _settle(self, turn: Turn, place: Place, workers: WorkerPool, left: Unsettled) -> None:
+        """Add the record of the check that ended the process, and of the remaining ones unless the case goes on.
 
         Each new finding of a backend is tried again, unless only timings were due. If the case then succeeds, the
         remaining checks get the records of that try.
         """
-        found = self._recurrence(place, workers, stopped, earlier)
+        ref, stopped = place.question.backend.ref, left.stopped
+        place.unsettled = None
+        workers.device.separate(ref)
+        if stopped.stage.startswith(f"check {CUDAGRAPH}"):
+            workers.stop_sharing_probes(ref)
+        found = self._recurrence(place, workers, left)
+        if place.doubted is not None or (found is not None and found.word == "always"):
+            self._confirmed.add((ref, _cause_of(stopped)))
         made: dict[str, Record] = {}
         if found is not None:
             stopped = replace(stopped, end=replace(stopped.end, recurrence=found.word, after=found.after))
@@ -505,24 +590,24 @@ class ProcessExaminer:
             if index and check in made:
                 place.due.remove(check)
                 place.records.put(made[check])
-            elif index == 0 or not goes_on:
+            elif index == 0 or not left.goes_on:
                 place.end(stopped, [check])
 
-    def _recurrence(
-        self, place: Place, workers: WorkerPool, stopped: Stopped, earlier: Sequence[BackendQuestion]
-    ) -> Recurrence | None:
+    def _recurrence(self, place: Place, workers: WorkerPool, left: Unsettled) -> Recurrence | None:
         """Try the case again; return None if it is not tried, or no process can be started."""
-        ref, end = place.question.backend.ref, stopped.end
-        finding = (ref, cause_of_end(end.cause, stopped.stage, end.output))
+        ref = place.question.backend.ref
+        finding = (ref, _cause_of(left.stopped))
         if place.question.checks == (TIMING,) or self._left(place).seconds <= 0:
             return None
         with self._lock:
             if finding in self._tried or len(self._tried) >= _MOST_TRIED:
                 return None
             self._tried.add(finding)
+        if not left.earlier and place.doubted is not None and _cause_of(place.doubted.stopped) == finding[1]:
+            return Recurrence("always")  # this was the second try
         replay = partial(self._replay, place, workers)
         try:
-            return find_recurrence(replay, place.question, earlier)
+            return find_recurrence(replay, place.question, left.earlier)
         except (QuestionError, WorkerError, OSError):  # the next case reports it
             workers.discard(ref)
             return None
@@ -558,6 +643,35 @@ class ProcessExaminer:
         return Limit(max(left.seconds, 0.0), words)
 
 
+def _cause_of(stopped: Stopped) -> str:
+    return cause_of_end(stopped.end.cause, stopped.stage, stopped.end.output)
+
+
+def _is_doubtful(left: Unsettled, turn: Turn, device: SharedDevice) -> bool:
+    """Return whether another process of the device may be why one ended in ``turn``; call it when the others are over.
+
+    Others may slow it down, or lose the GPU with it. A process of a shared GPU that died by itself is doubtful only if
+    another one has ended, too.
+    """
+    if not turn.is_shared:
+        return False
+    if left.stopped.end.limit_s is not None:
+        return True
+    return device.is_gpu and (left.goes_on or device.have_others_ended(turn))
+
+
+_OF_DEVICE = re.compile(
+    r"out of memory|OutOfMemory|the case needs about"
+    r"|(?:CUDA|HIP) error|\[(?:CUDA|HIP)\]|No CUDA GPUs|\b(?:CUDA|CUBLAS|CUDNN|HIP)_",
+    re.IGNORECASE,
+)
+
+
+def _may_lack_device(record: Record) -> bool:
+    """Return whether a record names lack of memory or an error of the GPU, which another process may have caused."""
+    return _OF_DEVICE.search(record.model_dump_json(exclude={"figures"})) is not None
+
+
 def _with_output(record: Record, process: WorkerProcess, case: Case) -> Record:
     """Return the record of a failure or error with the end of what its process printed during the case so far."""
     if not isinstance(record, Failed | Errored):
@@ -573,10 +687,15 @@ class SlotExecutor:
     """Examines questions of a plan through slots. ``blind``: cases that could not be examined at all, each once."""
 
     def __init__(self, plan: RunPlan, descriptions: Sequence[BackendDescription], environment: Environment) -> None:
-        self._plan, self._descriptions = plan, descriptions
+        self._plan, self._descriptions, self._environment = plan, descriptions, environment
         self._circumstances = Circumstances(plan.seed, environment.digest, attncheck.__version__)
         self.blind: list[QuestionError] = []
         self._faulty: set[str] = set()
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """Sentences on how the run was examined, for the end of its report."""
+        return ()
 
     def examine_all(
         self,
@@ -617,6 +736,10 @@ class SlotExecutor:
             self.blind.append(QuestionError(place.blind))
 
 
+_LEAST_FOR_MPS = 20
+"""Fewest questions for which MPS is started: their processes start again as its clients."""
+
+
 class Supervisor(SlotExecutor):
     """Examines a plan's cases through the processes of ``workers``, whose backends are ``descriptions``."""
 
@@ -628,20 +751,26 @@ class Supervisor(SlotExecutor):
         environment: Environment,
         *,
         jobs: int = 1,
-        warms: bool = False,
         costs: Costs | None = None,
     ) -> None:
         """``jobs``: processes at work at once, except for the check ``timing``.
 
-        ``costs``: what checks took in earlier runs. ``warms``: whether other processes compile kernels ahead of the
-        run.
+        ``costs``: what checks took in earlier runs.
         """
         super().__init__(plan, descriptions, environment)
-        self._workers, self._jobs, self._costs = workers, jobs, costs
+        self.jobs = jobs
+        self._workers, self._costs = workers, costs
         self._at_work: str | None = None
         self._unexamined: dict[str, set[str]] = {}
-        self._warming = WarmingAhead(plan, workers, min(jobs, len(workers.gpus) or 1), is_on=warms)
-        self._examiner = ProcessExaminer(workers.limits, self._warming)
+        self._examiner = ProcessExaminer(workers.limits)
+        self._notes: dict[str, None] = {}
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """See :class:`SlotExecutor`."""
+        repeated = self._examiner.num_repeated
+        words = f"{plural(repeated, 'case')} examined again alone, since other processes used the device meanwhile"
+        return (*self._notes, *([words] if repeated else []))
 
     def run(self) -> Generator[Record, None, None]:
         """Yield every record, by round, backend and case; records of checks other than ``timing`` come first.
@@ -650,8 +779,7 @@ class Supervisor(SlotExecutor):
             WorkerError: attncheck itself failed in a process that was to replace another.
         """
         self._workers.keep_only(backend.ref for backend in self._descriptions)
-        with contextlib.closing(self._warming):
-            yield from self._run_untimed()
+        yield from self._run_untimed()
         for number in range(self._plan.rounds):
             yield from self._run_round(number)
 
@@ -671,21 +799,68 @@ class Supervisor(SlotExecutor):
         self._examiner.begin_round()
         place = self._place(BackendQuestion(backend, case, checks, is_drawn))
         if backend.is_loaded:
-            self._examiner.examine(place, self._workers, ())
+            self._examiner.examine(place, self._workers)
         self._note(place)
         return list(place.waiting())
 
+    def compile(self) -> Generator[Record, None, None]:
+        """Examine the cases so that kernels are compiled, and yield records that are none of the run.
+
+        The checks are those of the run except ``timing``, or ``numerics`` if there are no others. Cases that need much
+        memory are left out.
+        """
+        given = untimed(self._plan, self._descriptions) or [
+            BackendQuestion(backend, case, ("numerics",))
+            for backend in self._descriptions
+            for case, _ in timed_questions(self._plan, backend.ref).questions
+        ]
+        questions = [each for each in given if each.backend.is_loaded and needed_bytes(each.case) <= SMALL_BYTES]
+        apart = SlotExecutor(self._plan, self._descriptions, self._environment)
+        limits = replace(self._workers.limits, backend_s=math.inf, deadline=None)
+        with self._slots(ProcessExaminer(limits), len(questions)) as slots:
+            # All slots begin at once: compiling takes longer than the start of a process.
+            yield from apart.examine_all(questions, slots, shares_machine=False)
+
     def _run_untimed(self) -> Iterator[Record]:
         questions = untimed(self._plan, self._descriptions)
-        if not questions:
-            self._warming.before_times(each.ref for each in self._descriptions if each.is_loaded)
-            return  # the processes have not run a case yet
-        gpus = islice(cycle(self._workers.gpus), 1, self._jobs)
-        own: list[WorkerPool | None] = [None] * self._jobs
-        if len(self._workers.gpus) > 1:
-            own = [self._workers, *map(self._workers.twin, gpus)]
-        slots = [ProcessSlot(self._examiner, self._workers, each) for each in own]
-        yield from self.examine_all(questions, slots, costs=self._costs)
+        if questions:
+            with self._slots(self._examiner, len(questions)) as slots:
+                yield from self.examine_all(questions, slots, costs=self._costs)
+        elif self._plan.device != "cpu":
+            for _ in self.compile():  # ahead of the times
+                pass
+
+    @contextmanager
+    def _slots(self, examiner: ProcessExaminer, num_questions: int) -> Iterator[list[ProcessSlot]]:
+        """Yield the slots for ``num_questions``; the slots of each GPU share it, with MPS if it is worth its start."""
+        workers = self._workers
+        jobs = max(min(self.jobs, num_questions), 1)
+        gpus: Sequence[Gpu | None] = workers.gpus[:jobs] or (None,)
+        with contextlib.ExitStack() as opened:
+            devices = []
+            for index, gpu in enumerate(gpus):
+                num_slots = len(range(index, jobs, len(gpus)))
+                is_served = workers.has_mps and num_slots > 1 and num_questions >= _LEAST_FOR_MPS
+                devices.append(
+                    SharedDevice(
+                        num_slots,
+                        is_gpu=self._plan.device != "cpu",
+                        start_mps=partial(Mps.start, gpu.variables if gpu else {}) if is_served else None,
+                        note=lambda words: self._notes.update({words: None}),
+                    )
+                )
+                opened.callback(devices[-1].close)
+            own: list[WorkerPool | None] = [None] * jobs
+            opened.callback(workers.share, workers.device)
+            workers.share(devices[0])
+            if len(gpus) > 1 or devices[0].uses_mps:
+                ours = islice(cycle(zip(gpus, devices, strict=True)), jobs)
+                own = [workers.twin(gpu, device) for gpu, device in ours]
+            if devices[0].uses_mps:
+                workers.keep_only(())
+            elif len(gpus) > 1:
+                own[0] = workers
+            yield [ProcessSlot(examiner, workers, each, is_first=not index) for index, each in enumerate(own)]
 
     def _run_round(self, number: int) -> Iterator[Record]:
         """Yield the records of one round of timings.
