@@ -37,6 +37,7 @@ from attncheck.harness.workers.pool import SMALL_BYTES, WorkerPool
 from attncheck.harness.workers.process import (
     ProcessEndedError,
     RefusedError,
+    StoppedError,
     WorkerError,
     WorkerProcess,
 )
@@ -518,6 +519,7 @@ class ProcessExaminer:
 
         Raises:
             QuestionError, OSError: a new process is needed and cannot be started.
+            StoppedError: the pool was stopped.
         """
         ref = place.question.backend.ref
         case = place.question.case
@@ -534,6 +536,8 @@ class ProcessExaminer:
 
         question = replace(place.question, checks=tuple(due))
         end = request_records(process, question, place.circumstances, partial(self._limit, place), take)
+        if workers.is_stopped:
+            raise StoppedError
         goes_on = False
         if isinstance(end, Examined):
             if (record := end.lost) is None:

@@ -152,6 +152,7 @@ class SharedDevice:
 
     def close(self) -> None:
         """End MPS."""
+        self._start_mps = None
         if self._mps is not None:
             self._mps.close()
             self._mps = None
