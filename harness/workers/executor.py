@@ -232,10 +232,8 @@ class Slot(Protocol):
     def begin(self, chosen: Chosen) -> bool:
         """Prepare for the questions to a backend; return whether it can be examined here."""
 
-    def examine(self, place: Place, left: Sequence[BackendQuestion]) -> bool:
+    def examine(self, place: Place) -> bool:
         """Put the records of a question into its place; return False if another slot must examine it.
-
-        ``left``: the questions to the same backend that no slot has taken.
 
         Raises:
             ClusterError: this slot is lost.
@@ -323,7 +321,7 @@ class Slots:
     def _examine(self, index: int, slot: Slot) -> bool:
         is_over, place = False, self._places[index]
         try:
-            is_over = slot.examine(place, self._schedule.left(place.question.backend.ref))
+            is_over = slot.examine(place)
         finally:
             self._schedule.finish(index, is_over=is_over)
         if is_over:
@@ -372,7 +370,7 @@ class ProcessSlot:
         assert workers is not None
         return _starts(workers, ref) or self._is_first
 
-    def examine(self, place: Place, _left: Sequence[BackendQuestion]) -> bool:
+    def examine(self, place: Place) -> bool:
         """Examine one question through the process of its backend."""
         assert self._at_work is not None
         self._examiner.examine(place, self._at_work)
@@ -479,7 +477,9 @@ class ProcessExaminer:
             error = self._examine(turn, place, workers)
         except (QuestionError, OSError) as refused:
             turn.is_over = workers.device.can_repeat and not turn.is_alone
-            if not turn.is_over:
+            if turn.is_over:
+                workers.device.give_up_mps(turn)
+            else:
                 cause = f"its process has ended, and no other could be started: {refused}"
                 self._unstartable[backend.ref] = cause
                 place.end(Stopped("the start", ProcessEnd(cause)), place.due)
@@ -857,13 +857,12 @@ class Supervisor(SlotExecutor):
             own: list[WorkerPool | None] = [None] * jobs
             opened.callback(workers.share, workers.device)
             workers.share(devices[0])
-            if len(gpus) > 1 or devices[0].uses_mps:
-                ours = islice(cycle(zip(gpus, devices, strict=True)), jobs)
-                own = [workers.twin(gpu, device) for gpu, device in ours]
+            ours = list(islice(cycle(zip(gpus, devices, strict=True)), jobs))
             if devices[0].uses_mps:
                 workers.keep_only(())
+                own = [workers.twin(gpu, device) for gpu, device in ours]
             elif len(gpus) > 1:
-                own[0] = workers
+                own = [workers, *(workers.twin(gpu, device) for gpu, device in ours[1:])]
             yield [ProcessSlot(examiner, workers, each, is_first=not index) for index, each in enumerate(own)]
 
     def _run_round(self, number: int) -> Iterator[Record]:

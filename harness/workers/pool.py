@@ -126,7 +126,7 @@ class WorkerPool:
         self.gpus: tuple[Gpu, ...] = ()
         self.has_mps = False
         self.device = SharedDevice()
-        self._on_each_gpu = 1
+        self.on_each_gpu = 1
         self._gpu: Gpu | None = None
         self._inherited = passed_environment(os.environ, self._settings.pass_env)
         self._show, self._spare, self._start_worker = show, spare, Starter(start)
@@ -240,7 +240,7 @@ class WorkerPool:
                     raise
                 self.discard(process.ref)  # a new process reports the failure when it describes the backend
             else:
-                self.gpus, self._on_each_gpu, self.has_mps = chosen.gpus, chosen.processes, chosen.has_mps
+                self.gpus, self.on_each_gpu, self.has_mps = chosen.gpus, chosen.processes, chosen.has_mps
                 return chosen.device, chosen.notes, chosen.environment
         raise QuestionError(f"a process without a backend ended before it named the device: {cause}")
 
@@ -298,7 +298,7 @@ class WorkerPool:
         from attncheck.harness.workers.executor import Supervisor
 
         options = run.options
-        most = most_processes() if run.plan.device == "cpu" else most_processes(len(self.gpus) or 1, self._on_each_gpu)
+        most = most_processes() if run.plan.device == "cpu" else most_processes(len(self.gpus) or 1, self.on_each_gpu)
         jobs = options.jobs or most
         if options.deadline is not None:
             loaded = sum(each.is_loaded for each in run.backends)

@@ -197,7 +197,7 @@ class RaySlot:
             raise self._cluster.error(f"no node is left; {self._cluster.last_words}")
         return True
 
-    def examine(self, place: Place, _left: Sequence[BackendQuestion]) -> bool:
+    def examine(self, place: Place) -> bool:
         """Examine a question; return False if the node is lost, or refuses the backend."""
         question = place.question
         if len(place.losses) == _TRIES:

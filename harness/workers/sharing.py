@@ -7,6 +7,7 @@ import subprocess
 import tempfile
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -141,10 +142,10 @@ class SharedDevice:
         try:
             self._end_processes()
             yield Turn(self._ends, is_alone=True)
-        finally:
-            if self.uses_mps:  # the next process is to use it
+            if self.uses_mps:  # the next processes are to use it
                 self._end_processes()
-            self._renew_mps()
+                self._renew_mps()
+        finally:
             with self._changed:
                 self._num_waiting -= 1
                 self._is_alone = False
@@ -158,8 +159,9 @@ class SharedDevice:
             self._mps = None
 
     def _end_processes(self) -> None:
-        for each in self._processes if self.is_gpu else ():
-            each.keep_only(())
+        if self.is_gpu:
+            with ThreadPoolExecutor() as threads:  # the end of a process on a GPU takes long
+                list(threads.map(lambda each: each.keep_only(()), self._processes))
 
     def _renew_mps(self) -> None:
         """Start MPS anew after the end of a client: a kernel that the client left may go on, or the server is lost."""

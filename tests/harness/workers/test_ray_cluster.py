@@ -275,7 +275,7 @@ def test_all_actors_start_at_once_and_the_end_of_the_run_is_no_loss_of_a_node(ra
     for slot in (first, second):
         slot.stop()
     ray.answers.append(RayError("killed"))
-    assert not first.examine(place(), ())
+    assert not first.examine(place())
     with pytest.raises(ClusterError, match="no node is left"):
         second.begin(CHOSEN)
     assert (ray.killed, notes) == ([first.actor, second.actor], [])
@@ -302,7 +302,7 @@ def test_a_lost_connection_ends_the_run(ray, opened, monkeypatch, call):
     ray.answers.append(ActorRecords(()))
     monkeypatch.setattr(ray, call, lost)
     with pytest.raises(ClusterError) as refused:
-        slot.examine(place(), ())
+        slot.examine(place())
     assert str(refused.value) == snapshot("Ray cluster 'auto': the connection was lost: Broken pipe")
 
 
@@ -313,7 +313,7 @@ def test_a_fault_of_attncheck_on_a_node_ends_the_run(ray, opened, answer):
     (slot,) = opened().slots(1)
     ray.answers.append(answer)
     with pytest.raises(WorkerError) as refused:
-        slot.examine(place(), ())
+        slot.examine(place())
     assert str(refused.value) == snapshot("KeyError: 3 (in the process of reference)")
 
 

@@ -3,7 +3,6 @@
 import threading
 from collections import Counter
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 from inline_snapshot import snapshot
@@ -28,10 +27,11 @@ from attncheck.harness.run.run import Run
 from attncheck.harness.run.selection import select_cases
 from attncheck.harness.workers.executor import Place, ProcessExaminer, Supervisor
 from attncheck.harness.workers.limits import TimeLimits
-from attncheck.harness.workers.pool import WarmingAhead, WorkerPool
+from attncheck.harness.workers.pool import WorkerPool
 from attncheck.harness.workers.process import ProcessEndedError, RefusedError, WorkerError
 from attncheck.harness.workers.protocol import HarnessFailure
 from attncheck.harness.workers.schedule import BackendQuestion
+from attncheck.harness.workers.sharing import SharedDevice
 from attncheck.harness.workers.worker import Examined, Stage
 from attncheck.reports.run_file.header import BackendInfo
 from attncheck.reports.run_file.records import Crashed, Errored, Passed, RecordBase, TimedOut
@@ -46,6 +46,7 @@ class FakePool:
     """A fake of the processes: each case gets the next script of its backend; ``restarts``: which starts fail."""
 
     gpus: tuple[Gpu, ...] = ()
+    has_mps = is_stopped = False
 
     def __init__(self, restarts=None, **scripts):
         self.scripts, self._restarts = scripts, restarts or []
@@ -55,11 +56,15 @@ class FakePool:
         self.sent = []
         self.unshared = []
         self.limits = TimeLimits()
+        self.device = SharedDevice()
         self.examined = []
         self.changed = {}
 
     def answers(self, ref, _question, _number):
         return self.scripts[ref].pop(0)
+
+    def share(self, device):
+        self.device = device
 
     def stop_sharing_probes(self, ref):
         self.unshared.append(ref)
@@ -287,13 +292,12 @@ def test_a_process_that_cannot_be_started_again_does_not_end_the_work_of_another
     """Two processes of one backend: the host has no room to replace the first, and the second goes on."""
     first, second = FakePool([OSError("no more processes")] * 2, a=[[DEATH]]), FakePool(a=[WELL])
     backend = BackendDescription(info=BackendInfo(name="a", ref="a", features=("lse",)))
-    warming = WarmingAhead(RunPlan(cases=()), first, is_on=False)
-    examiner = ProcessExaminer(TimeLimits(), warming)
+    examiner = ProcessExaminer(TimeLimits())
     outcomes_by_case = []
     for pool in (first, first, second):
         question = BackendQuestion(backend, make_case(), CHECKS)
         place = Place(question, Circumstances(0, ENVIRONMENT.digest, attncheck.__version__), list(CHECKS))
-        examiner.examine(place, pool, ())
+        examiner.examine(place, pool)
         outcomes_by_case.append([record.outcome for record in place.waiting()])
     assert outcomes_by_case == [["crashed"] * 2, ["crashed"] * 2, ["passed"] * 2]
 
@@ -368,9 +372,11 @@ class Gpus(FakePool):
         self.twins = []
         self._together = together
 
-    def twin(self, gpu):
+    def twin(self, gpu, device):
         self.twins.append(gpu)
-        return Gpus(self._together)
+        twin = Gpus(self._together)
+        twin.share(device)
+        return twin
 
     def answers(self, ref, question, number):
         self._together.wait(10)
@@ -485,17 +491,16 @@ def test_a_case_that_cannot_be_put_is_reported_once_and_left_out_of_later_rounds
     assert ("x", 1) not in pool.examined_in
 
 
-def test_what_is_only_timed_is_warmed_before_the_first_round(two, monkeypatch):
-    log = []
-    warming = SimpleNamespace(
-        before_times=lambda refs: log.append([*refs]),
-        close=lambda: log.append("close"),
-        before=lambda *_: log.append("question"),
-        finish=lambda ref: None,
-    )
-    monkeypatch.setattr("attncheck.harness.workers.executor.WarmingAhead", lambda *_, is_on: warming)
-    list(timed(Rounds(two, "a"), known("a"), not_loaded("gone", ("no library",))).run())
-    assert log == [["a"], "close", *["question"] * 6]
+def test_what_is_only_timed_on_a_gpu_is_compiled_before_the_first_round(two):
+    """Each case is examined once more, by its numerics; these records are none of the run."""
+    pool = Rounds(two, "a")
+    plan = RunPlan(cases=pool.cases, checks=("timing",), rounds=1, device="cuda")
+    records = list(Supervisor(plan, (known("a"), not_loaded("gone", ("no library",))), pool, ENVIRONMENT).run())
+    assert [record.check for record in records] == ["timing"] * 4
+    assert [(each.case.id, *each.checks) for each in pool.sent] == [
+        *(("x", "numerics"), ("y", "numerics")),
+        *(("x", "timing"), ("y", "timing")),
+    ]
 
 
 TOGETHER = """
