@@ -45,7 +45,7 @@ from attncheck.harness.workers.schedule import LOOK_EVERY_S, BackendQuestion, Ch
 from attncheck.harness.workers.sharing import Mps, SharedDevice, Turn
 from attncheck.harness.workers.worker import CaseServer, Examined, Stage
 from attncheck.reports.analysis.phrases import plural
-from attncheck.reports.run_file.causes import cause_of_end
+from attncheck.reports.run_file.causes import cause_of_end, cause_of_error
 from attncheck.reports.run_file.graph_levels import CUDAGRAPH
 from attncheck.reports.run_file.header import Environment
 from attncheck.reports.run_file.records import (
@@ -529,7 +529,11 @@ class ProcessExaminer:
         can_repeat = device.can_repeat and not turn.is_alone
 
         def take(record: Record) -> None:
-            turn.is_over = turn.is_over or (can_repeat and _may_lack_device(record))
+            error = _error_of_device(record)
+            if can_repeat and not turn.is_over:
+                turn.is_over = _lacks_memory(record) or bool(error and (ref, error) not in self._confirmed)
+            elif turn.is_alone and error:
+                self._confirmed.add((ref, error))
             if record.check in due and not turn.is_over:  # not if it was already made before a fault
                 due.remove(record.check)
                 place.records.put(_with_output(record, process, case))
@@ -548,7 +552,8 @@ class ProcessExaminer:
             goes_on = True  # a new process makes the remaining checks
             end = Stopped(record.stage, ProcessEnd(record.cause, record.output + process.output(case.key)))
         workers.discard(ref)
-        device.count_end()
+        if not turn.is_alone:
+            device.count_end()
         if isinstance(end, WorkerError):
             turn.is_over = can_repeat
             return end
@@ -664,16 +669,22 @@ def _is_doubtful(left: Unsettled, turn: Turn, device: SharedDevice) -> bool:
     return device.is_gpu and (left.goes_on or device.have_others_ended(turn))
 
 
-_OF_DEVICE = re.compile(
-    r"out of memory|OutOfMemory|the case needs about"
-    r"|(?:CUDA|HIP) error|\[(?:CUDA|HIP)\]|No CUDA GPUs|\b(?:CUDA|CUBLAS|CUDNN|HIP)_",
-    re.IGNORECASE,
+_MEMORY = re.compile(r"out of memory|OutOfMemory|the case needs about", re.IGNORECASE)
+_DEVICE = re.compile(
+    r"(?:CUDA|HIP) error|\[(?:CUDA|HIP)\]|No CUDA GPUs|(?:CUDA|HIP)_?ERROR|(?:CUBLAS|CUDNN)_STATUS", re.IGNORECASE
 )
+"""Words of messages about errors of the GPU."""
 
 
-def _may_lack_device(record: Record) -> bool:
-    """Return whether a record names lack of memory or an error of the GPU, which another process may have caused."""
-    return _OF_DEVICE.search(record.model_dump_json(exclude={"figures"})) is not None
+def _lacks_memory(record: Record) -> bool:
+    return _MEMORY.search(record.model_dump_json(exclude={"figures"})) is not None
+
+
+def _error_of_device(record: Record) -> str:
+    """Return the cause of a record by an error of the GPU; empty for every other record."""
+    if not isinstance(record, Errored) or not _DEVICE.search(record.message):
+        return ""
+    return cause_of_error(record.error_type, record.stage, record.message, record.traceback)
 
 
 def _with_output(record: Record, process: WorkerProcess, case: Case) -> Record:

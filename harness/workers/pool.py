@@ -365,6 +365,11 @@ class WorkerPool:
         while self._twins:
             self._twins.pop().close()
 
+    def end_all(self) -> None:
+        """End all processes, and return when they have ended."""
+        self.keep_only(())
+        self._await_finishing()
+
     def keep_only(self, refs: Iterable[str]) -> None:
         """End all processes except those of ``refs``."""
         for ref in set(self._processes) - set(refs):

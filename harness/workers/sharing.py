@@ -6,7 +6,7 @@ import shutil
 import subprocess
 import tempfile
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -23,8 +23,8 @@ from attncheck.harness.device import accelerator_of
 class Processes(Protocol):
     """Processes on a device that can be ended between two questions; they start again for the next one."""
 
-    def keep_only(self, refs: Iterable[str]) -> None:
-        """End all processes except those of the backends ``refs``."""
+    def end_all(self) -> None:
+        """End them, and return when they have ended."""
 
 
 @dataclass(eq=False)
@@ -141,10 +141,13 @@ class SharedDevice:
             self._is_alone = True
         try:
             self._end_processes()
+            had_mps = self.uses_mps
+            if self._ends > self._ends_of_mps:
+                self._end_mps()
             yield Turn(self._ends, is_alone=True)
-            if self.uses_mps:  # the next processes are to use it
+            if had_mps:  # the next processes are to use it
                 self._end_processes()
-                self._renew_mps()
+                self._start_again()
         finally:
             with self._changed:
                 self._num_waiting -= 1
@@ -154,23 +157,25 @@ class SharedDevice:
     def close(self) -> None:
         """End MPS."""
         self._start_mps = None
-        if self._mps is not None:
-            self._mps.close()
-            self._mps = None
+        self._end_mps()
 
     def _end_processes(self) -> None:
         if self.is_gpu:
             with ThreadPoolExecutor() as threads:  # the end of a process on a GPU takes long
-                list(threads.map(lambda each: each.keep_only(()), self._processes))
+                list(threads.map(lambda each: each.end_all(), self._processes))
 
-    def _renew_mps(self) -> None:
-        """Start MPS anew after the end of a client: a kernel that the client left may go on, or the server is lost."""
-        if self._mps is None or self._start_mps is None or self._ends == self._ends_of_mps:
-            return
-        self._mps.close()
-        self._mps, self._ends_of_mps = self._start_mps(), self._ends
-        if self._mps is None:
-            self._note("MPS is used no more: it does not start again")
+    def _end_mps(self) -> None:
+        """End MPS. After the end of a client, its server may be lost, or a kernel of the client goes on in it."""
+        if self._mps is not None:
+            self._mps.close()
+            self._mps = None
+
+    def _start_again(self) -> None:
+        self._ends_of_mps = self._ends
+        if self._mps is None and self._start_mps is not None:
+            self._mps = self._start_mps()
+            if self._mps is None:
+                self._note("MPS is used no more: it does not start again")
 
 
 # The daemon of MPS leaves the session of the process that starts it, and would survive it. So a shell starts it, waits

@@ -250,12 +250,12 @@ def test_a_lost_node_is_replaced_up_to_three_times_at_one_question(ray, opened, 
         assert slot.begin(CHOSEN)
         ray.answers.append(RayError("The node died.\n\n  its raylet was killed \n"))
         ray.joins.append(joining())
-        assert not slot.examine(question, ())
+        assert not slot.examine(question)
         assert ray.killed == actors
         assert slot.begin(CHOSEN)
         actors.append(slot.actor)
     assert notes == snapshot(["near was lost: its raylet was killed"])
-    assert slot.examine(question, ())
+    assert slot.examine(question)
     crashed, skipped = question.waiting()
     assert isinstance(crashed, Crashed)
     assert crashed.cause == snapshot("its node was lost 3 times: its raylet was killed")
@@ -263,7 +263,7 @@ def test_a_lost_node_is_replaced_up_to_three_times_at_one_question(ray, opened, 
     record = format_line(crashed).encode()
     ray.answers.append(ActorRecords((record,), "blind"))
     other = place()
-    assert slot.examine(other, ())
+    assert slot.examine(other)
     assert (list(other.waiting()), other.blind) == ([crashed], "blind")
 
 
@@ -287,7 +287,7 @@ def test_a_node_that_refuses_a_backend_gets_no_more_questions(ray, opened):
     (slot,) = opened().slots(1)
     ray.answers.append(Refused(reason="another file"))
     question = place()
-    assert not slot.examine(question, ())
+    assert not slot.examine(question)
     assert question.losses == []
     with pytest.raises(ClusterError, match="no node is left; near takes no part: another file"):
         slot.begin(CHOSEN)

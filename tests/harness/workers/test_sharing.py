@@ -11,8 +11,7 @@ class FakeProcesses:
     def __init__(self):
         self.ended = 0
 
-    def keep_only(self, refs):
-        assert not [*refs]
+    def end_all(self):
         self.ended += 1
 
 

@@ -363,6 +363,87 @@ def test_a_fault_of_ours_in_a_process_that_does_not_come_up_again_ends_the_run(m
         next(found)
 
 
+class Shared(FakePool):
+    """Processes on a device that another slot uses; its turns overlap all that are not alone."""
+
+    def __init__(self, *, is_gpu=True, **scripts):
+        super().__init__(**scripts)
+        self.device = SharedDevice(2, is_gpu=is_gpu)
+        self.device.add(self)
+        self.num_ended = 0
+
+    def end_all(self):
+        self.alive.clear()
+        self.num_ended += 1
+
+    def answers(self, ref, question, number):
+        if not self.device._is_alone:
+            with self.device.turn():
+                pass
+        return super().answers(ref, question, number)
+
+
+def examined_through(pool, *cases):
+    """The outcomes of ``cases`` of backend ``a``, by case, and how many were examined again alone."""
+    backend = BackendDescription(info=BackendInfo(name="a", ref="a", features=("lse",)))
+    examiner, found = ProcessExaminer(TimeLimits()), []
+    for case in cases:
+        question = BackendQuestion(backend, case, CHECKS)
+        place = Place(question, Circumstances(0, ENVIRONMENT.digest, attncheck.__version__), list(CHECKS))
+        examiner.examine(place, pool)
+        found.append([record.outcome for record in place.waiting()])
+    return found, examiner.num_repeated
+
+
+def raised(message, error_type="AcceleratorError"):
+    who = passed("numerics").model_dump(include=set(Errored.model_fields) - {"outcome"})
+    error = Errored(**who, stage="forward", error_type=error_type, message=message)
+    return [error, passed("lse"), Examined()]
+
+
+LATE = ProcessEndedError(ProcessEnd("not finished within the time limit", limit_s=5.0))
+
+
+@pytest.mark.parametrize(
+    ("message", "scripts", "outcomes", "repeated"),
+    [
+        ("CUDA error: invalid argument", "eee", ["errored", "errored"], 1),
+        ("CUDA error: invalid argument", "ewee", ["passed", "errored"], 2),
+        ("CUDA out of memory", "eeee", ["errored", "errored"], 2),
+        ("CUDA out of memory", "eww", ["passed", "passed"], 1),
+        ("no such layout", "ee", ["errored", "errored"], 0),
+    ],
+)
+def test_an_error_of_a_shared_gpu_counts_if_the_case_shows_it_alone(make_case, message, scripts, outcomes, repeated):
+    """An error of CUDA that a backend showed alone is believed in later cases; a lack of memory never is."""
+    pool = Shared(a=[raised(message) if each == "e" else WELL for each in scripts])
+    found, num_repeated = examined_through(pool, make_case(), make_case(name="next"))
+    assert found == [[outcome, "passed"] for outcome in outcomes]
+    assert (num_repeated, pool.num_ended) == (repeated, repeated)
+    assert pool.scripts["a"] == []
+
+
+@pytest.mark.parametrize("is_gpu", [True, False])
+def test_a_case_is_late_if_it_is_late_alone(make_case, is_gpu):
+    """The second case is late both times; the third one after that is believed, for the same reason."""
+    late = [Stage(name="check numerics"), LATE]
+    pool = Shared(is_gpu=is_gpu, a=[late, WELL, late, late, late])
+    cases = [make_case(name=name) for name in ("first", "second", "third")]
+    found, num_repeated = examined_through(pool, *cases)
+    assert found == [["passed"] * 2, ["timed_out"] * 2, ["timed_out"] * 2]
+    assert num_repeated == 2
+    assert pool.num_ended == 2 * is_gpu
+
+
+def test_a_process_that_dies_by_itself_is_tried_again_alone_as_ever(make_case):
+    """No other process has ended, so the death is a finding, and the case before is its cause."""
+    dying = [Stage(name="check numerics"), DEATH]
+    pool = Shared(a=[WELL, dying, WELL, WELL, dying])
+    found, num_repeated = examined_through(pool, make_case(), make_case(name="next"))
+    assert found == [["passed"] * 2, ["crashed", "passed"]]
+    assert (num_repeated, pool.num_ended) == (0, 1)
+
+
 class Gpus(FakePool):
     """Processes on GPUs; each question is answered once ``together`` has been reached by all processes at work."""
 
