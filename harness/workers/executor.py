@@ -464,7 +464,7 @@ class ProcessExaminer:
         """Make the checks that are due; after a turn with others, those that must be made alone are left."""
         backend, case = place.question.backend, place.question.case
         rest = self._left(place)
-        if rest.seconds <= 0:
+        if rest.seconds <= 0 and place.unsettled is None:
             used = "earlier cases used up" if self._spent[backend.ref] else "the start of the run left nothing of"
             cause = f"the case did not run, because {used} {rest.words}; give more time, or select fewer cases"
             place.end(Stopped("", ProcessEnd(cause, limit_s=self._limits.backend_s)), place.due)
@@ -505,7 +505,7 @@ class ProcessExaminer:
         """
         faults: list[WorkerError] = []
         if place.unsettled is not None:
-            self._settle(turn, place, workers, place.unsettled)
+            self._settle(place, workers, place.unsettled)
         while place.due and len(faults) < _TRIES:
             fault = self._examine_once(turn, place, workers)
             if turn.is_over:
@@ -552,18 +552,14 @@ class ProcessExaminer:
             goes_on = True  # a new process makes the remaining checks
             end = Stopped(record.stage, ProcessEnd(record.cause, record.output + process.output(case.key)))
         workers.discard(ref)
-        if not turn.is_alone:
-            device.count_end()
-        if isinstance(end, WorkerError):
-            turn.is_over = can_repeat
-            return end
-        left = Unsettled(end, earlier, goes_on)
-        if turn.is_over or self._is_left(left, turn, place, device):
+        left = None if isinstance(end, WorkerError) else Unsettled(end, earlier, goes_on)
+        if turn.is_over or (can_repeat if left is None else self._is_left(left, turn, place, device)):
             place.unsettled = None if turn.is_over else left
             turn.is_over = True
-        else:
-            self._settle(turn, place, workers, left)
-        return None
+            device.count_end()
+        elif left is not None:
+            self._settle(place, workers, left)
+        return end if isinstance(end, WorkerError) else None
 
     def _is_left(self, left: Unsettled, turn: Turn, place: Place, device: SharedDevice) -> bool:
         """Return whether the end of a process is settled in a turn alone.
@@ -571,13 +567,13 @@ class ProcessExaminer:
         That is so for all processes of a shared GPU. A finding of the backend that recurred alone is settled at once.
         """
         ref = place.question.backend.ref
-        if turn.is_alone or self._left(place).seconds <= 0:
+        if turn.is_alone or (left.stopped.end.limit_s is not None and self._left(place).seconds <= 0):
             return False
         if (ref, _cause_of(left.stopped)) in self._confirmed and not device.is_client(ref):
             return False
         return device.can_repeat or _is_doubtful(left, turn, device)
 
-    def _settle(self, turn: Turn, place: Place, workers: WorkerPool, left: Unsettled) -> None:
+    def _settle(self, place: Place, workers: WorkerPool, left: Unsettled) -> None:
         """Add the record of the check that ended the process, and of the remaining ones unless the case goes on.
 
         Each new finding of a backend is tried again, unless only timings were due. If the case then succeeds, the
@@ -662,11 +658,9 @@ def _is_doubtful(left: Unsettled, turn: Turn, device: SharedDevice) -> bool:
     Others may slow it down, or lose the GPU with it. A process of a shared GPU that died by itself is doubtful only if
     another one has ended, too.
     """
-    if not turn.is_shared:
-        return False
-    if left.stopped.end.limit_s is not None:
+    if device.is_gpu and device.have_others_ended(turn):
         return True
-    return device.is_gpu and (left.goes_on or device.have_others_ended(turn))
+    return turn.is_shared and (left.stopped.end.limit_s is not None or (device.is_gpu and left.goes_on))
 
 
 _MEMORY = re.compile(r"out of memory|OutOfMemory|the case needs about", re.IGNORECASE)

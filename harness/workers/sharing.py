@@ -31,7 +31,7 @@ class Processes(Protocol):
 class Turn:
     """A question, or the start of a process, on a device.
 
-    ``ends``: how many processes of the device had ended or lost it at the begin. ``is_shared``: another turn overlaps.
+    ``ends``: of processes on the device, up to the latest turn alone before. ``is_shared``: another turn overlaps.
     ``is_alone``: no other process uses the device. ``is_over``: the rest is examined again alone.
     """
 
@@ -65,7 +65,7 @@ class SharedDevice:
         self._without_mps: set[str] = set()
         self._processes: list[Processes] = []
         self._turns: set[Turn] = set()
-        self._ends = self._ends_of_mps = 0
+        self._ends = self._ends_before = 0
         self._num_waiting, self._is_alone = 0, False
         self._changed = threading.Condition()
 
@@ -101,7 +101,7 @@ class SharedDevice:
             self._ends += 1
 
     def have_others_ended(self, turn: Turn) -> bool:
-        """Return whether other processes than that of ``turn``, which has ended, ended meanwhile."""
+        """Return whether another process than that of ``turn``, which has ended, ended since the turn alone before."""
         return self._ends > turn.ends + 1
 
     def give_up_mps(self, turn: Turn) -> bool:
@@ -121,7 +121,7 @@ class SharedDevice:
         """Wait while a turn is alone, or waits for that; yield a turn that others may overlap."""
         with self._changed:
             self._changed.wait_for(lambda: not self._num_waiting)
-            turn = Turn(self._ends, is_shared=bool(self._turns))
+            turn = Turn(self._ends_before, is_shared=bool(self._turns))
             for other in self._turns:
                 other.is_shared = True
             self._turns.add(turn)
@@ -142,8 +142,9 @@ class SharedDevice:
         try:
             self._end_processes()
             had_mps = self.uses_mps
-            if self._ends > self._ends_of_mps:
+            if self._ends > self._ends_before:
                 self._end_mps()
+            self._ends_before = self._ends
             yield Turn(self._ends, is_alone=True)
             if had_mps:  # the next processes are to use it
                 self._end_processes()
@@ -171,7 +172,6 @@ class SharedDevice:
             self._mps = None
 
     def _start_again(self) -> None:
-        self._ends_of_mps = self._ends
         if self._mps is None and self._start_mps is not None:
             self._mps = self._start_mps()
             if self._mps is None:
