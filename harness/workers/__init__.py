@@ -2,5 +2,6 @@
 
 Begin with ``protocol.py``, which documents the calls. ``worker.py`` runs inside the process, ``process.py`` controls
 it from the run. ``pool.py`` holds as many processes as the host has memory for, and ``executor.py`` assigns cases to
-them. ``sharing.py`` keeps those on one GPU apart where a result depends on it.
+them. ``examination.py`` takes the records of a case, and settles how a process ended. ``sharing.py`` has the turns of
+processes on one GPU.
 """

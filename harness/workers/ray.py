@@ -18,7 +18,8 @@ from attncheck.harness.run.outcomes import BackendDescription, ProcessEnd
 from attncheck.harness.run.run import file_digest
 from attncheck.harness.run.selection import RunPlan
 from attncheck.harness.truth.shared_folder import truths_folder
-from attncheck.harness.workers.executor import WAITING, Place, SlotExecutor, Stopped, Supervisor
+from attncheck.harness.workers.examination import WAITING, Place, Stopped
+from attncheck.harness.workers.executor import SlotExecutor, Supervisor
 from attncheck.harness.workers.limits import WorkerSettings
 from attncheck.harness.workers.pool import WorkerPool, assignment_of
 from attncheck.harness.workers.process import WorkerError

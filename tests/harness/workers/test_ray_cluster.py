@@ -15,7 +15,7 @@ from attncheck.harness.run.options import RaySettings
 from attncheck.harness.run.outcomes import BackendDescription, Circumstances, not_loaded
 from attncheck.harness.run.run import file_digest
 from attncheck.harness.run.selection import RunPlan, select_cases
-from attncheck.harness.workers.executor import Place
+from attncheck.harness.workers.examination import Place
 from attncheck.harness.workers.limits import TimeLimits, WorkerSettings
 from attncheck.harness.workers.pool import assignment_of
 from attncheck.harness.workers.process import WorkerError

@@ -10,7 +10,8 @@ import pytest
 from attncheck.errors import BackendUnavailableError, ClusterError, QuestionError
 from attncheck.harness.run.outcomes import BackendDescription, Circumstances, not_loaded, record_of
 from attncheck.harness.run.selection import RunPlan
-from attncheck.harness.workers.executor import Place, ProcessSlot, SlotExecutor
+from attncheck.harness.workers.examination import Place
+from attncheck.harness.workers.executor import ProcessSlot, SlotExecutor
 from attncheck.harness.workers.process import StoppedError, WorkerError
 from attncheck.harness.workers.protocol import HarnessFailure
 from attncheck.harness.workers.schedule import BackendQuestion, Chosen, Schedule

@@ -25,7 +25,8 @@ from attncheck.harness.run.outcomes import (
 from attncheck.harness.run.preparation import Gpu
 from attncheck.harness.run.run import Run
 from attncheck.harness.run.selection import select_cases
-from attncheck.harness.workers.executor import Place, ProcessExaminer, Supervisor
+from attncheck.harness.workers.examination import Place, ProcessExaminer
+from attncheck.harness.workers.executor import Supervisor
 from attncheck.harness.workers.limits import TimeLimits
 from attncheck.harness.workers.pool import WorkerPool
 from attncheck.harness.workers.process import ProcessEndedError, RefusedError, WorkerError
