@@ -328,7 +328,8 @@ def _shares(
     """
     index = rows.to(truth.out.device)
     budget = truth.budget.of_rows(index)
-    output = share_of_budget(output_error(seen.output[: len(rows)], truth.out[index], truth.codes), budget)
-    output = output.masked_fill(seen.unwritten[: len(rows), None], torch.inf)
+    found = seen.output[: len(rows)].to(index.device)
+    output = share_of_budget(output_error(found, truth.out[index], truth.codes), budget)
+    output = output.masked_fill(seen.unwritten[: len(rows), None].to(index.device), torch.inf)
     lse = comparable_lse(problem, seen, conventions)
-    return output, None if lse is None else lse_shares(lse[: len(rows)], truth.lse[index], budget.lse)
+    return output, None if lse is None else lse_shares(lse[: len(rows)].to(index.device), truth.lse[index], budget.lse)
