@@ -80,9 +80,9 @@ def host_seconds(case: Case, cores: int) -> float:
     """
     layer = naive_layer(case.layer)
     # Two float32 operations take as long as one of float64. Output, LSE and three budgets are copied.
-    operations = operations(case, 2) + operations(case, 1) / 2
+    work = operations(case, 2) + operations(case, 1) / 2
     num_bytes = 8 * case.batch.num_tokens * layer.num_heads * (layer.value_head_size + 4)
-    return operations / (_HOST_RATE * cores) + num_bytes / _BYTES_A_SECOND + _LATENCY
+    return work / (_HOST_RATE * cores) + num_bytes / _BYTES_A_SECOND + _LATENCY
 
 
 def truth_notes(case: Case, device: torch.device) -> tuple[str, ...]:
