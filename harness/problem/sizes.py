@@ -62,8 +62,8 @@ def operations(case: Case, num_values: int) -> float:
     return 2 * pairs * layer.num_heads * (layer.head_size + num_values * layer.value_head_size)
 
 
-_SMALL = 2**27
-"""Operations of an attention up to which a GPU spends most of its time on launches; a core needs about 10 ms."""
+_SMALL = 2**25
+"""Operations of an attention, and of its bound, up to which a GPU waits for launches: 2 ms of one core."""
 
 
 def judging_device(case: Case, device: "torch.device") -> "torch.device":
