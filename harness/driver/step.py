@@ -142,7 +142,7 @@ class Step:
     @property
     def is_in_problem_order(self) -> bool:
         """Whether the requests of this step are in the order of the problem."""
-        return _is_as_given(self.order)
+        return self.order == tuple(range(len(self.order)))
 
     @property
     def num_rows(self) -> int:
@@ -313,10 +313,7 @@ def make_step(
     order = tuple(range(len(problem.requests)) if order is None else order)
     requests = [problem.requests[i] for i in order]
     padding = problem.case.batch.padding
-    if _is_as_given(order):
-        rows = torch.arange(len(problem.query))
-    else:
-        rows = torch.cat([torch.arange(r.first_row, r.first_row + r.rows) for r in requests])
+    rows = torch.cat([torch.arange(r.first_row, r.first_row + r.rows) for r in requests])
     new_keys, slot_keys = _writes(problem, order)
     # In cross attention the key rows come from the encoder: the decoder's padding tokens add none.
     slot_padding, key_padding = (0, 0) if problem.is_cross else (padding.tokens, padding.query_rows)
@@ -350,10 +347,6 @@ def make_step(
     )
 
 
-def _is_as_given(order: Sequence[int]) -> bool:
-    return tuple(order) == tuple(range(len(order)))
-
-
 def _writes(problem: Problem, order: Sequence[int]) -> tuple[Tensor, Tensor]:
     """Return indices into the problem's keys: of the step's key rows, and of its slots (-1: not written).
 
@@ -364,8 +357,6 @@ def _writes(problem: Problem, order: Sequence[int]) -> tuple[Tensor, Tensor]:
         tokens = [torch.arange(r.num_keys - r.query_len, r.num_keys) for r in requests]
         index = torch.cat([torch.where(t < 0, -1, t + r.base) for t, r in zip(tokens, requests, strict=True)])
         return index[:0], index
-    if _is_as_given(order):
-        return problem.new_keys, problem.new_keys
     counts = [r.num_keys - r.cached + (0 if problem.is_cross else max(0, -r.first_position)) for r in problem.requests]
     pieces = problem.new_keys.split(counts)
     index = torch.cat([pieces[i] for i in order])
@@ -812,10 +803,6 @@ def copied_calls(calls: Sequence[ForwardCall]) -> tuple[ForwardCall, ...]:
     def twin(tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
         place = tensor.device, storage.data_ptr()
-        if place not in memory and tensor.is_contiguous() and tensor.nbytes == storage.nbytes():
-            whole = tensor.clone()
-            memory[place] = whole.untyped_storage()
-            return whole
         if place not in memory:
             whole = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage).clone()
             memory[place] = whole.untyped_storage()
