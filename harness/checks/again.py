@@ -257,7 +257,7 @@ class ComparedRows:
     def moved(self) -> Tensor:
         """Bool ``[t]``: the rows whose output differs in any bit."""
         was = self.first.output[self.rows.to(self.first.output.device)]
-        return differing_rows(was, self.seen.output[: len(self.rows)])
+        return differing_rows(was, self.seen.output[: len(self.rows)].to(was.device))
 
 
 @dataclass(frozen=True)

@@ -346,13 +346,7 @@ class Session:
     def _construct(self) -> None:
         self.attn_layer = LayerStub(self.problem.cache, self.device)
         self.impl = self.attn_layer.impl = self._impl()
-        self.layer = BackendLayer(
-            self.backend,
-            self.impl,
-            self.attn_layer,
-            judging_device(self.problem.case, self.device),
-            writes=self._reads is None,
-        )
+        self.layer = BackendLayer(self.backend, self.impl, self.attn_layer, self.device, writes=self._reads is None)
 
     def _impl(self, *, with_sinks: bool = True) -> Any:
         construct = partial(
@@ -464,6 +458,7 @@ class Session:
             self._add_builder()
         self._order = None
         self._latest = None
+        self.layer = replace(self.layer, judged_on=judging_device(self.problem.case, self.device))
         self._bare_layer = self.layer
         if self.problem.layer.sink_logits is not None and self._is_merged:
             self._bare_layer = replace(self.layer, impl=self._impl(with_sinks=False))

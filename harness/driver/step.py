@@ -580,6 +580,10 @@ def _taken(x: Tensor, index: Tensor | Sequence[int]) -> Tensor:
     return x[torch.as_tensor(index, device=x.device)]
 
 
+_JOINED = 2**20
+"""Most bytes of a tensor that is copied behind others, so that all are compared at once."""
+
+
 def changed_inputs(pristine: ForwardCall, call: ForwardCall) -> list[str]:
     """Return the names of inputs and metadata fields that differ from ``pristine``.
 
@@ -626,10 +630,6 @@ def _hold_same_bytes(pairs: Sequence[tuple[Tensor, Tensor]]) -> bool:
 
 def _bytes_of(tensor: Tensor) -> Tensor:
     return tensor.contiguous().flatten().view(torch.uint8)
-
-
-_JOINED = 2**20
-"""Bytes of a tensor up to which it is compared together with others, whatever the copy costs."""
 
 
 def same(was: object, now: object) -> bool:
