@@ -63,13 +63,10 @@ class GuardedBuffer:
         mark_unwritten(self._real)
 
     def on(self, device: torch.device) -> "GuardedBuffer":
-        """Return the buffer as it is now, on ``device``: itself, or a copy."""
-        memory = self.memory.to(device)
-        if memory is self.memory:
-            return self
+        """Return the buffer as it is now, on ``device``: on its own, with the same memory, else with a copy."""
         other = copy(self)
-        other.memory = memory
-        other.rows = memory.as_strided(self.rows.shape, self.rows.stride(), self.rows.storage_offset())
+        other.memory = self.memory.to(device)
+        other.rows = other.memory.as_strided(self.rows.shape, self.rows.stride(), self.rows.storage_offset())
         other._real = other.rows[: len(self._real)]
         return other
 

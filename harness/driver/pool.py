@@ -1,7 +1,7 @@
 """The pool of pages: its memory, its codec, and the rows written into it."""
 
 import math
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable
 from copy import copy
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
@@ -290,7 +290,7 @@ class KVPool:
 
     def _poison(self, slots: Tensor, poison: float) -> None:
         def spread(number: float) -> None:
-            self.write(slots, *self._equal_rows(len(slots), number))
+            self.write((slots, *self._equal_rows(len(slots), number)))
 
         held = key_storage(self.problem.layer, self.problem.cache).held
         if held != torch.float8_e5m2 or not math.isinf(poison):
@@ -304,12 +304,8 @@ class KVPool:
         memory[memory != zeros] = _E5M2_INFINITY | (0x80 if poison < 0 else 0)
         self._memory.restore(memory)
 
-    def write(self, slots: Tensor, key: Tensor, value: Tensor) -> None:
-        """Store rows at ``slots`` (on the host); rows with a negative slot are left out."""
-        self._write([(slots, key, value)])
-
-    def _write(self, pieces: Sequence[tuple[Tensor, Tensor, Tensor]]) -> None:
-        """Store slots, keys and values of all pieces, one after another, and wait once for the device."""
+    def write(self, *pieces: tuple[Tensor, Tensor, Tensor]) -> None:
+        """Store slots (on the host), keys and values of all pieces; rows with a negative slot are left out."""
 
         def write() -> None:
             for slots, key, value in pieces:
@@ -364,7 +360,7 @@ class KVPool:
         if len(problem.owned_slots) < len(problem.keys):
             old = old[_first_occurrences(problem.key_slots[old])]
         keys, values = (rows.index_select(0, old.to(rows.device)) for rows in (problem.keys, problem.values))
-        self._write([(torch.cat(stale), stale_key, stale_value), (problem.key_slots[old], keys, values)])
+        self.write((torch.cat(stale), stale_key, stale_value), (problem.key_slots[old], keys, values))
 
     def _equal_rows(self, count: int, number: float) -> tuple[Tensor, Tensor]:
         """Return keys and values ``[count, Hkv, D]``, in the layer's dtype; every element is ``number``."""

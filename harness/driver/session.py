@@ -164,7 +164,7 @@ class BackendLayer:
         """Write the new rows of ``step`` to the cache, if the layer stores keys and its impl has no writer."""
         if self.writes and not self.impl.brings_writer and step.key is not None and step.value is not None:
             slots = step.slot_mapping
-            pool.write(slots, step.key[: len(slots)].clone(), step.value[: len(slots)].clone())
+            pool.write((slots, step.key[: len(slots)].clone(), step.value[: len(slots)].clone()))
 
     def bind(
         self, call: ForwardCall, kv_cache: Tensor | None, metadata: Any, buffers: OutputBuffers

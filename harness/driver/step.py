@@ -580,10 +580,6 @@ def _taken(x: Tensor, index: Tensor | Sequence[int]) -> Tensor:
     return x[torch.as_tensor(index, device=x.device)]
 
 
-_JOINED = 2**20
-"""Most bytes of a tensor that is copied behind others, so that all are compared at once."""
-
-
 def changed_inputs(pristine: ForwardCall, call: ForwardCall) -> list[str]:
     """Return the names of inputs and metadata fields that differ from ``pristine``.
 
@@ -606,26 +602,19 @@ def _inputs(pristine: ForwardCall, call: ForwardCall) -> Iterator[tuple[str, obj
 def _differing(values: Iterable[tuple[str, object, object]]) -> list[str]:
     """Return the names of values that differ from what they were. If none does, wait once for each device."""
     values = [each for each in values if each[1] is not each[2]]
-    memory: dict[torch.device, list[tuple[Tensor, Tensor]]] = {}
-    for _, was, now in values:
-        if isinstance(was, Tensor) and is_like(now, was):
-            memory.setdefault(was.device, []).append((was, cast(Tensor, now)))
-        elif isinstance(was, Tensor) or not same(was, now):
-            break
-    else:
-        if all(map(_hold_same_bytes, memory.values())):
-            return []
+    pairs = [(was, cast(Tensor, now)) for _, was, now in values if isinstance(was, Tensor)]
+    if all(is_like(now, was) for was, now in pairs) and _hold_same_bytes(pairs):
+        values = [each for each in values if not isinstance(each[1], Tensor)]
     return [name for name, was, now in values if not same(was, now)]
 
 
 def _hold_same_bytes(pairs: Sequence[tuple[Tensor, Tensor]]) -> bool:
-    """Return whether both tensors of each pair hold the same bytes. All are on one device."""
-    alone = [pair for pair in pairs if pair[0].nbytes > _JOINED]
-    joined = [pair for pair in pairs if pair[0].nbytes <= _JOINED]
-    if joined:
-        was, now = (torch.cat([_bytes_of(tensor) for tensor in side]) for side in zip(*joined, strict=True))
-        alone.append((was, now))
-    return all(same_bytes(was.contiguous(), now.contiguous()) for was, now in alone)
+    """Return whether both tensors of each pair hold the same bytes; they have equal sizes and devices."""
+    by_device: dict[torch.device, list[tuple[Tensor, Tensor]]] = {}
+    for was, now in pairs:
+        by_device.setdefault(was.device, []).append((_bytes_of(was), _bytes_of(now)))
+    sides = (map(torch.cat, zip(*group, strict=True)) for group in by_device.values())
+    return all(same_bytes(*both) for both in sides)
 
 
 def _bytes_of(tensor: Tensor) -> Tensor:
@@ -670,12 +659,12 @@ class PersistentInputs:
     """
 
     def __init__(self, largest: ForwardCall) -> None:
-        self._own = largest
+        self.largest = largest
 
     @property
     def host_twins(self) -> tuple[Tensor, ...]:
         """The buffers of the metadata on the host."""
-        return tuple(getattr(self._own.common, name) for name in HOST_TENSORS)
+        return tuple(getattr(self.largest.common, name) for name in HOST_TENSORS)
 
     def load(self, call: ForwardCall) -> ForwardCall:
         """Copy the contents of ``call`` into these buffers; return the call over them."""
@@ -687,43 +676,38 @@ class PersistentInputs:
         """Copy the metadata of ``call``; return the call over these buffers, whose rows keep their old contents."""
         common: dict[str, Any] = {}
         for name, new in _tensors_of(call.common):
-            own = getattr(self._own.common, name)
+            own = getattr(self.largest.common, name)
             if isinstance(own, Tensor):
                 common[name] = _filled(own, new)
-        rows: dict[str, Any] = {name: _front_of(getattr(self._own, name), getattr(call, name)) for name in _ROWS}
+        rows: dict[str, Any] = {name: _front_of(getattr(self.largest, name), getattr(call, name)) for name in _ROWS}
         return replace(call, common=replace(call.common, **common), **rows)
 
     def load_rows(self, call: ForwardCall) -> None:
         """Copy query, key and value of ``call`` into the buffers that :meth:`load_metadata` returned."""
         for name in _ROWS:
-            own, new = getattr(self._own, name), getattr(call, name)
+            own, new = getattr(self.largest, name), getattr(call, name)
             if own is not None and new is not None and _fits(own, new):
                 own[: len(new)].copy_(new, non_blocking=True)
-
-    def copy(self) -> ForwardCall:
-        """Return copies of the whole buffers."""
-        return map_tensors(self._own, Tensor.clone)
 
     def behind(self, earlier: ForwardCall, call: ForwardCall) -> Iterator[tuple[str, Tensor, Tensor]]:
         """Yield what each buffer holds behind the front that ``call`` uses: its name, what it was, and what it is.
 
-        ``earlier``: a :meth:`copy`. A call of fewer requests or rows must not write there.
+        ``earlier``: a copy of the buffers. A call of fewer requests or rows must not write there.
         """
-        own = self._own
-        named = [(name, getattr(earlier, name), getattr(own, name), getattr(call, name)) for name in _ROWS]
-        named += [
-            (f"metadata.{name}", getattr(earlier.common, name), now, getattr(call.common, name))
-            for name, now in _tensors_of(own.common)
-        ]
-        for name, was, now, lent in named:
-            if now is not None and lent is not None and len(lent) < len(now) and _fits(now, lent):
-                yield name, was[len(lent) :], now[len(lent) :]
+        was, lent = _named_tensors(earlier), _named_tensors(call)
+        for name, now in _named_tensors(self.largest).items():
+            if name in lent and _fits(now, lent[name]):
+                front = len(lent[name])
+                yield name, was[name][front:], now[front:]
 
     def spans(self) -> dict[str, tuple[int, int]]:
         """Return the :func:`span` of query, key, value and each metadata tensor, by name."""
-        named = {name: rows for name in _ROWS if (rows := getattr(self._own, name)) is not None}
-        named |= {f"metadata.{name}": tensor for name, tensor in _tensors_of(self._own.common)}
-        return {name: span(tensor) for name, tensor in named.items()}
+        return {name: span(tensor) for name, tensor in _named_tensors(self.largest).items()}
+
+
+def _named_tensors(call: ForwardCall) -> dict[str, Tensor]:
+    rows = {name: tensor for name in _ROWS if (tensor := getattr(call, name)) is not None}
+    return rows | {f"metadata.{name}": tensor for name, tensor in _tensors_of(call.common)}
 
 
 @dataclass(frozen=True)
@@ -753,22 +737,9 @@ def lend_copies(calls: tuple[ForwardCall, ...]) -> LentCalls:
 def lend_in_place(buffers: Sequence[PersistentInputs], calls: Sequence[ForwardCall]) -> LentCalls:
     """Return the calls in persistent memory, one of ``buffers`` for each."""
     loaded = tuple(inputs.load(call) for inputs, call in zip(buffers, calls, strict=True))
-    wholes = [inputs.copy() for inputs in buffers]
-    copies = tuple(map(_copy_within, wholes, loaded))
-    return LentCalls(copies, loaded, tuple(zip(buffers, wholes, strict=True)))
-
-
-def _copy_within(whole: ForwardCall, call: ForwardCall) -> ForwardCall:
-    """Return a copy of ``call``, whose tensors are the fronts of ``whole`` unless they do not fit there."""
-
-    def copied(own: Tensor | None, tensor: Tensor | None) -> Tensor | None:
-        if own is None or tensor is None or not _fits(own, tensor):
-            return None if tensor is None else tensor.clone()
-        return own[: len(tensor)]
-
-    common: dict[str, Any] = {n: copied(getattr(whole.common, n), x) for n, x in _tensors_of(call.common)}
-    rows: dict[str, Any] = {name: copied(getattr(whole, name), getattr(call, name)) for name in _ROWS}
-    return replace(call, common=replace(call.common, **common), **rows)
+    copies = copied_calls([*(inputs.largest for inputs in buffers), *loaded])
+    wholes, pristine = copies[: len(loaded)], copies[len(loaded) :]
+    return LentCalls(pristine, loaded, tuple(zip(buffers, wholes, strict=True)))
 
 
 def zeroed(common: CommonAttentionMetadata, device: torch.device) -> CommonAttentionMetadata:
