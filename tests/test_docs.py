@@ -234,7 +234,7 @@ def test_figures_of_memory_are_those_of_the_suites() -> None:
     far = {case.id: needed_bytes(case) / 2**30 for case in load_suite("smoke")}
     assert round(far.pop("far-elements")) == 8
     assert max(far.values()) < 1
-    assert "up to seven more processes" in prose_of("first-gpu-run.md")
+    assert "up to eight processes" in prose_of("first-gpu-run.md").lower()
     assert pool_module._MOST == 8
     assert set(builtin_names()) <= set(re.findall(r"`(\w+)`", section("first-gpu-run.md", "What it costs")))
 
