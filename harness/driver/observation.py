@@ -15,6 +15,7 @@ from attncheck.reference.spec import MODIFIERS
 from attncheck.reports.run_file.causes import raised_at
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
 
 # Find the line of a Triton kernel that failed; a plain traceback shows only the launch and Triton's own code.
