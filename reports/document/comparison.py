@@ -11,6 +11,7 @@ from attncheck.reports.analysis.reasons import named
 from attncheck.reports.comparison import summary
 from attncheck.reports.comparison.compare import RunComparison, SpeedChange
 from attncheck.reports.comparison.speed_changes import VERDICTS, SpeedVerdict
+from attncheck.reports.document.bits import compared_bits
 from attncheck.reports.document.blocks import Block, Colour, Heading, Paragraph, Span, Table, Text, listed, table
 
 SHOWN = 15
@@ -41,6 +42,7 @@ def compared(comparison: RunComparison, *, whole: bool) -> list[Block]:
         *listed([Span(f"warning: {text}" if not whole else text, is_bold=True) for text in comparison.warnings]),
         *listed([change.in_words for change in comparison.suite_speeds]),
         *_outcomes(comparison, whole=whole),
+        *compared_bits(comparison.bits, shown=None if whole else SHOWN),
         *_times(comparison, whole=whole),
         *_differences(comparison, whole=whole),
     ]

@@ -1,0 +1,325 @@
+"""The check ``bitwise``: the first change of a step that changes a bit of its rows, as a measured level.
+
+A step runs again with one change at a time, on one impl and builder, and its output is compared bit for bit with that
+of the first run. No truth is used: a row may be wrong, and have equal bits. Equal are also two NaN, and 0 and -0.
+
+Cannot see: changes that the case does not allow, other processes and machines, and the LSE.
+"""
+
+import base64
+import hashlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from attncheck.harness.checks.cudagraph.check import level_for, unexamined_reasons
+from attncheck.harness.checks.cudagraph.probes import Bucket, Probe, ProbeStep
+from attncheck.harness.checks.cudagraph.recorder import recorder_for
+from attncheck.harness.checks.cudagraph.replay import CapturedBucket, GraphSession, ProbedBackend, ProbeProblems
+from attncheck.harness.checks.findings import Broken, Finding, Holds
+from attncheck.harness.checks.history import step_of_spans, takes_several_steps
+from attncheck.harness.checks.interface import Check, CheckedCase
+from attncheck.harness.checks.invariance import UNCUT, padding_for
+from attncheck.harness.driver.foreign_code import StageError, stage_named, unsupported_reasons
+from attncheck.harness.driver.observation import Observation
+from attncheck.harness.driver.session import Session
+from attncheck.harness.problem.pages import Request
+from attncheck.harness.problem.problem import Arrangement, Problem, arranged
+from attncheck.reference.spec import AttentionCGSupport, PaddingSpec
+from attncheck.reports.run_file.bits import CLAIMED, Bits, Rung, RungResult
+
+_MOST_ROWS = 1024
+"""Most rows of a case whose record has a digest of each."""
+
+_LONGEST_VERIFIED = 8
+"""Most tokens of each request in a graph of uniform batches."""
+
+
+@dataclass(frozen=True)
+class _OtherStep:
+    """A step with one change. ``rows``: int64, the case's row for each of its rows."""
+
+    problem: Problem
+    rows: Tensor
+
+
+_Steps = tuple[_OtherStep, ...] | str
+"""The steps of a rung, or why the case has none."""
+
+
+def _repeated(case: CheckedCase) -> _Steps:
+    problem = case.problem
+    return (_OtherStep(problem, torch.arange(len(problem.query))),)
+
+
+def _in_other_pages(case: CheckedCase) -> _Steps:
+    if not case.problem.has_pool:
+        return "the layer has no pages"
+    return (_arranged(case.problem, elsewhere=True),)
+
+
+def _in_other_order(case: CheckedCase) -> _Steps:
+    problem = case.problem
+    if problem.case.batch.path.name == "micro_batch":
+        return "another order changes which requests are in a micro-batch"
+    if len(problem.requests) == 1:
+        return "the batch has one request"
+    return (_arranged(problem, which=tuple(reversed(range(len(problem.requests))))),)
+
+
+def _beside_others(case: CheckedCase) -> _Steps:
+    """Return steps of the first and of the last request alone, and one of all requests twice."""
+    problem = case.problem
+    path, count = problem.case.batch.path.name, len(problem.requests)
+    if path not in UNCUT:
+        return f"path {path} cuts the batch in parts"
+    ends = dict.fromkeys((0, count - 1)) if count > 1 else ()
+    alone = [_arranged(problem, which=(one,)) for one in ends if problem.requests[one].num_keys]
+    return (*alone, _arranged(problem, which=tuple(range(count)) * 2, elsewhere=True))
+
+
+def _padded(case: CheckedCase) -> _Steps:
+    """Return the step with padding requests and tokens, or without them if the case has some."""
+    problem, plain = case.problem, PaddingSpec()
+    own = problem.case.batch.padding
+    session, _ = case.first_step()
+    padding = plain if own.requests or own.tokens else padding_for(session)
+    return "no padding is possible" if padding is None else (_arranged(problem, padding=padding),)
+
+
+def _arranged(
+    problem: Problem,
+    *,
+    which: tuple[int, ...] | None = None,
+    elsewhere: bool = False,
+    padding: PaddingSpec | None = None,
+) -> _OtherStep:
+    which = tuple(range(len(problem.requests))) if which is None else which
+    how = Arrangement(which, elsewhere=elsewhere, padding=padding)
+    return _OtherStep(arranged(problem, how), how.rows_of(problem))
+
+
+def _in_chunks(case: CheckedCase) -> _Steps:
+    """Return two steps: the first halves of the requests' rows, and the rest after more cached tokens."""
+    halves = [request.first_position + request.rows // 2 for request in case.problem.requests]
+    first = _spans(case.problem, lambda request, half: (request.first_position, half), halves)
+    rest = _spans(case.problem, lambda request, half: (half, request.num_keys), halves)
+    return _cut(case.problem, first, rest)
+
+
+def _as_decodes(case: CheckedCase) -> _Steps:
+    """Return a step of the last row of each request that has several."""
+    ends = [request.num_keys for request in case.problem.requests]
+    return _cut(case.problem, _spans(case.problem, lambda _, end: (end - 1, end), ends))
+
+
+_Span = tuple[int, int, int]
+"""A request's index, and the first position and the end of its rows in a step."""
+
+
+def _spans(problem: Problem, span_of: Callable[[Request, int], tuple[int, int]], cuts: Sequence[int]) -> list[_Span]:
+    """Return the spans of the requests that have several rows."""
+    several = [(i, request) for i, request in enumerate(problem.requests) if request.rows > 1]
+    return [(i, *span_of(request, cuts[i])) for i, request in several]
+
+
+def _cut(problem: Problem, *steps: list[_Span]) -> _Steps:
+    if not takes_several_steps(problem):
+        return "several steps would change which keys a row sees"
+    if not all(steps):
+        return "every request has one row"
+    made = [step_of_spans(problem, number, spans) for number, spans in enumerate(steps)]
+    return tuple(_OtherStep(step.problem, step.rows) for step in made)
+
+
+def _split_otherwise(_case: CheckedCase) -> _Steps:
+    return "no member of vLLM's contract sets the number of splits"
+
+
+_STEPS: dict[Rung, Callable[[CheckedCase], _Steps]] = {
+    "repetition": _repeated,
+    "pages": _in_other_pages,
+    "order": _in_other_order,
+    "neighbours": _beside_others,
+    "padding": _padded,
+    "chunks": _in_chunks,
+    "decode": _as_decodes,
+    "splits": _split_otherwise,
+}
+"""By rung, in the order of :data:`RUNGS`. The rung ``graph`` has its own session."""
+
+
+def check_bitwise(case: CheckedCase) -> Finding:
+    """Measure all rungs. Fail if the backend declares ``batch_invariant``, and a rung breaks that this promises."""
+    _, first = case.first_step()
+    conventions = case.backend.conventions
+    declared = conventions.batch_invariant and conventions.deterministic
+    values = _output_of(first, len(case.problem.query), case.problem)
+    bits = Bits(declared=declared, rungs=tuple(_measured(case)), **_digests(values))
+    broken = bits.first_broken
+    figures = {"rows": len(values), "rungs_equal": sum(rung.outcome == "equal" for rung in bits.rungs)}
+    if broken is None:
+        return Holds(figures, (f"equal bits up to {bits.level}",), bits=bits)
+    figures |= {"rows_moved": broken.rows_moved} | ({} if broken.ulps is None else {"ulps": broken.ulps})
+    what = f"bits differ {_IN_WORDS[broken.name]}"
+    where = f"{broken.in_words} ({case.problem.row_name(broken.row)})"
+    if declared and broken.name in CLAIMED:
+        finding = f"{what}; the backend declares batch_invariant"
+        return Broken(f"{what}: {where}; the backend declares batch_invariant", figures, finding=finding, bits=bits)
+    return Holds(figures, (f"equal bits up to {bits.level}; {what}: {where}",), bits=bits)
+
+
+_IN_WORDS: dict[Rung, str] = {
+    "repetition": "when the step is repeated",
+    "pages": "in other pages",
+    "order": "in another order of requests",
+    "neighbours": "beside other requests",
+    "padding": "with other padding",
+    "graph": "by a graph of a larger batch",
+    "chunks": "if prompts are computed in two chunks",
+    "decode": "if the last row of a prompt is computed as a decode",
+    "splits": "with another number of splits",
+}
+
+
+def _measured(case: CheckedCase) -> Iterator[RungResult]:
+    """Yield the result of each rung. All steps but those of a graph share an impl, a builder, and its maxima."""
+    steps = {name: _supported(case, steps_of(case)) for name, steps_of in _STEPS.items()}
+    problems = [step.problem for some in steps.values() if not isinstance(some, str) for step in some]
+    own = Session(case.backend, case.problem, case.device, tuple(problems), pool=case.first_step()[0].pool)
+    base = _output_of(own.run(images=False), len(case.problem.query), case.problem)
+    for name, some in steps.items():
+        if name == "chunks":
+            yield _by_graph(case)
+        if isinstance(some, str):
+            yield _unknown(name, some)
+            continue
+        try:
+            with stage_named(f"of a step {_IN_WORDS[name]}"):
+                yield _result(name, base, [(step.rows, _run(own, step)) for step in some])
+        except StageError as failure:
+            if failure.raised.may_end_the_device or not failure.raised.is_refusal:
+                raise
+            yield _unknown(name, failure.raised.in_words)
+
+
+def _supported(case: CheckedCase, steps: _Steps) -> _Steps:
+    if isinstance(steps, str):
+        return steps
+    reasons = [reason for step in steps for reason in unsupported_reasons(case.backend, step.problem.case)]
+    return f"not declared: {'; '.join(dict.fromkeys(reasons))}" if reasons else steps
+
+
+def _run(own: Session, step: _OtherStep) -> Tensor:
+    seen = own.beside(step.problem, is_judged=True).run(images=False)
+    return _output_of(seen, len(step.rows), step.problem)
+
+
+def _unknown(name: Rung, reason: str) -> RungResult:
+    return RungResult(name=name, outcome="not examined", reason=reason)
+
+
+# The rung `graph`: a uniform batch by a graph that was captured for twice as many requests.
+
+
+def _by_graph(case: CheckedCase) -> RungResult:
+    unknown = partial(_unknown, "graph")
+    problem = case.problem
+    lengths = {request.rows for request in problem.requests}
+    query_len = max(lengths)
+    if reasons := unexamined_reasons(problem.case):
+        return unknown("; ".join(reasons))
+    if len(lengths) > 1 or query_len > _LONGEST_VERIFIED:
+        return unknown("no uniform batch of short requests")
+    needed = AttentionCGSupport.UNIFORM_BATCH if query_len > 1 else AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
+    try:
+        declared = level_for(case.backend, problem)
+        if declared.value < needed.value:
+            return unknown(f"the builder declares {declared.name}")
+        return _compared_with_graph(case, needed, query_len)
+    except StageError as failure:
+        if failure.raised.may_end_the_device:
+            raise
+        return unknown(failure.raised.in_words)
+
+
+def _compared_with_graph(case: CheckedCase, level: AttentionCGSupport, query_len: int) -> RungResult:
+    count = len(case.problem.requests)
+    bucket = Bucket(2 * count, 2 * count * query_len, query_len)
+    step = ProbeStep(tuple((request.rows, request.num_keys) for request in case.problem.requests))
+    probe = Probe("bitwise", level, "", (bucket,), (step,), drafts=query_len - 1)
+    problems = ProbeProblems(case.problem.case, case.problem.seed, case.device)
+    session = GraphSession(ProbedBackend(case.backend, problems, case.device, recorder_for(case.device)), probe)
+    padded = session.problem(step)
+    plain = _arranged(padded, padding=PaddingSpec()).problem
+    if reasons := unsupported_reasons(case.backend, padded.case):
+        return _unknown("graph", f"not declared: {'; '.join(reasons)}")
+    captured = session.capture(bucket)
+    if not isinstance(captured, CapturedBucket):
+        return _unknown("graph", str(captured))
+    (eager,) = session.run(replace(step, bucket=None), plain)
+    (replayed,) = session.run(step, padded, captured.graphs)
+    rows = torch.arange(len(plain.query))
+    base, by_graph = (_output_of(each.seen, len(rows), plain) for each in (eager, replayed))
+    return _result("graph", base, [(rows, by_graph)])
+
+
+# Bits of an output, compared and as digests.
+
+
+def _output_of(seen: Observation, num_rows: int, problem: Problem) -> Tensor:
+    """Return the real rows ``[T, H, Dv]`` in the layer's dtype, or as the codes of a quantised output."""
+    output = seen.output[:num_rows]
+    return output if output.itemsize == 1 else output.to(problem.dtype)
+
+
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def _numbered(values: Tensor) -> Tensor:
+    """Return int64: numbers that grow by one from each value of the dtype to the next larger one. NaN has no order."""
+    codes = values.contiguous().view(_INTEGERS[values.itemsize])
+    lowest = torch.iinfo(codes.dtype).min
+    numbers = codes.long()
+    return torch.where(numbers < 0, lowest - numbers, numbers)
+
+
+def _result(name: Rung, base: Tensor, others: Sequence[tuple[Tensor, Tensor]]) -> RungResult:
+    """Return the comparison of outputs with ``base``. ``others``: the rows of ``base`` for each output, and the output."""
+    rows = torch.cat([index for index, _ in others]).to(base.device)
+    now = torch.cat([output for _, output in others])
+    was = base[rows]
+    apart = (_numbered(was) - _numbered(now)).abs()
+    lacking = torch.isnan(was), torch.isnan(now)
+    apart = apart.masked_fill(lacking[0] & lacking[1], 0)
+    only_one = lacking[0] ^ lacking[1]
+    apart = apart.masked_fill(only_one, torch.iinfo(torch.int64).max).amax(dim=-1)
+    if not bool(apart.any()):
+        return RungResult(name=name, outcome="equal", rows=len(rows))
+    place, head = divmod(int(apart.argmax()), apart.shape[1])
+    return RungResult(
+        name=name,
+        outcome="differs",
+        rows=len(rows),
+        rows_moved=int(apart.any(dim=1).sum()),
+        ulps=None if bool(only_one.any()) else int(apart.max()),
+        row=int(rows[place]),
+        head=head,
+    )
+
+
+def _digests(values: Tensor) -> dict[str, str]:
+    """Return the fields ``digest`` and ``row_digests`` of a record, which are equal for equal bits."""
+    numbers = _numbered(values).masked_fill(torch.isnan(values), torch.iinfo(torch.int64).max)
+    rows = [row.tobytes() for row in numbers.flatten(1).cpu().numpy()]
+    whole = hashlib.blake2b(b"".join(rows), digest_size=8).hexdigest()
+    if len(rows) > _MOST_ROWS:
+        return {"digest": whole}
+    each = [base64.b64encode(hashlib.blake2b(row, digest_size=3).digest()).decode() for row in rows]
+    return {"digest": whole, "row_digests": "".join(each)}
+
+
+CHECKS = {"bitwise": Check(check_bitwise)}
