@@ -61,7 +61,7 @@ CHECKS: Mapping[str, CheckInfo] = {
         "properties that no variation of a case changes, and rows that are wrong in the first step",
     ),
     "bitwise": CheckInfo(
-        "the first change of a step that changes a bit of its rows; none up to a CUDA graph if batch_invariant is declared",
+        "which changes of a step keep the bits of its rows; with batch_invariant, all changes of the batch",
         "changes that a case does not allow, and other processes and machines",
         by_default="nowhere",
     ),

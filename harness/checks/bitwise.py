@@ -288,7 +288,7 @@ def _numbered(values: Tensor) -> Tensor:
 
 
 def _result(name: Rung, base: Tensor, others: Sequence[tuple[Tensor, Tensor]]) -> RungResult:
-    """Return the comparison of outputs with ``base``. ``others``: the rows of ``base`` for each output, and the output."""
+    """Return the comparison of outputs with ``base``. ``others``: each output, after the rows of ``base`` it has."""
     rows = torch.cat([index for index, _ in others]).to(base.device)
     now = torch.cat([output for _, output in others])
     was = base[rows]
