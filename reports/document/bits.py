@@ -94,7 +94,14 @@ def compared_bits(pairs: Sequence[BitsPair], *, shown: int | None) -> list[Block
         )
         for pair in differing[:shown]
     ]
-    headings = ("backend", "case", "rows that differ", "error / allowed\nBASE", "error / allowed\nNEW", "nearer")
+    headings = (
+        "backend",
+        "case",
+        "rows that differ",
+        "worst error / allowed\nBASE",
+        "worst error / allowed\nNEW",
+        "nearer",
+    )
     blocks: list[Block] = [Heading(2, "Equal bits"), equal]
     if rows:
         blocks.append(Table(headings, tuple(rows), is_named=False))
