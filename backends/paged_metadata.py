@@ -83,7 +83,7 @@ class PagedBuilder(AttentionMetadataBuilder[PagedMetadata]):
         common, declared = common_attn_metadata, self.backend.conventions
         waits = self.has_exact_lens and not declared.sync_free_build and declared.host_lens != "exact"
         return self.metadata_cls(
-            common=_with_own_host_tensors(common),
+            common=with_own_host_tensors(common),
             query_start_loc=tuple(common.query_start_loc_cpu.tolist()),
             seq_lens=tuple((common.seq_lens if waits else common.seq_lens_cpu).tolist()),
             attention_chunk_size=self.kv_cache_spec.attention_chunk_size,
@@ -97,7 +97,7 @@ class PagedBuilder(AttentionMetadataBuilder[PagedMetadata]):
         return {}
 
 
-def _with_own_host_tensors(common: CommonAttentionMetadata) -> CommonAttentionMetadata:
+def with_own_host_tensors(common: CommonAttentionMetadata) -> CommonAttentionMetadata:
     """Return the metadata with copies of the host tensors, which may change before ``forward``."""
     return replace(
         common,

@@ -34,7 +34,7 @@ from attncheck.reports.run_file.records import FALLEN_SHORT
 
 T = TypeVar("T")
 
-_ALLOCATOR = {"MALLOC_TRIM_THRESHOLD_": "4000000000", "MALLOC_MMAP_THRESHOLD_": "4000000000"}
+ALLOCATOR = {"MALLOC_TRIM_THRESHOLD_": "4000000000", "MALLOC_MMAP_THRESHOLD_": "4000000000"}
 """Settings of glibc for the processes: memory is kept for the next tensor, which halves the time of large batches."""
 
 OTHERS = ("vLLM", "FlashInfer-Bench", "FlashAttention")
@@ -199,7 +199,7 @@ def main() -> None:
     if options.show:
         print(table(json.loads(options.show.read_text(encoding="utf-8"))))
         return
-    os.environ.update(_ALLOCATOR)
+    os.environ.update(ALLOCATOR)
     measured = measure(options.jobs)
     if options.output:
         options.output.write_text(json.dumps(measured, indent=1) + "\n", encoding="utf-8")

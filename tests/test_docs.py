@@ -22,6 +22,7 @@ from attncheck.backends.conventions import Conventions
 from attncheck.backends.mutants.catalogue import Mutant, catalogue
 from attncheck.backends.registry import FAMILIES, builtin_names, known_names, load
 from attncheck.cases.loader import load_suite, suite_names
+from attncheck.cases.telling import FILE, ranks
 from attncheck.harness.checks.cudagraph.probes import probes_of
 from attncheck.harness.checks.findings import TimingSettings
 from attncheck.harness.checks.timing import check
@@ -32,9 +33,18 @@ from attncheck.harness.problem.sizes import needed_bytes
 from attncheck.harness.pytest_plugin.plugin import name_in_pytest
 from attncheck.harness.run.expectations import load_expectations
 from attncheck.harness.run.options import KEEP, options_in
+from attncheck.harness.run.selection import checks_of
 from attncheck.harness.workers import pool as pool_module
 from attncheck.harness.workers.limits import DEFAULT
-from attncheck.reference.spec import CHECKS, FEATURES, CacheSpec, LayerSpec, PathSpec, SpecDecodeOptions
+from attncheck.reference.spec import (
+    CHECKS,
+    FEATURES,
+    CacheSpec,
+    LayerSpec,
+    PathSpec,
+    SpecDecodeOptions,
+    default_checks,
+)
 from attncheck.reports.analysis.recommendation import STANDINGS
 from attncheck.reports.comparison import significance
 from attncheck.reports.comparison.significance import ProcessNoise, smallest_slowdown
@@ -235,6 +245,25 @@ def test_the_detection_figures_are_those_of_the_kept_result(monkeypatch: pytest.
     measured = json.loads((DOCS / "detection.json").read_text(encoding="utf-8"))
     assert detection.table(measured) in text_of("README.md")
     assert measured["mutants"] == [mutant.name for mutant in detection.comparable_mutants()]
+
+
+def test_the_order_of_within_is_made_from_the_suite_and_the_mutants_that_there_are(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """If this fails, make the order and its table again: CONTRIBUTING.md has the command."""
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    telling, detection = import_module("telling"), import_module("detection")
+    measured = json.loads(FILE.read_text(encoding="utf-8"))
+    suite = load_suite(measured["suite"])
+    assert measured["digest"] == suite.hash
+    assert measured["cases"] == [case.id for case in suite.cases]
+    assert sorted(measured["checks"]) == sorted(default_checks("cpu"))
+    assert sorted(measured["mutants"] + measured["left_out"]) == sorted(
+        each.name for each in detection.comparable_mutants()
+    )
+    known = {(case.key, check) for case in suite.cases for check in checks_of(case, None, "cpu")}
+    assert ranks().keys() <= known
+    assert telling.table(measured) in text_of("processes.md")
 
 
 # Names

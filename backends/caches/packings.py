@@ -24,7 +24,8 @@ import mmap
 import operator
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Literal, Protocol
 
 import torch
@@ -200,31 +201,23 @@ def pool_axes(
     Raise ``ValueError`` if the shape has no axis of the pages (B) or of the heads (H) alone, and whatever
     ``get_kv_cache_shape`` raises.
     """
+    axis_of = partial(_axis_of, backend, layer, cache, {"B": num_blocks, "H": layer.num_kv_heads})
     before, after = cache.pool_order.split("L")
-    return (
-        [_axis_of(letter, backend, layer, cache, num_blocks) for letter in before],
-        [_axis_of(letter, backend, layer, cache, num_blocks) for letter in after],
-    )
+    return list(map(axis_of, before)), list(map(axis_of, after))
 
 
-def _axis_of(letter: str, backend: CacheGeometry, layer: LayerSpec, cache: CacheSpec, num_blocks: int) -> int:
+def _axis_of(backend: CacheGeometry, layer: LayerSpec, cache: CacheSpec, counts: Mapping[str, int], letter: str) -> int:
     """Return the axis whose extent is the number of pages (B) or heads (H), if no other changes with that number."""
-    pages = more_pages = num_blocks
-    heads = more_heads = layer.num_kv_heads
-    if letter == "B":
-        more_pages = pages + 1
-        extents = (pages, more_pages)
-    else:
-        more_heads = 2 * heads
-        extents = (heads, more_heads)
-    shape = kv_cache_shape(backend, layer, cache.block_size, pages, heads)
-    other = kv_cache_shape(backend, layer, cache.block_size, more_pages, more_heads)
-    both = list(zip(shape, other, strict=False))
-    changed = [axis for axis, (one, two) in enumerate(both) if one != two]
-    if len(shape) == len(other) and len(changed) == 1 and both[changed[0]] == extents:
+    count = counts[letter]
+    one, two = (
+        kv_cache_shape(backend, layer, cache.block_size, *{**counts, letter: number}.values())
+        for number in (count, 2 * count)
+    )
+    changed = [axis for axis, extents in enumerate(zip(one, two, strict=False)) if extents[0] != extents[1]]
+    if len(one) == len(two) and len(changed) == 1 and (one[changed[0]], two[changed[0]]) == (count, 2 * count):
         return changed[0]
     name = "pages" if letter == "B" else "heads"
-    raise ValueError(f"pool_order {cache.pool_order}: the shape {shape} has no axis of the {name} alone")
+    raise ValueError(f"pool_order {cache.pool_order}: the shape {one} has no axis of the {name} alone")
 
 
 def _layer_of_pool(

@@ -33,6 +33,7 @@ from attncheck.harness.driver.foreign_code import StageError, call_backend, stag
 from attncheck.harness.driver.observation import Observation, Raised
 from attncheck.harness.driver.session import Session
 from attncheck.harness.driver.step import (
+    HOST_TENSORS,
     ForwardCall,
     changed_inputs,
     copied_calls,
@@ -96,8 +97,8 @@ class WaitFinder:
         if self._reporting is not None:
             found = first_wait(build, self._reporting)
             return () if found is None else None if found.kind == "error" else (found,)
-        for twin in (common.query_start_loc_cpu, common.seq_lens_cpu, common.num_computed_tokens_cpu):
-            self._watch.host.mark(twin)
+        for name in HOST_TENSORS:
+            self._watch.host.mark(getattr(common, name))
         with self._watch.recording(run.__code__) as tape:
             try:
                 run(build)
@@ -109,8 +110,6 @@ class WaitFinder:
 # Steps for which several builders build metadata before any of them runs; each must give right outputs.
 #
 # Model runners do this for layer groups and micro-batches. Each has its own builder.
-
-_HOST_TENSORS = ("query_start_loc_cpu", "seq_lens_cpu", "num_computed_tokens_cpu")
 
 _REFILLED = (
     "a host tensor of the metadata is read after build, when a runner that schedules asynchronously may refill it; "
@@ -155,10 +154,8 @@ def wrong_beside_others(session: Session, truth: Truth) -> Broken | None:
     """Build with two builders, then run each; return what is wrong with outputs that are right for one builder alone.
 
     The case's hash selects whether both builders receive one CommonAttentionMetadata or the second receives the same
-    requests in reverse order, and which runs first. Before ``forward``, the host tensors are refilled, unless the
-    backend declares ``host_lens="exact"``. Return None for a step of several calls. Raise StageError.
+    requests in reverse order, and which runs first. Return None for a step of several calls. Raise StageError.
     """
-    refilled = () if session.backend.conventions.host_lens == "exact" else _HOST_TENSORS
     sequence = _SEQUENCES[int(session.problem.case.hash, 16) % len(_SEQUENCES)]
     sessions = [session.in_order(order) for order in (session.order, _opposite(session))]
     calls = [copied_calls(each.prepared().calls) for each in sessions]
@@ -166,26 +163,21 @@ def wrong_beside_others(session: Session, truth: Truth) -> Broken | None:
         return None
     with stage_named("beside another builder"):
         built = [_built(sessions[which], calls[which][0]) for which in sequence.steps]
-        for (call,) in calls:
-            refill_host(call.common, refilled)
         for index in sequence.forwards:
-            try:
-                wrong = _fault(built[index], truth)
-            except StageError as failure:
-                if failure.raised.may_end_the_device or (kept := _wrong_after_refill(session, truth, refilled)) is None:
-                    raise
-                return kept
+            wrong = _fault(built[index], truth)
             if wrong is not None:
-                kept = _wrong_after_refill(session, truth, refilled)
-                return kept or _finding(session, truth, sequence, index, built[index].session, wrong)
+                return _finding(session, truth, sequence, index, built[index].session, wrong)
     return None
 
 
-def _wrong_after_refill(session: Session, truth: Truth, names: Sequence[str]) -> Broken | None:
-    """Return what is wrong with a step whose host tensors ``names`` are refilled after ``build``, and right if not.
+def wrong_after_refill(session: Session, truth: Truth) -> Broken | None:
+    """Return what is wrong with a step whose host tensors are refilled after ``build``, and that is right if not.
 
-    The finding names the fewest tensors that suffice.
+    The finding names the fewest tensors that suffice. Return None for a step of several calls, and if the backend
+    declares ``host_lens="exact"``.
     """
+    if len(session.prepared().calls) > 1 or session.backend.conventions.host_lens == "exact":
+        return None
 
     def run(some: Sequence[str]) -> Broken | None:
         (call,) = copied_calls(session.prepared().calls)
@@ -193,12 +185,14 @@ def _wrong_after_refill(session: Session, truth: Truth, names: Sequence[str]) ->
         refill_host(call.common, some)
         return _fault(built, truth)
 
-    found = least_failing(names, run)
+    found = least_failing(HOST_TENSORS, run)
     if found is None or not found[1]:
         return None
     wrong, needed = found
     how = f"after {' and '.join(needed)} {'is' if len(needed) == 1 else 'are'} refilled between build and forward"
     if isinstance(wrong, Raised):
+        if wrong.may_end_the_device:  # the step without refilled tensors was not run
+            raise StageError(wrong)
         return Broken(f"forward raises {how}: {wrong.in_words}", meaning=_REFILLED)
     return Broken(f"wrong {how}: {wrong.summary}", wrong.figures, _REFILLED, wrong.details)
 
@@ -318,6 +312,7 @@ def _faults(case: CheckedCase, session: Session, seen: Observation, notes: list[
     yield Broken(f"forward changed {', '.join(changed)}", meaning=_SHARED) if changed else None
     yield _cascade_fault(session, builders[0], calls[0])
     if not bool(seen.unwritten.any()) and not bool((output_shares(case.truth, seen) > 1).any()):
+        yield wrong_after_refill(session, case.truth)
         yield wrong_beside_others(session, case.truth)
         yield wrong_draft(session, case.truth) if _is_draft(case.problem, builders[0]) else None
         if getattr(builders[0], BLOCK_TABLE, False) and session.pool is not None:

@@ -290,9 +290,9 @@ def _judge(question: _Question) -> Broken | None:
         return Broken(f"{question.name} changed its argument {' and '.join(changed)}")
     for name in question.written:
         got, right = question.arguments[name], expected[name]
-        if torch.equal(flat_bytes(got), flat_bytes(right)):
+        if same_bytes(flat_bytes(got), flat_bytes(right)):
             continue
-        wrong = [block for block in range(len(got)) if not torch.equal(_bytes(got[block]), _bytes(right[block]))]
+        wrong = [block for block in range(len(got)) if not same_bytes(got[block], right[block])]
         if not wrong:
             return Broken(f"{question.name} wrote between the pages of {name}")
         return Broken(
@@ -350,10 +350,6 @@ def _twin(tensor: Tensor) -> Tensor:
     memory = flat_bytes(tensor).clone()
     view = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
     return view.set_(memory.untyped_storage(), tensor.storage_offset(), tensor.shape, tensor.stride())
-
-
-def _bytes(tensor: Tensor) -> Tensor:
-    return tensor.contiguous().view(torch.uint8)
 
 
 # `cache_write`: exactly the mapped slots contain exactly the new K/V, byte for byte, and inputs are unchanged.

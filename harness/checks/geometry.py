@@ -64,7 +64,7 @@ def _has_order(session: Session, pool_order: PoolOrder) -> bool:
     axes = partial(pool_axes, backend, problem.layer, cache, problem.num_blocks)
     try:
         call_backend("kv_cache", axes)
-    except StageError:  # no such axes, or the backend refuses a cache with one more page or twice the heads
+    except StageError:  # no such axes, or the backend refuses a cache with twice the pages or heads
         return False
     return True
 

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import permutations
 from typing import Any
 
 import torch
@@ -90,18 +91,15 @@ def shifted(case: Case) -> EarlierBatch:
 def _moved_token(case: Case) -> list[int] | None:
     """Return the contexts with one token moved between two requests, neither the longest, or None without such two."""
     requests = list(case.batch)
-    longest = max(range(len(requests)), key=lambda i: requests[i].total_len)
-    shorter = [i for i, r in enumerate(requests) if r.context_len > 0 and i != longest]
-    givers = [i for i in shorter if requests[i].context_len > 1]
-    takers = [i for i in shorter if requests[i].total_len < requests[longest].total_len]
-    pairs = [(giver, taker) for giver in givers for taker in takers if giver != taker]
-    if not pairs:
-        return None
-    giver, taker = pairs[0]
     contexts = [r.context_len for r in requests]
-    contexts[giver] -= 1
-    contexts[taker] += 1
-    return contexts
+    longest = max(range(len(requests)), key=lambda i: requests[i].total_len)
+    shorter = [i for i, context_len in enumerate(contexts) if context_len > 0 and i != longest]
+    for giver, taker in permutations(shorter, 2):
+        if contexts[giver] > 1 and requests[taker].total_len < requests[longest].total_len:
+            contexts[giver] -= 1
+            contexts[taker] += 1
+            return contexts
+    return None
 
 
 def rearranged(case: Case) -> EarlierBatch | None:

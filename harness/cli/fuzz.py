@@ -31,7 +31,7 @@ from attncheck.harness.fuzz.shrink import (
     size_in_words,
 )
 from attncheck.harness.fuzz.stand_alone import write_stand_alone
-from attncheck.harness.run.options import RunOptions
+from attncheck.harness.run.options import RunOptions, read_time
 from attncheck.harness.run.selection import check_seed
 from attncheck.harness.workers.limits import worker_settings
 from attncheck.harness.workers.pool import WorkerPool
@@ -135,8 +135,6 @@ OutputFolder = Annotated[
 _OF_PROCESSES = ("case_timeout", "memory_limit", "pass_env")
 """Options of the processes of backends."""
 
-_UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0}
-
 
 @with_options("backends", "seed", "checks", *_OF_PROCESSES, "device")
 def fuzz(
@@ -192,22 +190,6 @@ def fuzz(
         if not outcomes["examined"]:
             raise SelectionError(f"no drawn case of backend {refs[0]!r} was examined")
         return code
-
-
-def read_time(option: str, text: str) -> float:
-    """Return the seconds that ``text`` gives, such as ``90s``, ``5m``, ``1h`` or ``90``.
-
-    Raises:
-        SelectionError: the text is not a positive, finite time.
-    """
-    number, unit = (text[:-1], text[-1]) if text[-1:] in _UNITS else (text, "s")
-    try:
-        seconds = float(number) * _UNITS[unit]
-    except ValueError:
-        seconds = -1.0
-    if not 0 < seconds < float("inf"):
-        raise SelectionError(f"{option} {text!r}: give a time, such as 90s, 5m or 1h")
-    return seconds
 
 
 def _backend_checks(chosen: tuple[str, ...]) -> tuple[str, ...] | None:

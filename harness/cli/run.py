@@ -4,6 +4,7 @@ import contextlib
 import faulthandler
 import gc
 import io
+import math
 import os
 import sys
 import time
@@ -18,7 +19,8 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, Task, TextColumn, TimeElapsedColumn
+from rich.text import Text
 
 from attncheck.errors import BackendLoadError, ClusterError, SelectionError, WriteError
 from attncheck.harness.cli.common import (
@@ -45,6 +47,7 @@ from attncheck.harness.cli.run_files import (
     report_command,
     resume_command,
 )
+from attncheck.harness.host import kernel_count
 from attncheck.harness.run.options import RunOptions
 from attncheck.harness.run.outcomes import DeviceLostError
 from attncheck.harness.run.preparation import first_refs
@@ -56,7 +59,15 @@ from attncheck.harness.workers.process import WorkerProcess
 from attncheck.harness.workers.ray import RayCluster
 from attncheck.reports.analysis.phrases import plural, what_happened
 from attncheck.reports.run_file.header import MOST, RunHeader, SurveyedBackend
-from attncheck.reports.run_file.records import EXAMINED, FALLEN_SHORT, Ended, Record, RunFooter, is_out_of_time
+from attncheck.reports.run_file.records import (
+    EXAMINED,
+    FALLEN_SHORT,
+    Ended,
+    Record,
+    RunFooter,
+    is_not_reached,
+    is_out_of_time,
+)
 from attncheck.reports.run_file.store import Run as StoredRun
 from attncheck.reports.run_file.store import count_outcomes, lacking_in_words, now
 from attncheck.reports.run_file.timings import TIMING
@@ -134,8 +145,8 @@ class Tally:
     """Counts how many cases of the run have begun, and how many records failed.
 
     A case counts once for each process of a backend that gets it: once per round for ``timing``, and once for all other
-    checks together. A case that is not examined in round 0 counts for all rounds, since later ones skip it.
-    Records of one case must arrive together: only the latest case is remembered.
+    checks together, or for each part of them with ``--within``. A case that is not examined in round 0 counts for all
+    rounds, since later ones skip it. Records of one part must arrive together: only the latest one is remembered.
     """
 
     def __init__(self, cases: int, rounds: int) -> None:
@@ -183,14 +194,47 @@ class Tally:
         return f"about {minutes} min left" if minutes < 100 else f"about {minutes / 60:.0f} h left"
 
 
+_LOOK_EVERY_S = 2.0
+"""Least seconds between two looks at the caches, which may hold thousands of files."""
+
+
+class CompiledKernels:
+    """Counts the kernels that are added to the caches on disk from now on, by all processes of this machine."""
+
+    def __init__(self, count: Callable[[], int] = kernel_count) -> None:
+        self._count = count
+        self._first = self._latest = count()
+        self._grew_s = -math.inf
+        self._next_look_s = 0.0
+
+    @property
+    def words(self) -> str:
+        """``compiling, 12 kernels so far``, if some were added since the last look, or within ten seconds; else empty.
+
+        The total is unknown: which kernels a case needs shows only when it runs.
+        """
+        began = time.monotonic()
+        if began >= self._next_look_s:
+            found = self._count()
+            if found > self._latest:
+                self._grew_s = began
+            self._latest = found
+            self._next_look_s = began + max(_LOOK_EVERY_S, 20 * (time.monotonic() - began))
+        if began - self._grew_s > LINE_EVERY_S:
+            return ""
+        return f"compiling, {plural(self._latest - self._first, 'kernel')} so far"
+
+
 class ProgressLines:
     """Prints the first records that fail, and the progress every ten seconds.
 
     What one end of the process prevents shares a line. ``verbose``: print a line for each record, whatever its outcome.
     """
 
-    def __init__(self, tally: Tally, *, verbose: bool = False) -> None:
+    def __init__(self, tally: Tally, kernels: CompiledKernels | None = None, *, verbose: bool = False) -> None:
+        """``kernels``: None if compiling is not mentioned."""
         self._tally = tally
+        self._kernels = kernels
         self._verbose = verbose
         self._printed = 0
         self._latest_end: tuple[str, str, str] | None = None
@@ -212,16 +256,29 @@ class ProgressLines:
         if time.monotonic() - self._last_line_s >= LINE_EVERY_S:
             self._last_line_s = time.monotonic()
             done = f"case {self._tally.done} of {self._tally.cases}, {self._tally.short} did not pass"
-            print_stderr(", ".join(part for part in (done, self._tally.left) if part))
+            compiling = self._kernels.words if self._kernels else ""
+            print_stderr(", ".join(part for part in (done, compiling, self._tally.left) if part))
+
+
+class _CompilingColumn(ProgressColumn):
+    def __init__(self, kernels: CompiledKernels) -> None:
+        super().__init__()
+        self._kernels = kernels
+
+    def render(self, _task: Task) -> Text:
+        return Text(self._kernels.words)
 
 
 @contextmanager
-def progress_bar(tally: Tally, *, is_timed: bool, color: bool) -> Iterator[See]:
+def progress_bar(tally: Tally, kernels: CompiledKernels | None = None, *, is_timed: bool, color: bool) -> Iterator[See]:
     """Yield what redraws a bar on stderr for each record, once the tally has counted it.
 
-    ``is_timed``: whether the run takes timings; then the bar is redrawn only between them.
+    ``kernels``: None if compiling is not mentioned. ``is_timed``: whether the run takes timings; then the bar is
+    redrawn only between them.
     """
-    columns = (BarColumn(20), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}", markup=False))
+    described = TextColumn("{task.description}", markup=False)
+    columns = [BarColumn(20), MofNCompleteColumn(), TimeElapsedColumn(), described]
+    columns += [_CompilingColumn(kernels)] if kernels else []
     screen = Console(stderr=True, no_color=None if color else True)
     with Progress(*columns, console=screen, transient=True, auto_refresh=not is_timed) as progress:
         task = progress.add_task("", total=tally.cases)
@@ -276,15 +333,17 @@ def open_executor(options: RunOptions, selection: Selection, spare: WorkerProces
         yield pool
 
 
-def _display(options: RunOptions, tally: Tally, *, is_timed: bool) -> AbstractContextManager[See]:
+def _display(options: RunOptions, tally: Tally, device: str, *, is_timed: bool) -> AbstractContextManager[See]:
     """Return the progress that suits stderr: a bar on a terminal, else lines; nothing inside a debugger."""
     if options.verbose:
         return nullcontext(ProgressLines(tally, verbose=True).see)
     if options.in_process:
         return nullcontext(_ignore)
+    # Nothing walks through folders while times are taken.
+    kernels = None if device == "cpu" or is_timed else CompiledKernels()
     if sys.stderr.isatty():
-        return progress_bar(tally, is_timed=is_timed, color=options.color)
-    return nullcontext(ProgressLines(tally).see)
+        return progress_bar(tally, kernels, is_timed=is_timed, color=options.color)
+    return nullcontext(ProgressLines(tally, kernels).see)
 
 
 def _ignore(_found: object) -> None:
@@ -465,7 +524,9 @@ class _Execution:
         functions: Iterable[Record] = ()
         if self._providers is not None:
             functions = starmap(self._providers.examine, product(self._providers.infos, self._functions))
-        display = _display(options, tally, is_timed=self._is_timed) if see is None else nullcontext(see)
+        display = (
+            _display(options, tally, run.plan.device, is_timed=self._is_timed) if see is None else nullcontext(see)
+        )
         path: Path | None = None
         stopped = ""
         try:
@@ -480,8 +541,9 @@ class _Execution:
                     except DeviceLostError:
                         stopped = f"stopped {_DEVICE_LOST}{tally.rest}"
                 blind = tuple(map(str, self._examiner.blind))
-                unmet = tuple(expectations.unmet(stopped_early=bool(stopped))) if expectations else ()
-                unseen = tuple(expectations.unseen()) if expectations and not stopped else ()
+                is_short = bool(stopped) or any(map(is_not_reached, run.records))
+                unmet = tuple(expectations.unmet(stopped_early=is_short)) if expectations else ()
+                unseen = tuple(expectations.unseen()) if expectations and not is_short else ()
                 for error in (*blind, *unmet):
                     writer.fail(error)
             return FinishedRun(path, self._header, tuple(run.records), blind, unmet, unseen, stopped)

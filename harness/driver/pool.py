@@ -29,7 +29,7 @@ from attncheck.harness.problem.pages import RandomStream
 from attncheck.harness.problem.problem import STALE_ROWS, Problem, foreign_slots, stale_rows
 from attncheck.harness.problem.sizes import SMALL_POOL, stored_sizes
 from attncheck.harness.problem.storage import Storage, alike, key_storage, value_storage
-from attncheck.reference.spec import CacheSpec, LayerSpec
+from attncheck.reference.spec import CacheSpec
 
 _BLOCKS = 3
 
@@ -39,36 +39,9 @@ class CodecError(InternalError):
 
 
 def prove_codec(codec: KVCacheCodec, backend: type[AttentionBackend], problem: Problem) -> None:
-    """Raise CodecError if ``codec`` loses rows, mixes them up, or writes outside their slots.
-
-    A PackedCodec is a value object, so equal ones are proven once per process for each cache shape.
-    """
+    """Raise CodecError if ``codec`` loses rows, mixes them up, or writes outside their slots."""
     layer, cache = problem.layer, replace(problem.cache, num_blocks=None)
     kv_cache = allocate_kv_cache(backend, layer, cache, _BLOCKS, "cpu")
-    inner = codec.codec if isinstance(codec, LatentCodecView) else codec
-    if type(inner) is PackedCodec:
-        is_view = inner is not codec
-        _prove_once(inner, is_view, layer, cache, kv_cache.shape, kv_cache.stride(), kv_cache.dtype)
-    else:
-        _prove(codec, layer, cache, kv_cache)
-
-
-@lru_cache(maxsize=256)
-def _prove_once(
-    packed: PackedCodec,
-    is_view: bool,
-    layer: LayerSpec,
-    cache: CacheSpec,
-    shape: tuple[int, ...],
-    stride: tuple[int, ...],
-    dtype: torch.dtype,
-) -> None:
-    codec = LatentCodecView(packed) if is_view else packed
-    _prove(codec, layer, cache, torch.empty_strided(shape, stride, dtype=dtype).zero_())
-
-
-def _prove(codec: KVCacheCodec, layer: LayerSpec, cache: CacheSpec, kv_cache: Tensor) -> None:
-    """Prove ``codec`` on ``kv_cache``, which is zeroed and has ``_BLOCKS`` pages."""
     slots = torch.arange(_BLOCKS * cache.block_size)
     stream = RandomStream("codec proof")
     storages = key_storage(layer, cache), value_storage(layer, cache)

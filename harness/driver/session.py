@@ -295,15 +295,12 @@ class Session:
     def with_persistent_inputs(self) -> "Session":
         """Return this session with persistent inputs, as a model runner has them.
 
-        Every step of this session, and of those :meth:`beside` it, is in the same memory as far as it fits. Changed
-        inputs are not looked for, so steps run with ``images=False``.
+        Every step of this session, and of those :meth:`beside` it, is in the same memory as far as it fits.
         """
         inputs = [PersistentInputs(call) for call in copied_calls(self.prepared().calls)]
 
         def lend(calls: tuple[ForwardCall, ...]) -> LentCalls:
-            if len(calls) != len(inputs):
-                return lend_copies(calls)
-            return lend_in_place(inputs, calls, has_copies=False)
+            return lend_in_place(inputs, calls) if len(calls) == len(inputs) else lend_copies(calls)
 
         other = copy(self)
         other._lend = lend

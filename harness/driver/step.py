@@ -101,6 +101,9 @@ def _fused(group: Sequence[Tensor]) -> list[Tensor]:
 _LOOSE = 7
 """By how much a loose maximum or length exceeds the batch's true one, if the step has room for it."""
 
+HOST_TENSORS = ("query_start_loc_cpu", "seq_lens_cpu", "num_computed_tokens_cpu")
+"""The metadata tensors that the contract puts on the host."""
+
 HOST_LENS = "host_lens"
 """Name of ``seq_lens_cpu`` and ``num_computed_tokens_cpu`` among what is loose."""
 
@@ -137,7 +140,7 @@ class Step:
     @property
     def is_in_problem_order(self) -> bool:
         """Whether the requests of this step are in the order of the problem."""
-        return _is_as_given(self.order)
+        return self.order == tuple(range(len(self.order)))
 
     @property
     def num_rows(self) -> int:
@@ -309,10 +312,7 @@ def make_step(
     order = tuple(range(len(problem.requests)) if order is None else order)
     requests = [problem.requests[i] for i in order]
     padding = problem.case.batch.padding
-    if _is_as_given(order):
-        rows = torch.arange(len(problem.query))
-    else:
-        rows = torch.cat([torch.arange(r.first_row, r.first_row + r.rows) for r in requests])
+    rows = torch.cat([torch.arange(r.first_row, r.first_row + r.rows) for r in requests])
     new_keys, slot_keys = _writes(problem, order)
     # In cross attention the key rows come from the encoder: the decoder's padding tokens add none.
     slot_padding, key_padding = (0, 0) if problem.is_cross else (padding.tokens, padding.query_rows)
@@ -345,10 +345,6 @@ def make_step(
     )
 
 
-def _is_as_given(order: Sequence[int]) -> bool:
-    return tuple(order) == tuple(range(len(order)))
-
-
 def _writes(problem: Problem, order: Sequence[int]) -> tuple[Tensor, Tensor]:
     """Return indices into the problem's keys: of the step's key rows, and of its slots (-1: not written).
 
@@ -359,8 +355,6 @@ def _writes(problem: Problem, order: Sequence[int]) -> tuple[Tensor, Tensor]:
         tokens = [torch.arange(r.num_keys - r.query_len, r.num_keys) for r in requests]
         index = torch.cat([torch.where(t < 0, -1, t + r.base) for t, r in zip(tokens, requests, strict=True)])
         return index[:0], index
-    if _is_as_given(order):
-        return problem.new_keys, problem.new_keys
     counts = [r.num_keys - r.cached + (0 if problem.is_cross else max(0, -r.first_position)) for r in problem.requests]
     pieces = problem.new_keys.split(counts)
     index = torch.cat([pieces[i] for i in order])
@@ -639,9 +633,8 @@ class PersistentInputs:
 
     @property
     def host_twins(self) -> tuple[Tensor, ...]:
-        """The metadata tensors that the contract puts on the host."""
-        common = self._own.common
-        return common.query_start_loc_cpu, common.seq_lens_cpu, common.num_computed_tokens_cpu
+        """The buffers of the metadata on the host."""
+        return tuple(getattr(self._own.common, name) for name in HOST_TENSORS)
 
     def load(self, call: ForwardCall) -> ForwardCall:
         """Copy the contents of ``call`` into these buffers; return the call over them."""
@@ -693,9 +686,8 @@ class PersistentInputs:
 class LentCalls:
     """The calls of a step as a backend gets them.
 
-    ``pristine``: copies of the calls that no backend gets; empty if :meth:`changed` is not to be called. ``buffers``:
-    the persistent inputs behind each call, and copies of the whole of them; empty for calls in memory of their own, and
-    without copies.
+    ``pristine``: copies of the calls that no backend gets. ``buffers``: the persistent inputs behind each call, and
+    copies of the whole of them; empty for calls in memory of their own.
     """
 
     pristine: tuple[ForwardCall, ...]
@@ -715,16 +707,9 @@ def lend_copies(calls: tuple[ForwardCall, ...]) -> LentCalls:
     return LentCalls(calls, copied_calls(calls))
 
 
-def lend_in_place(
-    buffers: Sequence[PersistentInputs], calls: Sequence[ForwardCall], *, has_copies: bool = True
-) -> LentCalls:
-    """Return the calls in persistent memory, one of ``buffers`` for each.
-
-    ``has_copies``: whether they are copied, so that changed inputs can be found.
-    """
+def lend_in_place(buffers: Sequence[PersistentInputs], calls: Sequence[ForwardCall]) -> LentCalls:
+    """Return the calls in persistent memory, one of ``buffers`` for each."""
     loaded = tuple(inputs.load(call) for inputs, call in zip(buffers, calls, strict=True))
-    if not has_copies:
-        return LentCalls((), loaded)
     copies = tuple(map_tensors(call, Tensor.clone) for call in loaded)
     return LentCalls(copies, loaded, tuple((inputs, inputs.copy()) for inputs in buffers))
 
@@ -761,10 +746,6 @@ def copied_calls(calls: Sequence[ForwardCall]) -> tuple[ForwardCall, ...]:
     def twin(tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
         place = tensor.device, storage.data_ptr()
-        if place not in memory and tensor.is_contiguous() and tensor.nbytes == storage.nbytes():
-            whole = tensor.clone()
-            memory[place] = whole.untyped_storage()
-            return whole
         if place not in memory:
             whole = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage).clone()
             memory[place] = whole.untyped_storage()

@@ -39,14 +39,16 @@ def aliases_of(result: Any, arguments: Mapping[str, Any], earlier: Any) -> dict[
     found = {}
     for place, part in _parts("returned", result):
         for owner, value in given:
-            if value is part or _overlap(_storage(value), _storage(part)):
+            if value is part or np.may_share_memory(_storage(value), _storage(part)):
                 found[place] = Alias(owner, value is part and not isinstance(part, list | dict))
                 break
         else:
-            sharer = next((owner for owner, value in made if value is part or _share_elements(value, part)), None)
+            if not _has_memory(part):
+                continue
+            sharer = next((owner for owner, value in made if np.shares_memory(_elements(value), _elements(part))), None)
             if sharer is not None:
                 found[place] = Alias(sharer, is_same=False)
-            elif _has_memory(part) and place.rpartition(".")[2] not in _TWINS:
+            elif place.rpartition(".")[2] not in _TWINS:
                 made.append((_ITSELF, part))
     return found
 
@@ -76,50 +78,27 @@ def _has_memory(value: Any) -> bool:
     return isinstance(value, Tensor | np.ndarray)
 
 
-def _storage(value: Any) -> range:
-    """Return the addresses of the whole storage of a tensor, or of an array; an empty range for anything else."""
+def _storage(value: Any) -> np.ndarray:
+    """Return the whole storage of a tensor, as bytes, or an array itself; an empty array for anything else."""
     match value:
         case Tensor():
             memory = value.untyped_storage()
-            return range(memory.data_ptr(), memory.data_ptr() + memory.nbytes())
+            return _at(memory.data_ptr(), (memory.nbytes(),), (1,), 1)
         case np.ndarray():
-            return _span(value)
-    return range(0)
+            return value
+    return np.empty(0)
 
 
-def _span(value: Any) -> range:
-    """Return the addresses from the first to the last element of a tensor or array; an empty range without elements."""
-    first, strides, item = _layout(value)
-    if 0 in value.shape:
-        return range(0)
-    steps = [(size - 1) * stride for size, stride in zip(value.shape, strides, strict=True)]
-    return range(first + sum(min(step, 0) for step in steps), first + sum(max(step, 0) for step in steps) + item)
+def _elements(value: Tensor | np.ndarray) -> np.ndarray:
+    if isinstance(value, np.ndarray):
+        return value
+    size = value.element_size()
+    return _at(value.data_ptr(), tuple(value.shape), tuple(stride * size for stride in value.stride()), size)
 
 
-def _overlap(one: range, other: range) -> bool:
-    return max(one.start, other.start) < min(one.stop, other.stop)
-
-
-def _share_elements(one: Any, other: Any) -> bool:
-    """Return whether two values are tensors or arrays with an element in common. Slices with a step may interleave."""
-    if not (_has_memory(one) and _has_memory(other)) or not _overlap(_span(one), _span(other)):
-        return False
-    return bool(np.intersect1d(_bytes(one), _bytes(other)).size)
-
-
-def _bytes(value: Any) -> np.ndarray:
-    """Return the address of each byte of each element."""
-    first, strides, item = _layout(value)
-    found = np.arange(first, first + item)
-    for size, stride in zip(value.shape, strides, strict=True):
-        steps = np.arange(size if stride else 1) * stride
-        found = np.add.outer(found, steps).ravel()
-    return found
-
-
-def _layout(value: Any) -> tuple[int, tuple[int, ...], int]:
-    """Return the address of the first element, the strides in bytes, and the size of an element in bytes."""
-    if isinstance(value, Tensor):
-        size = value.element_size()
-        return value.data_ptr(), tuple(stride * size for stride in value.stride()), size
-    return value.__array_interface__["data"][0], value.strides, value.itemsize
+def _at(address: int, shape: tuple[int, ...], strides: tuple[int, ...], size: int) -> np.ndarray:
+    """Return an array at these addresses, for comparison alone: they may be those of a GPU. Strides are in bytes."""
+    if not address:  # it has no memory
+        return np.empty(0)
+    described = {"data": (address, True), "shape": shape, "strides": strides, "typestr": f"|V{size}", "version": 3}
+    return np.asarray(SimpleNamespace(__array_interface__=described))

@@ -1,5 +1,6 @@
 """Test items: a test for each case and check, examined by one run."""
 
+import time
 from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -20,11 +21,11 @@ from attncheck.harness.pytest_plugin.plugin import BackendTests, given_to_pytest
 from attncheck.harness.run.backend_loading import ThisProcess
 from attncheck.harness.run.evaluate import Examiner
 from attncheck.harness.run.expectations import Expectations, LocatedExpectation, load_expectations
-from attncheck.harness.run.options import RunOptions, read_given
+from attncheck.harness.run.options import RunOptions, read_given, read_time
 from attncheck.harness.run.outcomes import BackendDescription, DeviceLostError
 from attncheck.harness.run.preparation import suite_device
 from attncheck.harness.run.run import Run
-from attncheck.harness.run.selection import Selection, checks_of, select_cases
+from attncheck.harness.run.selection import Selection, checks_of, select_cases, telling_first
 from attncheck.harness.workers.executor import Supervisor
 from attncheck.harness.workers.limits import worker_settings
 from attncheck.harness.workers.pool import WorkerPool
@@ -40,7 +41,8 @@ if TYPE_CHECKING:
 
 # Examines the backends of a set of pytest items.
 #
-# The first item of a case and a backend to run produces the records for all its selected checks. Each backend is
+# The first item of a case and a backend to run produces the records for all its selected checks, or for the part of
+# them that `within` puts together. Each backend is
 # examined in a process of its own. It is examined in this process with `--attncheck-in-process`, or if the check
 # `timing` is selected, since pytest-benchmark takes the timings here.
 
@@ -49,14 +51,17 @@ class Question:
     """The suites, cases, checks and backends of ``options``. Reading :attr:`run` loads the backends.
 
     ``collected``: the collected items, as case, index of the backend, check. ``answered``: those that ran.
-    ``backends``: the loaded backends, whether or not their processes have ended since.
+    ``backends``: the loaded backends, whether or not their processes have ended since. ``within``: a time such as
+    ``60s``, after which no more items are examined; empty for no limit.
 
     Raises:
         QuestionError: an unknown suite, case or check.
     """
 
-    def __init__(self, config: pytest.Config, options: RunOptions) -> None:
-        self.config, self.options = config, options
+    def __init__(self, config: pytest.Config, options: RunOptions, within: str = "") -> None:
+        self.config, self.options, self.within = config, options, within
+        self._within_s = read_time("within", within) if within else None
+        self._deadline: float | None = None
         self.selection: Selection = select_cases(options.suites, options.cases, options.checks, options.settings)
         self.is_in_process = options.in_process or self.selection.is_timed
         self.collected: set[tuple[str, int, str]] = set()
@@ -66,7 +71,7 @@ class Question:
         self._executor: WorkerPool | ThisProcess | None = None
         self._stack = ExitStack()
         self._examiner: Examiner | Supervisor | None = None
-        self._latest: tuple[tuple[str, int], list[Record]] | None = None
+        self._latest: tuple[tuple[str, int, tuple[str, ...]], list[Record]] | None = None
         self._faults: dict[str, QuestionError] = {}
 
     @cached_property
@@ -113,7 +118,7 @@ class Question:
             self._opened = None
 
     def record_of(self, item: "CheckItem") -> Record | QuestionError:
-        """Return the record of ``item``, or the error of its case.
+        """Return the record of ``item``, or the error of its case; skip it if the time is over.
 
         Raises:
             QuestionError: a backend cannot be loaded.
@@ -121,10 +126,12 @@ class Question:
         if item.check == TIMING:  # alone, so that no other check disturbs the timings
             records = self._records(item, (TIMING,))
         else:
-            pair = (item.case.key, item.index)
-            if self._latest is None or self._latest[0] != pair:
-                checks = [name for name in self.run.plan.checks_of(item.case) if name != TIMING]
-                self._latest = (pair, self._records(item, [name for name in checks if name in self._wanted(item)]))
+            part = (item.case.key, item.index, item.part)
+            if self._latest is None or self._latest[0] != part:
+                self._skip_if_late()
+                wanted = self._wanted(item)
+                checks = [name for name in item.part if name != TIMING and name in wanted]
+                self._latest = (part, self._records(item, checks))
             records = self._latest[1]
         self.answered.add((item.case.key, item.index, item.check))
         found = next((record for record in records if record.check == item.check), None)
@@ -150,6 +157,14 @@ class Question:
         run = Run.open(self.selection, options, pool, keeps_unavailable=True)
         pool.keep_only(backend.ref for backend in run.backends)
         return run
+
+    def _skip_if_late(self) -> None:
+        if self._within_s is None:
+            return
+        if self._deadline is None:
+            self._deadline = time.monotonic() + self._within_s
+        elif time.monotonic() > self._deadline:
+            raise pytest.skip.Exception(f"not reached within {self.within}", _use_item_location=True)
 
     def _wanted(self, item: "CheckItem") -> set[str]:
         mine = (each for each in item.session.items if getattr(each, "question", None) is self)
@@ -234,9 +249,10 @@ class Root(pytest.Collector):
         run = self.question.run
         names = (case.suite, case.id, run.backends[index].name)
         group = "::".join((self.nodeid, *names))
-        for check in run.plan.checks_of(case):
+        checks = run.plan.checks_of(case)
+        for check in checks:
             item = _item_class(check).from_parent(self, name=check, nodeid=f"{group}::{check}")
-            item.become(self.question, case, index, check, self.apply, group=group)
+            item.become(self.question, case, index, check, self.apply, group=group, part=checks)
             item.extra_keyword_matches.update(names)  # for -k
             file, _, line = case.origin.rpartition(":")
             if line.isdigit():
@@ -250,11 +266,12 @@ def module_items(
 ) -> "Iterable[CheckItem]":
     """Yield the items of ``name`` in a module; the backend is loaded when the first of them runs."""
     selection = question.selection
-    for case in selection.cases:
+    parts = tuple((case, checks_of(case, selection.checks)) for case in selection.cases)
+    for case, checks in telling_first(parts) if question.within else parts:
         label = case.id if len(selection.suites) == 1 else case.key
-        for check in checks_of(case, selection.checks):
+        for check in checks:
             item = _item_class(check).from_parent(module, name=f"{name}[{label}-{check}]")
-            item.become(question, case, 0, check, apply, group=f"{module.nodeid}::{name}::{label}")
+            item.become(question, case, 0, check, apply, group=f"{module.nodeid}::{name}::{label}", part=checks)
             yield item
 
 
@@ -277,18 +294,28 @@ class FellShortError(InternalError):
 class CheckItem(pytest.Item):
     """One check of one case of one backend, by its ``index`` in the question.
 
-    ``apply``: applies the expected failures to a record. ``place``: the value of pytest's ``location``.
+    ``apply``: applies the expected failures to a record. ``part``: the checks of the case that are examined together.
+    ``place``: the value of pytest's ``location``.
     """
 
     question: Question
     case: Case
     index: int
     check: str
+    part: tuple[str, ...]
     apply: ApplyExpectations
     place: tuple[Path, int, str] | None = None
 
     def become(
-        self, question: Question, case: Case, index: int, check: str, apply: ApplyExpectations, *, group: str
+        self,
+        question: Question,
+        case: Case,
+        index: int,
+        check: str,
+        apply: ApplyExpectations,
+        *,
+        group: str,
+        part: tuple[str, ...],
     ) -> None:
         """Set these values, and the marks for ``-m`` and pytest-xdist.
 
@@ -298,6 +325,7 @@ class CheckItem(pytest.Item):
         self.case = case
         self.index = index
         self.check = check
+        self.part = part
         self.apply = apply
         question.collected.add((case.key, index, check))
         self.add_marker("attncheck")
@@ -421,7 +449,7 @@ class PytestSession:
             CollectError: an argument of ``backend_tests`` is invalid.
         """
         try:
-            question = self._add((tests.backend,), tests.suites, tests.cases, tests.checks)
+            question = self._add((tests.backend,), tests.suites, tests.cases, tests.checks, tests.within)
         except QuestionError as error:
             raise module.CollectError(f"{name}: {error}") from error
         return list(module_items(module, name, question, self._apply))
@@ -492,12 +520,17 @@ class PytestSession:
         return pair_scheduling()(config, log)
 
     def _add(
-        self, backends: Sequence[str], suites: Sequence[str], cases: Sequence[str], checks: Sequence[str]
+        self,
+        backends: Sequence[str],
+        suites: Sequence[str],
+        cases: Sequence[str],
+        checks: Sequence[str],
+        within: str = "",
     ) -> Question:
         options = replace(
             self._options, backends=tuple(backends), suites=tuple(suites), cases=tuple(cases), checks=tuple(checks)
         )
-        question = Question(self._config, options)
+        question = Question(self._config, options, within)
         self._questions.append(question)
         if question.selection.is_timed and not self._config.pluginmanager.hasplugin("attncheck-machine"):
             from attncheck.harness.pytest_plugin.benchmark import Machine

@@ -26,6 +26,7 @@ class BackendTests:
     suites: tuple[str, ...]
     cases: tuple[str, ...]
     checks: tuple[str, ...]
+    within: str = ""
 
 
 def backend_tests(
@@ -34,6 +35,7 @@ def backend_tests(
     *,
     cases: str | Sequence[str] = (),
     checks: str | Sequence[str] = (),
+    within: str = "",
 ) -> BackendTests:
     """Return the checks of ``backend``; assigned to ``NAME`` in a module, pytest collects them as ``NAME[CASE-CHECK]``.
 
@@ -44,8 +46,10 @@ def backend_tests(
         suite: names of built-in suites, or paths of case files.
         cases: patterns on ``suite/id`` or on the id. Default: every case.
         checks: names of checks. Default: all that apply except ``timing``.
+        within: a time such as ``"60s"``: the cases and checks that find most come first, and those that are not reached
+            in time are skipped. Default: no limit.
     """
-    return BackendTests(backend, listed(suite), listed(cases), listed(checks))
+    return BackendTests(backend, listed(suite), listed(cases), listed(checks), within)
 
 
 # Entry point of the pytest plugin: adds the options, and loads nothing else until items are requested.

@@ -52,6 +52,7 @@ from attncheck.reports.run_file.records import (
     Record,
     XFailed,
     XPassed,
+    is_not_reached,
     without_outcome,
 )
 from attncheck.reports.run_file.store import Run
@@ -271,6 +272,8 @@ class Expectations:
 
     def apply(self, record: Record) -> Record:
         """Return the record, unchanged, with details added, or as an ``xfailed`` or ``xpassed`` one."""
+        if is_not_reached(record):
+            return record
         excesses: list[str] = []
         for entry in self._live:
             wanted = entry.expectation
@@ -304,6 +307,8 @@ class Expectations:
 
     def recall(self, record: Record) -> None:
         """Count a record of an earlier part of the run, to which the expectations are already applied."""
+        if is_not_reached(record):
+            return
         for entry in self._live:
             wanted = entry.expectation
             if wanted.is_about(record):

@@ -61,15 +61,28 @@ def _checks(_option: str, words: Iterable[str]) -> tuple[str, ...]:
     return choose_checks(words)
 
 
-def _deadline(option: str, text: str) -> float:
-    """Return the ``time.monotonic()`` after so many seconds; infinity for 0."""
+_UNITS = {"s": 1, "m": 60, "h": 3600}
+
+
+def read_time(option: str, text: str) -> float:
+    """Return the seconds that ``text`` gives, such as ``90s``, ``5m``, ``1h`` or ``90``.
+
+    Raises:
+        SelectionError: the text is not a positive, finite time.
+    """
+    number, unit = (text[:-1], text[-1]) if text[-1:] in _UNITS else (text, "s")
     try:
-        seconds = float(text)
+        seconds = float(number) * _UNITS[unit]
     except ValueError:
         seconds = -1.0
-    if not seconds >= 0:
-        raise SelectionError(f"{option} {text!r}: give seconds, or 0 for no limit")
-    return time.monotonic() + (seconds or math.inf)
+    if not 0 < seconds < math.inf:
+        raise SelectionError(f"{option} {text!r}: give a time, such as 90s, 5m or 1h")
+    return seconds
+
+
+def _deadline(option: str, text: str) -> float:
+    """Return the ``time.monotonic()`` after this time; infinity for ``0``."""
+    return math.inf if text == "0" else time.monotonic() + read_time(option, text)
 
 
 def _shard(_option: str, text: str) -> "Shard":
@@ -380,9 +393,10 @@ class RunOptions:
     )
     deadline: float | None = _limits(
         None,
-        "--within SECONDS",
-        "Time limit of the run; each backend gets an equal part. On a GPU, several run at once. 0: none, but "
-        "they share the GPU. Default: backends run one after another, without a limit.",
+        "--within TIME",
+        "Time limit of the run, such as 60s or 2m: the cases and checks that find most come first, and what is not "
+        "reached does not fail the run. Backends share the time, and run at once on a GPU. 0: no limit, but they share "
+        "the GPU. Default: backends run one after another, without a limit.",
         places=("run",),
         read=_deadline,
     )
@@ -545,7 +559,7 @@ class RunOptions:
         """Return the option as on a command line, such as ``--shard 2/7``."""
         value = getattr(self, name)
         if name in ("ray", "deadline"):
-            return f"{OPTIONS[name].names[0]} {'ray' if name == 'ray' else 'SECONDS'}"
+            return f"{OPTIONS[name].names[0]} {'ray' if name == 'ray' else OPTIONS[name].metavar}"
         words = "" if isinstance(value, bool) else f" {', '.join(value) if isinstance(value, tuple) else value}"
         return f"{OPTIONS[name].names[0]}{words}"
 

@@ -15,7 +15,7 @@ from attncheck.harness.checks.findings import Broken, Finding, Holds, Measuremen
 from attncheck.harness.device import KINDS, accelerators_in_use
 from attncheck.harness.driver.observation import Raised
 from attncheck.reports.run_file import records
-from attncheck.reports.run_file.causes import raised_at
+from attncheck.reports.run_file.causes import WITHIN_TIME, raised_at
 from attncheck.reports.run_file.header import BackendInfo
 from attncheck.reports.run_file.records import (
     Crashed,
@@ -39,6 +39,9 @@ OURSELVES = records.OURSELVES
 
 IMPORT = "the import"
 """The stage of a failure in a backend's own code while it is loaded."""
+
+_HANG_S = 10.0
+"""Seconds after which a check that the end of ``--within`` stops may hang, so that it fails the run."""
 
 
 @dataclass(frozen=True)
@@ -133,9 +136,16 @@ def ended(
     check: str,
     stage: str,
     end: ProcessEnd,
-) -> Ended:
-    """Return the record of a check without result: the backend's process ended during ``stage`` or before."""
-    values = identity_of(circumstances, case, backend, check) | {"stage": stage} | asdict(end)
+) -> Ended | Unavailable:
+    """Return the record of a check without result: the backend's process ended during ``stage`` or before.
+
+    A check that the time by ``--within`` did not reach, or stopped soon after its begin, is ``unavailable``.
+    """
+    identity = identity_of(circumstances, case, backend, check)
+    if WITHIN_TIME in end.cause and end.limit_s is not None and (not stage or end.limit_s < _HANG_S):
+        stopped = f"stopped after {end.limit_s:.3g} s, since {WITHIN_TIME} was over; the backend may only be slow"
+        return Unavailable(**identity, reasons=(stopped if stage else end.cause,))
+    values = identity | {"stage": stage} | asdict(end)
     if end.limit_s is not None:
         return TimedOut(**values)
     del values["limit_s"]

@@ -6,6 +6,7 @@ no torch if the backends have processes of their own.
 """
 
 import hashlib
+import math
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
@@ -154,6 +155,7 @@ class Run:
             rounds=options.rounds or (DEFAULT_ROUNDS if is_in_rounds else 1),
             truths=truths_folder() if options.cache else None,
             until_failure=options.until_failure,
+            telling_first=options.deadline not in (None, math.inf),
         )
         if refs is None:
             return cls(options, selection, plan, environment, (), notes)

@@ -4,6 +4,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from fnmatch import filter as fnmatch_filter
+from itertools import groupby
 from pathlib import Path
 from shlex import quote
 from typing import Literal, TypeVar
@@ -12,6 +13,7 @@ from attncheck.backends.declarations import FUNCTION_PATHS, needs_of
 from attncheck.cases.keys import with_defaults
 from attncheck.cases.loader import load_suite, select, suite_names
 from attncheck.cases.model import Case, Suite
+from attncheck.cases.telling import ranks
 from attncheck.errors import CaseFileError, SelectionError, SeveralMistakesError, UnknownNameError, shorten
 from attncheck.harness.checks.findings import TimingSettings
 from attncheck.harness.problem.sizes import needed_bytes
@@ -464,6 +466,7 @@ class RunPlan:
     ``truths``: the folder of stored truths, or None to compute all of them.
     ``until_failure``: ``check`` stops each check of a backend at its first failure, ``backend`` stops the whole
     backend. Empty runs everything.
+    ``telling_first``: whether the questions that find most come first, as :func:`telling_first` orders them.
     """
 
     cases: tuple[Case, ...]
@@ -481,6 +484,7 @@ class RunPlan:
     shares_probes: bool = True
     truths: Path | None = None
     until_failure: Literal["", "check", "backend"] = ""
+    telling_first: bool = False
 
     def cases_of(self, ref: str) -> tuple[Case, ...]:
         """Return the cases selected for the backend of this reference, in any shard."""
@@ -546,7 +550,21 @@ def untimed_questions(plan: RunPlan, ref: str) -> RoundQuestions:
     """Return all checks except ``timing`` for the cases of this backend."""
     cases = plan.examined_cases_of(ref)
     questions = ((case, tuple(name for name in plan.checks_left(ref, case) if name != TIMING)) for case in cases)
-    return RoundQuestions(tuple((case, checks) for case, checks in questions if checks))
+    due = tuple((case, checks) for case, checks in questions if checks)
+    return RoundQuestions(telling_first(due) if plan.telling_first else due)
+
+
+def telling_first(questions: Sequence[Question]) -> tuple[Question, ...]:
+    """Return ``questions``, divided so that the pairs of case and check of ``cases/telling.json`` come first.
+
+    All others follow in their order. Checks of one case that follow one another stay one question.
+    """
+    order = ranks()
+    pairs = [(case, check) for case, checks in questions for check in checks]
+    pairs.sort(key=lambda pair: order.get((pair[0].key, pair[1]), len(order)))  # stable: others keep their order
+    return tuple(
+        (case, tuple(check for _, check in together)) for case, together in groupby(pairs, lambda pair: pair[0])
+    )
 
 
 def timed_questions(plan: RunPlan, ref: str, number: int = 0, left_out: Collection[str] = ()) -> RoundQuestions:

@@ -12,10 +12,13 @@ import os
 import signal
 import sys
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from attncheck.cases.model import Case
@@ -187,6 +190,26 @@ def _imports_kept() -> Iterator[None]:
         gc.enable()
 
 
+class _TritonFinder(MetaPathFinder):
+    """Lets each kernel be compiled once, from the moment at which this process imports Triton; it may never do so."""
+
+    def find_spec(self, name: str, path: Sequence[str] | None, _target: ModuleType | None = None) -> ModuleSpec | None:
+        spec = PathFinder.find_spec(name, path) if name == "triton" else None
+        if spec is None or spec.loader is None:
+            return None
+        execute = spec.loader.exec_module
+
+        def executed(module: ModuleType) -> None:
+            execute(module)
+            with suppress(ImportError, AttributeError):  # a version of Triton without what we replace
+                from attncheck.harness.workers.triton_cache import compile_once
+
+                compile_once()
+
+        spec.loader.exec_module = executed  # type: ignore[method-assign]
+        return spec
+
+
 class DeviceChosen(Message):
     """The device of a run, notes on the choice, and the environment of an examination on it.
 
@@ -275,6 +298,7 @@ class CaseServer(Server):
 
     def __init__(self, pipes: WorkerPipes, handed_over: "Backend | None" = None) -> None:
         """``handed_over``: the backend, if it is already loaded."""
+        sys.meta_path.insert(0, _TritonFinder())
         with _imports_kept():  # torch, while the run still prepares
             import attncheck.harness.run.backend_loading  # noqa: F401
         self._pipes = pipes

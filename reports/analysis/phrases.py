@@ -206,8 +206,13 @@ def _first_line(message: str) -> str:
     return next(iter(message.strip().splitlines()), "(no message)")
 
 
-def verdict_words(verdict: str, known: int) -> str:
-    """Return the verdict, with the number of ``known`` faults unless it failed: ``passed with 2 known faults``."""
+def verdict_words(verdict: str, known: int, *, is_partial: bool) -> str:
+    """Return the verdict, with the number of ``known`` faults unless it failed: ``passed with 2 known faults``.
+
+    ``is_partial``: whether time was over before all was reached; then ``passed`` becomes ``passed in part``.
+    """
+    if is_partial and verdict == "passed":
+        verdict = "passed in part"
     return f"{verdict} with {plural(known, 'known fault')}" if known and verdict != "failed" else verdict
 
 
@@ -224,6 +229,16 @@ def verdict_counts(each: BackendVerdict) -> str:
     found = f"{plural(len(each.failing), 'finding')} in {failing} of {plural(each.results.total(), 'case')}"
     others = result_counts({result: count for result, count in each.results.items() if result not in FAILING})
     return "; ".join(filter(None, [found, ", ".join(others)]))
+
+
+def not_reached(whole: int, checks: Mapping[str, int], cases: int) -> str:
+    """Return what was not reached: ``41 of 92 cases; of other cases, cudagraph of 12, invariance of 3``.
+
+    ``whole``: the number of cases of which no check ran. ``checks``: how many others lack each check.
+    """
+    lacking = ", ".join(f"{check} of {count}" for check, count in checks.items())
+    parts = [f"{whole} of {plural(cases, 'case')}"] if whole else []
+    return "; ".join([*parts, f"of other cases, {lacking}"] if lacking else parts)
 
 
 def result_counts(results: Mapping[CaseResult, int]) -> list[str]:

@@ -24,6 +24,7 @@ from attncheck.reports.run_file.records import (
     Unsupported,
     budget_share,
     chosen_kernels_of,
+    is_not_reached,
     is_out_of_time,
 )
 
@@ -92,7 +93,7 @@ CaseResult = Literal[
 """The result of one case of one backend. A case has the first result that applies, in this order.
 
 right: not only ``refusals`` ran, and all checks that ran passed. accepted: ``refusals`` alone ran a declared case. not
-applicable: not declared, and not run. not examined: not run for a limit of the machine or of attncheck.
+applicable: not declared, and not run. not examined: not run for a limit of the machine, of attncheck or of time.
 """
 
 CASE_RESULTS: tuple[CaseResult, ...] = get_args(CaseResult)
@@ -201,6 +202,28 @@ def case_results(records: Iterable[Record]) -> Counter[CaseResult]:
     for record in records:
         cases.setdefault(record.case, []).append(record)
     return Counter(map(_case_result, cases.values()))
+
+
+def not_reached(records: Iterable[Record]) -> dict[str, tuple[int, Counter[str]]]:
+    """Return what the time by ``--within`` left out, by backend.
+
+    That is the number of cases of which no check ran, and by check the number of other cases that lack it.
+    """
+    late: dict[str, dict[str, list[str]]] = {}
+    begun: set[tuple[str, str]] = set()
+    for record in records:
+        if is_not_reached(record):
+            late.setdefault(record.backend, {}).setdefault(record.case, []).append(record.check)
+        elif record.outcome in EXAMINED:
+            begun.add((record.backend, record.case))
+    parts = {
+        backend: [checks for case, checks in cases.items() if (backend, case) in begun]
+        for backend, cases in late.items()
+    }
+    return {
+        backend: (len(cases) - len(parts[backend]), Counter(check for checks in parts[backend] for check in checks))
+        for backend, cases in late.items()
+    }
 
 
 def _case_result(records: Sequence[Record]) -> CaseResult:

@@ -80,12 +80,13 @@ def audited_features(run: Run) -> tuple[AuditedBackend, ...]:
 
 def left_cases(run: Run) -> dict[str, tuple[int, int]]:
     """Return, for each backend without time for all cases, how many it left in whole or part, and how many it has."""
-    return {
-        each.backend: (len(finding.cases), each.results.total())
-        for each in run_findings(run.records, run.header).verdicts
-        for finding in each.findings
-        if is_out_of_time(finding.example)
-    }
+    cases: dict[str, set[str]] = {}
+    left: dict[str, set[str]] = {}
+    for record in run.records:
+        cases.setdefault(record.backend, set()).add(record.case)
+        if is_out_of_time(record):
+            left.setdefault(record.backend, set()).add(record.case)
+    return {backend: (len(late), len(cases[backend])) for backend, late in left.items()}
 
 
 def _features(

@@ -55,6 +55,7 @@ def verdict(run: RunValues, *, whole: bool) -> list[Block]:
     Backends without a verdict share a line; in brief, those that cannot run on the machine have one of their own.
     """
     lines = []
+    left = run.left
     for each in run.found.verdicts:
         if each.verdict == "not examined":
             continue
@@ -63,9 +64,11 @@ def verdict(run: RunValues, *, whole: bool) -> list[Block]:
             if each.false_claims
             else []
         )
+        if each.backend in left:
+            below.append(f"not reached in time: {phrases.not_reached(*left[each.backend], each.results.total())}")
         below += _not_needed(each.not_needed, whole=whole)
         below += [f"could be declared: {', '.join(each.could_declare)}"] if each.could_declare else []
-        words = phrases.verdict_words(each.verdict, each.known)
+        words = phrases.verdict_words(each.verdict, each.known, is_partial=each.backend in left)
         word = Span(words, is_bold=True, colour=_COLOURS.get(words, "yellow"), is_loud=True)
         text = (Span(f"{phrases.one_line(each.backend)}: ", is_bold=True), word, f": {phrases.verdict_counts(each)}")
         lines.append(Item(text, tuple(map(Item, below))))

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from attncheck.reports.analysis import phrases
-from attncheck.reports.analysis.summary import RunSummary, summarise
+from attncheck.reports.analysis.summary import RunSummary, not_reached, summarise
 from attncheck.reports.analysis.verdicts import RunFindings, run_findings
 from attncheck.reports.document.blocks import Item, SectionName
 from attncheck.reports.run_file.header import RunHeader
@@ -63,6 +63,11 @@ class RunValues:
         return speeds(self.records)
 
     @cached_property
+    def left(self) -> dict[str, tuple[int, Counter[str]]]:
+        """What the time left out of each backend; those that left nothing out have no entry."""
+        return not_reached(self.records)
+
+    @cached_property
     def absent(self) -> tuple[str, ...]:
         """Backends that cannot run on this machine; none if no backend was examined."""
         if not self.summary.total.examined:
@@ -70,7 +75,7 @@ class RunValues:
         outcomes = {
             name: {outcome for outcome, _ in self.summary.by_backend[name].counts} for name in self.summary.backends
         }
-        return tuple(name for name, found in outcomes.items() if found == {"unavailable"})
+        return tuple(name for name, found in outcomes.items() if found == {"unavailable"} and name not in self.left)
 
     @cached_property
     def present(self) -> tuple[str, ...]:
@@ -100,7 +105,8 @@ class RunValues:
         sizes += [phrases.plural(len(self.errors), "error")] if self.errors else []
         rounds = self.summary.most_rounds
         worst = f" (the worst of {rounds} rounds counts)" if rounds > 1 else ""
-        return f"{phrases.verdict_words(self.verdict, known)}: {'; '.join(sizes)}{worst}"
+        words = phrases.verdict_words(self.verdict, known, is_partial=bool(self.left))
+        return f"{words}: {'; '.join(sizes)}{worst}"
 
     def _backend_counts(self) -> list[str]:
         """Return the number of backends with each verdict, or of a single one's cases by result; [] without any."""

@@ -39,6 +39,9 @@ _ALTERNATIVE = re.compile(f"{ALTERNATIVE}|; it may also be that ")
 BACKEND_TIME = "the time of the backend"
 """Words in the cause of every end by the time limit of a backend, its own or one that backends share."""
 
+WITHIN_TIME = f"{BACKEND_TIME} by --within"
+"""The same, of the time that backends share."""
+
 UNKNOWN = "not known; "
 """First words of a meaning that describes the symptom and names no cause."""
 

@@ -251,7 +251,7 @@ class Unsupported(LevelRecord):
 
 
 class Unavailable(RecordBase):
-    """Not examined: it cannot run on this machine."""
+    """Not examined: it cannot run on this machine, or the time by ``--within`` was over before."""
 
     outcome: Literal["unavailable"] = "unavailable"
     reasons: tuple[str, ...] = Field(min_length=1)
@@ -290,9 +290,14 @@ Record = Annotated[
 """One check of one case of one backend."""
 
 
+def is_not_reached(record: Record) -> bool:
+    """Return whether a check has no result because the time by ``--within`` was over; it does not fail the run."""
+    return isinstance(record, Unavailable) and BACKEND_TIME in record.reasons[0]
+
+
 def is_out_of_time(record: Record) -> bool:
     """Return whether a check has no result because its backend used up its time; this proves nothing on the case."""
-    return isinstance(record, Ended) and BACKEND_TIME in record.cause
+    return is_not_reached(record) or (isinstance(record, Ended) and BACKEND_TIME in record.cause)
 
 
 def graph_of(record: Record) -> GraphLevels | None:

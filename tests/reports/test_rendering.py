@@ -306,3 +306,20 @@ def test_the_line_that_repeats_it_names_provider_function_and_suites(function, m
     record = record.model_copy(update={"backend_ref": "./mine.py", "seed": 3})
     line = "attncheck run --provider ./mine.py --case v0.f --suite smoke --suite './my suite.yaml'"
     assert repro_command(record, mine) == f"{line} --device cpu --seed 3"
+
+
+def test_what_the_time_did_not_reach_is_counted_and_is_no_full_pass(header, make):
+    """Of three cases, one was examined whole, one lacks its graphs, and one was not begun."""
+    late = {"reasons": ["the case did not run, because earlier cases used up the time of the backend by --within"]}
+    records = [make("passed", case_id=case, check="numerics") for case in ("whole", "part")]
+    records += [make("passed", case_id="whole", check="cudagraph", graph=None)]
+    records += [make("unavailable", case_id="part", check="cudagraph", **late)]
+    records += [make("unavailable", case_id="none", check=check, **late) for check in ("numerics", "cudagraph")]
+    text = terminal.render(header, records, width=200)
+    assert "reference: PASSED IN PART: 2 cases right, 1 not examined" in text
+    assert "not reached in time: 1 of 3 cases; of other cases, cudagraph of 1" in text
+    assert text.splitlines()[-1].startswith("passed in part: ")
+    records = [record for record in records if record.outcome == "passed"]
+    text = terminal.render(header, records, width=200)
+    assert "reference: PASSED: 2 cases right" in text
+    assert "not reached" not in text

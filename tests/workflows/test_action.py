@@ -129,8 +129,8 @@ def test_a_time_out_before_the_first_record_is_reported(runner):
 def test_quotes_group_words_and_patterns_are_not_expanded(runner):
     (runner.folder / "ragged-file").touch()
     given = "--backend './my file.py:Mine'\n  --suite \"smoke{cache.block_size: 32}\" --case ragged* --case a\\ b"
-    assert runner.examine(given, DEVICE="cpu", EXPECT="known faults.yaml")[0] == 0
-    expected = ["run", "--backend", "./my file.py:Mine", "--suite", "smoke{cache.block_size: 32}"]
+    assert runner.examine(given, DEVICE="cpu", EXPECT="known faults.yaml", WITHIN="2 m")[0] == 0
+    expected = ["run", "--within", "2 m", "--backend", "./my file.py:Mine", "--suite", "smoke{cache.block_size: 32}"]
     expected += ["--case", "ragged*", "--case", "a b", "--device", "cpu", "--expect", "known faults.yaml"]
     assert runner.calls == [[*expected, "--output", runner.outputs["run-file"]]]
     assert runner.examine("")[0] == 0
@@ -143,9 +143,10 @@ def test_quotes_group_words_and_patterns_are_not_expanded(runner):
 
 def test_no_input_is_executed(runner):
     for hostile in HOSTILE:
-        runner.examine(hostile, DEVICE=hostile, EXPECT=hostile)
+        runner.examine(hostile, DEVICE=hostile, EXPECT=hostile, WITHIN=hostile)
         call = runner.calls[-1]
-        assert call[1:] == [*hostile.split(), "--device", hostile, "--expect", hostile, "--output", call[-1]]
+        words = ["--within", hostile, *hostile.split(), "--device", hostile, "--expect", hostile]
+        assert call[1:] == [*words, "--output", call[-1]]
         runner.examine(MINUTES=hostile)
         runner.step("report", RUN_FILE=hostile)
         runner.step("compare", COMPARE_WITH=hostile, RUN_FILE=hostile)

@@ -6,8 +6,9 @@ the other, and each row sees an interval of the packed keys. One mask therefore 
 borders between requests.
 
 A compilation takes seconds, and torch recompiles for each number of heads, head size, scale, and length of 1. To avoid
-that, KV heads are the batch dimension, each query head of a KV head adds a row, head sizes are rounded up, and numbers
-are passed as tensors.
+that, KV heads are the batch dimension, each query head of a KV head adds a row, head sizes are rounded up, numbers are
+passed as tensors, and no length is 1, except for one KV head with an odd number of query heads. So it compiles once for
+each dtype, rounded head size, and combination of soft cap, ALiBi and tree.
 """
 
 import contextlib
@@ -18,6 +19,7 @@ from typing import Any
 
 import torch
 import torch._dynamo.config as dynamo_config
+import torch._inductor.config as inductor_config
 import torch.fx.experimental._config as shapes_config
 from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, FlexKernelOptions, flex_attention
@@ -38,6 +40,9 @@ By default torch uses flex_decoding for few rows, and up to 2.13 finds no config
 _COMPILED_ROWS = 2 * BLOCK
 """A compiled call has a multiple of this many rows: torch recompiles for one block, and for less than 128 rows."""
 
+_COMPILED_SIZE = 64
+"""Least head size of a compiled call. Smaller heads are padded, and share the kernel of this size."""
+
 _RECOMPILE_LIMIT = 4096
 """Recompile limit of dynamo: a run examines many layers in one process, and the default of 8 is meant for one model."""
 
@@ -51,7 +56,7 @@ ScoreMod = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
 class FlexBackend(PagedBackend):
-    """Backend for any head size (padded to at least 16), any block size and both layouts.
+    """Backend for any head size (padded to a power of two), any block size and both layouts.
 
     Sinks are applied to the result by its LSE. On CUDA the kernel is always that of :data:`KERNEL_OPTIONS`, never
     torch's choice. No CUDA graph: requests are packed, and their pages gathered, by lengths from the host.
@@ -152,11 +157,15 @@ class FlexImpl(PagedImpl):
 
     def _attend_keys(self, query_qHD: Tensor, call: Call) -> tuple[Tensor, Tensor]:
         """Return the same results without sinks."""
-        is_compiled, num_rows, group = query_qHD.is_cuda, len(query_qHD), self.num_heads // self.num_kv_heads
-        call = call.of_heads(group, _COMPILED_ROWS if is_compiled else 1)
+        is_compiled, num_rows = query_qHD.is_cuda, len(query_qHD)
+        # A batch of one KV head has a kernel of its own. Two copies of the head, each for half the query heads, do not.
+        copies = 2 if self.num_kv_heads == 1 and self.num_heads % 2 == 0 else 1
+        group = self.num_heads // (self.num_kv_heads * copies)
+        call = call.of_keys(copies).of_heads(group, _COMPILED_ROWS if is_compiled else 1)
         tensors = [query_qHD.unflatten(1, (-1, group)).transpose(1, 2).flatten(0, 1), call.key, call.value]
         tensors[0] = pad(tensors[0], (0, 0, 0, 0, 0, len(call.own) - len(tensors[0])))
-        size = max(16, 1 << (max(self.head_size, self.head_size_v) - 1).bit_length())  # a compiled kernel needs 16
+        size = 1 << (max(self.head_size, self.head_size_v) - 1).bit_length()
+        size = max(size, _COMPILED_SIZE if is_compiled else 16)
         tensors = [pad(tensor, (0, size - tensor.shape[-1])) for tensor in tensors]
         # The eager formulation rounds normalised probabilities. If one key dominates, that costs twice the rounding of
         # the fused kernel; sinks scale the result. In float32 either has one rounding, at the end.
@@ -184,8 +193,8 @@ class FlexImpl(PagedImpl):
         scale = torch.full((), self.scale, device=own.device)
         cap = None if self.logits_soft_cap is None else torch.full((), self.logits_soft_cap, device=own.device)
         slopes = self.slopes_on(own.device)
-        if slopes is not None:  # [KV heads, rows]
-            slopes = slopes.view(-1, group).repeat(1, -(-len(own) // group))[:, : len(own)]
+        if slopes is not None:  # [KV heads, rows]; torch recompiles for rows that are cut off
+            slopes = slopes.view(-1, group).repeat(1, -(-len(own) // group))[:, : len(own)].contiguous()
 
         def modified(score: Tensor, kv_head: Tensor, _head: Tensor, row: Tensor, key: Tensor) -> Tensor:
             score = score * scale
@@ -209,14 +218,20 @@ def _kernel(compiled: bool) -> Callable[..., Any]:
 def _as_intended(compiled: bool) -> Iterator[None]:
     """Set up torch for one call.
 
-    Compiled: allow as many variants as a run has layers, and none for two lengths that happen to be equal. Eager:
-    disable the compiler and the warning that advises using it. flex_attention warns if it is not compiled and
+    Compiled: allow as many variants as a run has layers, and none for two lengths that happen to be equal. Compile in
+    this process: a variant has one kernel, and Inductor's own processes take seconds to start.
+
+    Eager: disable the compiler and the warning that advises using it. flex_attention warns if it is not compiled and
     materialises the scores, and traces the modifiers all the same. On CPU that is intended: only the score and mask
     functions are examined there, and every request is small enough.
     """
     if compiled:
         limits = {"recompile_limit": _RECOMPILE_LIMIT, "accumulated_recompile_limit": _RECOMPILE_LIMIT}
-        with dynamo_config.patch(limits), shapes_config.patch(use_duck_shape=False):  # type: ignore[attr-defined]
+        with (
+            dynamo_config.patch(limits),
+            inductor_config.patch(compile_threads=1),
+            shapes_config.patch(use_duck_shape=False),  # type: ignore[attr-defined]
+        ):
             yield
         return
     with warnings.catch_warnings(), torch.compiler.set_stance("force_eager"):

@@ -45,6 +45,14 @@ class Call:
         missing = -len(self.own) * group % multiple
         return self._with_rows(lambda values: pad(values.repeat_interleave(group), (0, missing)))
 
+    def of_keys(self, copies: int) -> "Call":
+        """Return the call with the KV heads ``copies`` times, and two keys at least; no row sees an added key."""
+        missing = max(2 - len(self.key), 0)
+        if copies == 1 and not missing:
+            return self
+        key, value = (pad(each.repeat(1, copies, 1), (0, 0, 0, 0, 0, missing)) for each in (self.key, self.value))
+        return replace(self, key=key, value=value)
+
     def _with_rows(self, change: Callable[[Tensor], Tensor]) -> "Call":
         node = None if self.node is None else change(self.node)
         return replace(self, own=change(self.own), low=change(self.low), high=change(self.high), node=node)

@@ -14,6 +14,7 @@ from attncheck.backends.candidates.vllm.config import soft_cap_entry, their_conf
 from attncheck.backends.candidates.vllm.layers import current, set_value_size
 from attncheck.backends.candidates.vllm.trial import names_missing_parts
 from attncheck.backends.contract import AttentionCGSupport, CommonAttentionMetadata, KVCacheSpec
+from attncheck.backends.paged_metadata import with_own_host_tensors
 from attncheck.reference.utilities.builder import AttentionMetadataBuilder
 
 
@@ -35,12 +36,10 @@ def their_fields(metadata: CommonAttentionMetadata, theirs: type[Any]) -> dict[s
 
     Host tensors are copies, because vLLM 0.32's runner refills its own only after ``forward``.
     """
+    metadata = with_own_host_tensors(metadata)
     there = {field.name for field in fields(theirs)}
     shared = {field.name: getattr(metadata, field.name) for field in fields(metadata) if field.name in there}
     derived = {
-        "query_start_loc_cpu": metadata.query_start_loc_cpu.clone(),
-        "seq_lens_cpu": metadata.seq_lens_cpu.clone(),
-        "num_computed_tokens_cpu": metadata.num_computed_tokens_cpu.clone(),
         "seq_lens_cpu_upper_bound": metadata.seq_lens_cpu.clone(),
         "max_logits_per_req": _max_logits(metadata),
     }

@@ -27,12 +27,10 @@ from attncheck.harness.checks.cudagraph.operators import (
     ADDRESSES,
     COPIES,
     EXPORTS,
-    FACTS,
     KINDS_OF_DEVICE,
     MAKERS,
     ON_GPU,
     READERS,
-    WITHOUT_TENSORS,
     AnyOperator,
     Args,
     HostMemory,
@@ -44,7 +42,6 @@ from attncheck.harness.checks.cudagraph.operators import (
     describe,
     destination,
     forbidden,
-    is_held_on_device,
     is_plain,
     is_view,
     mixes_devices,
@@ -76,15 +73,13 @@ _COMPILERS = frozenset({"torch._dynamo", "torch.nn.attention.flex_attention"})
 
 
 class FunctionMode(TorchFunctionMode):
-    """Forward torch's Python functions to ``call``, except those that read neither contents nor the device."""
+    """Forward torch's Python functions to ``call``."""
 
     def __init__(self, call: Callable[[TorchFunction, Args, Kwargs], object]) -> None:
         super().__init__()
         self._call = call
 
     def __torch_function__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
-        if func in FACTS:
-            return func(*args, **kwargs) if kwargs else func(*args)
         return self._call(func, args, kwargs or {})
 
 
@@ -229,23 +224,6 @@ class Tape:
             return value
 
         return tuple(map(frozen, args)), {name: frozen(value) for name, value in kwargs.items()} if kwargs else {}
-
-    def freeze_on_device(self, user: str, args: Args, host: HostMemory) -> tuple[Args, list[int]] | None:
-        """Return the frozen arguments, as :meth:`freeze` does, and the keys of their tensors.
-
-        Return None if there is no tensor, or if a tensor is on the host or inside a container.
-        """
-        keys: list[int] = []
-        for value in args:
-            if type(value) is Tensor:
-                keys.append(storage_key(value))
-                if host.holds_key(keys[-1]):
-                    return None
-            elif type(value) not in WITHOUT_TENSORS:
-                return None
-        left = iter(keys)
-        frozen = [self._alias(value, next(left), user) if type(value) is Tensor else value for value in args]
-        return (tuple(frozen), keys) if keys else None
 
     def _alias(self, tensor: Tensor, key: int, user: str) -> Tensor:
         alias = tensor.detach()
@@ -485,14 +463,6 @@ class Watch:
             self._look_for_hidden_work()
         if self._is_of_no_account(operator, args):
             return func(*args, **kwargs)
-        if self._tape is not None and not kwargs and not operator.follows and is_held_on_device(operator):
-            with torch._C.DisableTorchFunction():
-                on_device = self._tape.freeze_on_device(operator.name, args, self.host)
-            if on_device is not None:
-                result = func(*args)
-                with torch._C.DisableTorchFunction():
-                    self._tape.add(func, on_device[0], {}, fresh_among(result, on_device[1]))
-                return result
         with torch._C.DisableTorchFunction():
             given = tensors_among(args, kwargs)
             call = OperatorCall(operator, args, kwargs, given, self.host.held(given))

@@ -139,7 +139,7 @@ _PREFERRED = (
 """Dispatch keys whose kernels take precedence over a composite one in a call on the CPU."""
 
 
-WITHOUT_TENSORS = frozenset({int, float, bool, str, NoneType, torch.dtype, torch.device})
+_WITHOUT_TENSORS = frozenset({int, float, bool, str, NoneType, torch.dtype, torch.device})
 """Common types of arguments that contain no tensor."""
 
 
@@ -265,7 +265,7 @@ def tensors_among(*values: object) -> tuple[Tensor, ...]:
 
 def _collect(values: Iterable[object], found: list[Tensor]) -> None:
     for value in values:
-        if type(value) in WITHOUT_TENSORS:  # faster than isinstance, which calls Tensor's metaclass
+        if type(value) in _WITHOUT_TENSORS:  # faster than isinstance, which calls Tensor's metaclass
             continue
         if isinstance(value, Tensor):
             found.append(value)
@@ -298,16 +298,6 @@ class OperatorCall(NamedTuple):
     def is_host_work(self) -> bool:
         """Whether all tensor arguments are on the host, so that on a GPU no work would reach the device."""
         return len(self.on_host) == len(self.given)
-
-
-def is_held_on_device(operator: Operator) -> bool:
-    """Return whether a graph can contain every call of ``operator`` whose tensor arguments are all on the device."""
-    return (
-        operator.work == "computation"
-        and not operator.is_dynamic
-        and operator.name not in _INDEX_PUTS
-        and operator.name not in _READ_VALUES
-    )
 
 
 def forbidden(call: OperatorCall, host: HostMemory) -> ViolationKind | None:
@@ -399,12 +389,6 @@ COPIES: frozenset[TorchFunction] = frozenset(
 
 MAKERS: frozenset[TorchFunction] = frozenset({torch.tensor, torch.as_tensor, torch.asarray})
 """Functions that create a tensor from their argument. Tensors within lists are read one by one."""
-
-FACTS: frozenset[TorchFunction] = frozenset(
-    getattr(Tensor, name).__get__
-    for name in ("shape", "dtype", "layout", "itemsize", "ndim", "is_nested", "requires_grad")
-) | {Tensor.__len__, Tensor.dim, Tensor.size, Tensor.stride, Tensor.numel, Tensor.storage_offset}
-"""Functions that return metadata, read neither contents nor the device, and call no operator."""
 
 _BUILT_IN = frozenset({BuiltinFunctionType, MethodDescriptorType, MethodWrapperType, WrapperDescriptorType})
 """Types of functions that run no Python code."""

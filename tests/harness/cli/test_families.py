@@ -5,6 +5,8 @@ import re
 import pytest
 from inline_snapshot import snapshot
 
+from attncheck.harness.run import outcomes as outcomes_module
+from attncheck.harness.run import selection as selection_module
 from attncheck.harness.workers import survey
 from attncheck.harness.workers.limits import TimeLimits
 from attncheck.reports.run_file.header import SurveyedBackend
@@ -74,20 +76,31 @@ class Mine(SDPABackend):
 """A backend that hangs in float32 cases."""
 
 
-def test_a_backend_that_uses_up_its_time_has_its_measured_part_and_what_it_left(surveyed, typed, folder, monkeypatch):
-    """A hang in float32 takes the time of the backend: its float16 case, which comes before, is right."""
+@pytest.mark.parametrize(("hang_s", "outcome", "code"), [(1.0, "timed_out", 1), (10.0, "unavailable", 0)])
+def test_a_backend_that_uses_up_its_time_has_its_measured_part_and_what_it_left(
+    hang_s, outcome, code, surveyed, typed, folder, monkeypatch
+):
+    """A hang in float32 takes the time of the backend: its float16 case, which comes before, is right.
+
+    What the end of the time stops fails the run only if it was at work for long. What did not begin never does.
+    """
+    monkeypatch.setattr(outcomes_module, "_HANG_S", hang_s)
+    first = {("smoke/decode.float16", "numerics"): 0, ("smoke/decode.float32", "numerics"): 1}
+    monkeypatch.setattr(selection_module, "ranks", lambda: first)
     shared = TimeLimits.shared  # the time of loading does not count
     monkeypatch.setattr(TimeLimits, "shared", lambda limits, _, backends, jobs: shared(limits, 5.0, backends, jobs))
     (folder / "mine.py").write_text(BACKEND)
     able = [SurveyedBackend(name=name, level="UNIFORM_BATCH") for name in ("./mine.py:Mine", "torch_sdpa")]
     surveyed(*able, ONE)
-    assert typed(f"{WORDS} --case decode --within 1000 --report audit=page").code == 1
+    done = typed(f"{WORDS} --case decode --within 1000s --report audit=page")
+    assert done.code == code
     page = (folder / "page").read_text()
     assert typed("report run.jsonl --format audit").out == page
     run = read_run("run.jsonl")
     assert run.complete
     assert {record.outcome for record in run.records if record.backend == "torch_sdpa"} == {"passed"}
     mine = {record.case_id: record.outcome for record in run.records if record.backend == "Mine"}
-    left = list(mine.values()).count("timed_out")
-    assert (mine["decode.float16"], mine["decode.float32"]) == ("passed", "timed_out")
-    assert re.findall(r"^- `(.*)`: (.*)$", page, re.MULTILINE) == [("Mine", f"{left} of {len(mine)} cases")]
+    assert mine == {"decode.float16": "passed", "decode.float32": outcome, "decode.bfloat16": "unavailable"}
+    assert f"not reached in time: {1 if code else 2} of 3 cases" in done.out
+    assert ("Mine: PASSED IN PART: 1 case right" in done.out) == (code == 0)
+    assert re.findall(r"^- `(.*)`: (.*)$", page, re.MULTILINE) == [("Mine", "2 of 3 cases")]

@@ -8,9 +8,10 @@ from inline_snapshot import snapshot
 from attncheck.cases.loader import load_file
 from attncheck.errors import SelectionError
 from attncheck.harness.cli import fuzz
-from attncheck.harness.cli.fuzz import read_time, recorded_failure
+from attncheck.harness.cli.fuzz import recorded_failure
 from attncheck.harness.cli.run_files import run_path
 from attncheck.harness.fuzz.stand_alone import StandAloneAnswer
+from attncheck.harness.run.options import read_time
 from attncheck.reports.run_file.store import Run, read_run
 
 FUNCTION = """\

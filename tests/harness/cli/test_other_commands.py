@@ -391,7 +391,7 @@ def test_what_is_written_is_right_under_its_own_name_and_so_is_its_test(kind, tm
     spec = importlib.util.spec_from_file_location("written", folder / "test_my_kernel.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    assert module.test_my_kernel == attncheck.backend_tests(named, suite="smoke")
+    assert module.test_my_kernel == attncheck.backend_tests(named, suite="smoke", within="60s")
 
 
 @pytest.mark.parametrize("kind", list(BackendKind))

@@ -2,14 +2,16 @@
 
 import io
 import itertools
+import re
 import sys
 import threading
+from contextlib import nullcontext
 
 import pytest
 from inline_snapshot import snapshot
 
 from attncheck.harness.cli import run
-from attncheck.harness.cli.run import ProgressLines, Tally, progress_bar
+from attncheck.harness.cli.run import CompiledKernels, ProgressLines, Tally, progress_bar
 from attncheck.reports.run_file.records import Crashed, Failed, Passed, Unsupported
 
 
@@ -107,6 +109,30 @@ def test_the_time_left_is_estimated_once_there_is_a_pace(cases, seconds_a_case, 
         tally.see(record(number))
         times_left.append(tally.left or None)
     assert times_left == expected
+
+
+@pytest.mark.parametrize("is_terminal", [False, True])
+def test_kernels_are_counted_while_some_are_compiled(is_terminal, monkeypatch):
+    screen = Terminal() if is_terminal else io.StringIO()
+    monkeypatch.setattr(sys, "stderr", screen)
+    now = 0.0
+    monkeypatch.setattr(run.time, "monotonic", lambda: now)
+    kernels = CompiledKernels(lambda: {0: 40, 11: 41}.get(now, 43))  # in the caches, also those of earlier runs
+    tally = Tally(3000, 1)
+    printer = ProgressLines(tally, kernels)
+    with progress_bar(tally, kernels, is_timed=True, color=True) if is_terminal else nullcontext(printer.see) as see:
+        printed = []
+        for number in range(4):
+            now += 11.0
+            before = len(screen.getvalue())
+            see(record(number))
+            printed.append(re.findall(r"compiling, \d+ kernels? so far", screen.getvalue()[before:]))
+    assert [found[:1] for found in printed] == [
+        ["compiling, 1 kernel so far"],
+        ["compiling, 3 kernels so far"],
+        [],
+        [],
+    ]
 
 
 def test_the_time_of_explaining_failures_is_not_expected_of_the_cases_left(monkeypatch):

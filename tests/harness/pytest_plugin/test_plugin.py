@@ -10,6 +10,7 @@ import attncheck.backends.candidates.reference
 import attncheck.backends.candidates.torch_sdpa
 import attncheck.harness.api  # noqa: F401 (pytester forgets what is imported while it runs)
 from attncheck.harness.pytest_plugin.items import FewProcesses
+from attncheck.harness.run import selection
 from attncheck.harness.workers.pool import WorkerPool
 from attncheck.reference.spec import DEFAULT_CHECKS
 
@@ -312,3 +313,19 @@ def test_an_examination_is_shown_whole_where_an_assertion_fails(run, folder, ver
     for text in (own.partition("- attncheck -")[2], checked):
         assert "finding 1 of 1, Wrong: the output is all zeros" in text
         assert "repeat: attncheck run --backend ./wrong.py:Wrong --suite small.yaml --case decode" in text
+
+
+def test_items_that_the_time_does_not_reach_are_skipped_and_those_that_find_most_come_first(run, folder, monkeypatch):
+    monkeypatch.setattr(selection, "ranks", lambda: {("small/mixed", "numerics"): 0})
+    words = '"torch_sdpa", "small.yaml", cases=("decode", "mixed"), checks=("numerics", "refusals"), within="1e-6s"'
+    folder.makepyfile(test_mine=f"import attncheck\ntest_mine = attncheck.backend_tests({words})\n")
+    result = run("-v -rs")
+    result.assert_outcomes(passed=1, skipped=2)
+    result.stdout.fnmatch_lines(
+        [
+            "test_mine.py::test_mine[[]mixed-numerics[]] PASSED*",
+            "test_mine.py::test_mine[[]decode-numerics[]] SKIPPED*",
+            "test_mine.py::test_mine[[]decode-refusals[]] SKIPPED*",
+            "*not reached within 1e-6s",
+        ]
+    )

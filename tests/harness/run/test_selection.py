@@ -9,6 +9,7 @@ from inline_snapshot import snapshot
 
 from attncheck.cases.loader import load_suite
 from attncheck.errors import QuestionError, SelectionError
+from attncheck.harness.run import selection as selection_module
 from attncheck.harness.run.outcomes import BackendDescription
 from attncheck.harness.run.selection import (
     RunPlan,
@@ -19,6 +20,8 @@ from attncheck.harness.run.selection import (
     read_shard,
     select_cases,
     split_commas,
+    telling_first,
+    untimed_questions,
 )
 from attncheck.reference.spec import default_checks
 from attncheck.reports.run_file.header import BackendInfo
@@ -315,3 +318,24 @@ def test_most_backends_decide_and_the_suite_where_as_many_take_its_own(suite):
     )
     fitted, _ = fit_pages(selection, [large, any_size], {})
     assert pages(fitted)["left"] == (128, "NHD")
+
+
+# The order of --within
+
+
+def test_what_finds_most_comes_first_and_all_else_in_its_order(monkeypatch):
+    """Checks of a case that follow one another are one question; a case may come twice."""
+    listed = {("smoke/c", "numerics"): 0, ("smoke/a", "cudagraph"): 1, ("smoke/a", "lse"): 2, ("mine/a", "lse"): 3}
+    monkeypatch.setattr(selection_module, "ranks", lambda: listed)
+    a, b, c = (replace(case, suite="smoke", id=name) for case, name in zip(SMOKE, "abc", strict=False))
+    checks = ("numerics", "lse", "cudagraph")
+    found = telling_first(tuple((case, checks) for case in (a, b, c)))
+    assert found == (
+        (c, ("numerics",)),
+        (a, ("cudagraph", "lse", "numerics")),
+        (b, checks),
+        (c, ("lse", "cudagraph")),
+    )
+    plan = RunPlan(cases=(a, b, c), checks=checks)
+    assert untimed_questions(plan, "mine").questions == ((a, checks), (b, checks), (c, checks))
+    assert untimed_questions(replace(plan, telling_first=True), "mine").questions == found

@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 
 from attncheck.errors import SelectionError
+from attncheck.harness.run.options import read_given
 from attncheck.harness.workers.limits import Limit, TimeLimits, read_limit
 
 
@@ -68,3 +69,12 @@ def test_what_an_option_gives():
     for seconds in (-1.0, math.nan):
         with pytest.raises(SelectionError, match=r"--case-timeout .*: give seconds, or 0 for no limit"):
             read_limit("--case-timeout", seconds)
+
+
+def test_a_run_is_given_its_time_in_seconds_or_with_a_unit(monkeypatch):
+    monkeypatch.setattr("time.monotonic", lambda: 1000.0)
+    given = {text: read_given("deadline", text) for text in ("60", "60s", "2m", "0")}
+    assert given == {"60": 1060.0, "60s": 1060.0, "2m": 1120.0, "0": math.inf}
+    for text in ("-1", "nan", "soon", "inf"):
+        with pytest.raises(SelectionError, match=rf"^--within '{text}': give a time, such as 90s, 5m or 1h$"):
+            read_given("deadline", text)

@@ -165,11 +165,13 @@ def test_heads_scales_and_lengths_share_a_compilation(printed_by):
     calls = [
         {"num_heads": 16, "rows": 26, "keys": 127},  # as heads of their own: NoValidChoicesError
         {"num_heads": 21, "num_kv_heads": 3, "scale": 0.2, "rows": 131, "keys": 100},
+        {"num_heads": 4, "num_kv_heads": 1, "head_size": 16, "rows": 1, "keys": 1},
         {"head_size": 80, "head_size_v": 96, "rows": 4, "keys": 300},
         {"head_size": 128, "num_heads": 16, "rows": 70, "keys": 70},
+        {"num_heads": 12, "num_kv_heads": 4, "has_slopes": True},
+        {"num_heads": 8, "num_kv_heads": 2, "has_slopes": True},  # so many that they fill the rows of a call exactly
     ]
     found = printed_by("flex_calls.py", json.dumps(calls))
-    assert [(call["call"]["head_size"], call["graphs"], call["error"]) for call in found] == [
-        (64, 1, None),
-        (80, 1, None),
-    ]
+    compiled = [(call["call"]["head_size"], call["call"]["has_slopes"]) for call in found]
+    assert compiled == [(64, False), (80, False), (64, True)]
+    assert [(call["graphs"], call["error"]) for call in found] == [(1, None)] * 3
