@@ -9,7 +9,7 @@ Cannot see: changes that the case does not allow, other processes and machines, 
 import base64
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -20,7 +20,7 @@ from attncheck.harness.checks.cudagraph.probes import Bucket, Probe, ProbeStep
 from attncheck.harness.checks.cudagraph.recorder import recorder_for
 from attncheck.harness.checks.cudagraph.replay import CapturedBucket, GraphSession, ProbedBackend, ProbeProblems
 from attncheck.harness.checks.findings import Broken, Finding, Holds
-from attncheck.harness.checks.history import step_of_spans, takes_several_steps
+from attncheck.harness.checks.history import LoopStep, step_of_spans, takes_several_steps
 from attncheck.harness.checks.interface import Check, CheckedCase
 from attncheck.harness.checks.invariance import UNCUT, padding_for
 from attncheck.harness.driver.foreign_code import StageError, stage_named, unsupported_reasons
@@ -38,36 +38,23 @@ _LONGEST_VERIFIED = 8
 """Most tokens of each request in a graph of uniform batches."""
 
 
-@dataclass(frozen=True)
-class _OtherStep:
-    """A step with one change. ``rows``: int64, the case's row for each of its rows."""
-
-    problem: Problem
-    rows: Tensor
-
-
-_Steps = tuple[_OtherStep, ...] | str
+_Steps = tuple[LoopStep, ...] | str
 """The steps of a rung, or why the case has none."""
 
 
 def _repeated(case: CheckedCase) -> _Steps:
-    problem = case.problem
-    return (_OtherStep(problem, torch.arange(len(problem.query))),)
+    return (LoopStep(case.problem, torch.arange(len(case.problem.query))),)
 
 
 def _in_other_pages(case: CheckedCase) -> _Steps:
-    if not case.problem.has_pool:
-        return "the layer has no pages"
-    return (_arranged(case.problem, elsewhere=True),)
+    return (_arranged(case.problem, elsewhere=True),) if case.problem.has_pool else "the layer has no pages"
 
 
 def _in_other_order(case: CheckedCase) -> _Steps:
-    problem = case.problem
-    if problem.case.batch.path.name == "micro_batch":
+    count = len(case.problem.requests)
+    if case.problem.case.batch.path.name == "micro_batch":
         return "another order changes which requests are in a micro-batch"
-    if len(problem.requests) == 1:
-        return "the batch has one request"
-    return (_arranged(problem, which=tuple(reversed(range(len(problem.requests))))),)
+    return (_arranged(case.problem, *reversed(range(count))),) if count > 1 else "the batch has one request"
 
 
 def _beside_others(case: CheckedCase) -> _Steps:
@@ -76,67 +63,47 @@ def _beside_others(case: CheckedCase) -> _Steps:
     path, count = problem.case.batch.path.name, len(problem.requests)
     if path not in UNCUT:
         return f"path {path} cuts the batch in parts"
-    ends = dict.fromkeys((0, count - 1)) if count > 1 else ()
-    alone = [_arranged(problem, which=(one,)) for one in ends if problem.requests[one].num_keys]
-    return (*alone, _arranged(problem, which=tuple(range(count)) * 2, elsewhere=True))
+    ends = [one for one in dict.fromkeys((0, count - 1)) if count > 1 and problem.requests[one].num_keys]
+    twice = _arranged(problem, *range(count), *range(count), elsewhere=True)
+    return (*(_arranged(problem, one) for one in ends), twice)
 
 
 def _padded(case: CheckedCase) -> _Steps:
     """Return the step with padding requests and tokens, or without them if the case has some."""
-    problem, plain = case.problem, PaddingSpec()
-    own = problem.case.batch.padding
-    session, _ = case.first_step()
-    padding = plain if own.requests or own.tokens else padding_for(session)
-    return "no padding is possible" if padding is None else (_arranged(problem, padding=padding),)
+    own = case.problem.case.batch.padding
+    padding = PaddingSpec() if own.requests or own.tokens else padding_for(case.first_step()[0])
+    return "no padding is possible" if padding is None else (_arranged(case.problem, padding=padding),)
 
 
-def _arranged(
-    problem: Problem,
-    *,
-    which: tuple[int, ...] | None = None,
-    elsewhere: bool = False,
-    padding: PaddingSpec | None = None,
-) -> _OtherStep:
-    which = tuple(range(len(problem.requests))) if which is None else which
-    how = Arrangement(which, elsewhere=elsewhere, padding=padding)
-    return _OtherStep(arranged(problem, how), how.rows_of(problem))
+def _arranged(problem: Problem, *which: int, elsewhere: bool = False, padding: PaddingSpec | None = None) -> LoopStep:
+    """Return the step of these requests, or of all if none is given."""
+    how = Arrangement(which or tuple(range(len(problem.requests))), elsewhere=elsewhere, padding=padding)
+    return LoopStep(arranged(problem, how), how.rows_of(problem))
 
 
 def _in_chunks(case: CheckedCase) -> _Steps:
     """Return two steps: the first halves of the requests' rows, and the rest after more cached tokens."""
-    halves = [request.first_position + request.rows // 2 for request in case.problem.requests]
-    first = _spans(case.problem, lambda request, half: (request.first_position, half), halves)
-    rest = _spans(case.problem, lambda request, half: (half, request.num_keys), halves)
-    return _cut(case.problem, first, rest)
+    halves = [(i, each, each.first_position + each.rows // 2) for i, each in _several_rows(case.problem)]
+    first = [(i, each.first_position, half) for i, each, half in halves]
+    return _cut(case.problem, first, [(i, half, each.num_keys) for i, each, half in halves])
 
 
 def _as_decodes(case: CheckedCase) -> _Steps:
     """Return a step of the last row of each request that has several."""
-    ends = [request.num_keys for request in case.problem.requests]
-    return _cut(case.problem, _spans(case.problem, lambda _, end: (end - 1, end), ends))
+    return _cut(case.problem, [(i, each.num_keys - 1, each.num_keys) for i, each in _several_rows(case.problem)])
 
 
-_Span = tuple[int, int, int]
-"""A request's index, and the first position and the end of its rows in a step."""
+def _several_rows(problem: Problem) -> list[tuple[int, Request]]:
+    return [(i, request) for i, request in enumerate(problem.requests) if request.rows > 1]
 
 
-def _spans(problem: Problem, span_of: Callable[[Request, int], tuple[int, int]], cuts: Sequence[int]) -> list[_Span]:
-    """Return the spans of the requests that have several rows."""
-    several = [(i, request) for i, request in enumerate(problem.requests) if request.rows > 1]
-    return [(i, *span_of(request, cuts[i])) for i, request in several]
-
-
-def _cut(problem: Problem, *steps: list[_Span]) -> _Steps:
+def _cut(problem: Problem, *steps: list[tuple[int, int, int]]) -> _Steps:
+    """Return a step for each list of spans: a request's index, and the first position and the end of its rows."""
     if not takes_several_steps(problem):
         return "several steps would change which keys a row sees"
     if not all(steps):
         return "every request has one row"
-    made = [step_of_spans(problem, number, spans) for number, spans in enumerate(steps)]
-    return tuple(_OtherStep(step.problem, step.rows) for step in made)
-
-
-def _split_otherwise(_case: CheckedCase) -> _Steps:
-    return "no member of vLLM's contract sets the number of splits"
+    return tuple(step_of_spans(problem, number, spans) for number, spans in enumerate(steps))
 
 
 _STEPS: dict[Rung, Callable[[CheckedCase], _Steps]] = {
@@ -147,7 +114,7 @@ _STEPS: dict[Rung, Callable[[CheckedCase], _Steps]] = {
     "padding": _padded,
     "chunks": _in_chunks,
     "decode": _as_decodes,
-    "splits": _split_otherwise,
+    "splits": lambda _case: "no member of vLLM's contract sets the number of splits",
 }
 """By rung, in the order of :data:`RUNGS`. The rung ``graph`` has its own session."""
 
@@ -213,7 +180,7 @@ def _supported(case: CheckedCase, steps: _Steps) -> _Steps:
     return f"not declared: {'; '.join(dict.fromkeys(reasons))}" if reasons else steps
 
 
-def _run(own: Session, step: _OtherStep) -> Tensor:
+def _run(own: Session, step: LoopStep) -> Tensor:
     seen = own.beside(step.problem, is_judged=True).run(images=False)
     return _output_of(seen, len(step.rows), step.problem)
 

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from attncheck.reports.analysis import phrases
 from attncheck.reports.analysis.reasons import named
 from attncheck.reports.comparison.bits import BitsPair
-from attncheck.reports.document.blocks import Block, Heading, Item, Items, Paragraph, Span, Table, Text, table
+from attncheck.reports.document.blocks import Block, Heading, Item, Items, Paragraph, Span, Text, table
 from attncheck.reports.document.run_values import RunValues
 from attncheck.reports.run_file.bits import CLAIMED, RUNGS, Bits, Rung, RungResult
 from attncheck.reports.run_file.records import bits_of
@@ -24,22 +24,18 @@ def bits(run: RunValues, *, whole: bool) -> list[Block]:
     found: dict[str, list[Bits]] = {}
     for record in run.records:
         if (of_case := bits_of(record)) is not None:
-            found.setdefault(record.backend, []).append(of_case)
+            found.setdefault(phrases.one_line(record.backend), []).append(of_case)
     if not found:
         return []
     results = {backend: _by_rung(cases) for backend, cases in found.items()}
     if not whole:
-        lines = tuple(Item(f"{phrases.one_line(name)}: {_in_brief(of)}") for name, of in results.items())
-        return [Items(lines, "Equal bits")]
+        return [Items(tuple(Item(f"{name}: {_in_brief(of)}") for name, of in results.items()), "Equal bits")]
+    declaring = {name for name, cases in found.items() if cases[0].declared}
     rows = [
-        [
-            rung,
-            *(_cell(of[rung], is_promised=rung in CLAIMED and found[name][0].declared) for name, of in results.items()),
-        ]
+        [rung, *(_cell(of[rung], is_promised=rung in CLAIMED and name in declaring) for name, of in results.items())]
         for rung in RUNGS
     ]
-    headings = ["change", *map(phrases.one_line, results)]
-    return [Heading(2, "Equal bits"), Paragraph(f"{phrases.sentence(LEGEND)}."), table(headings, rows)]
+    return [Heading(2, "Equal bits"), Paragraph(f"{phrases.sentence(LEGEND)}."), table(["change", *results], rows)]
 
 
 def _by_rung(cases: Sequence[Bits]) -> _Results:
@@ -47,23 +43,19 @@ def _by_rung(cases: Sequence[Bits]) -> _Results:
     return {name: [rung for rung in rungs if rung.name == name] for name in RUNGS}
 
 
-def _in_brief(results: _Results) -> str:
-    """Return up to which change the bits of all cases are equal, and the first change that they differ by."""
-    examined = [rung for rung in RUNGS if results[rung]]
-    broken = next((rung for rung in examined if _differing(results[rung])), None)
-    if broken is None:
-        return f"equal up to {examined[-1]}" if examined else "no change was examined"
-    below = examined[: examined.index(broken)]
-    level = f"equal up to {below[-1]}" if below else "no level"
-    return f"{level}; {broken} changes a bit in {len(_differing(results[broken]))} of {_cases(len(results[broken]))}"
-
-
-def _cases(count: int) -> str:
-    return phrases.plural(count, "case")
-
-
 def _differing(results: Sequence[RungResult]) -> list[RungResult]:
     return [rung for rung in results if rung.outcome == "differs"]
+
+
+def _in_brief(results: _Results) -> str:
+    """Return up to which change the bits of all cases are equal, and the first change that they differ by."""
+    level = "no level"
+    for rung in RUNGS:
+        if differing := _differing(results[rung]):
+            cases = phrases.plural(len(results[rung]), "case")
+            return f"{level}; {rung} changes a bit in {len(differing)} of {cases}"
+        level = f"equal up to {rung}" if results[rung] else level
+    return level
 
 
 def _cell(results: Sequence[RungResult], *, is_promised: bool) -> Text:
@@ -73,9 +65,9 @@ def _cell(results: Sequence[RungResult], *, is_promised: bool) -> Text:
     text = f"{len(results) - len(differing)}/{len(results)}"
     if not differing:
         return Span(text, colour="green")
-    sizes = [rung.ulps for rung in differing if rung.ulps is not None]
-    size = f", up to {max(sizes)}" if len(sizes) == len(differing) else ", NaN"
-    return Span(text + size, is_bold=is_promised, colour="red" if is_promised else "")
+    sizes = [rung.ulps for rung in differing]
+    size = "NaN" if None in sizes else f"up to {max(size or 0 for size in sizes)}"
+    return Span(f"{text}, {size}", is_bold=is_promised, colour="red" if is_promised else "")
 
 
 def compared_bits(pairs: Sequence[BitsPair], *, shown: int | None) -> list[Block]:
@@ -83,27 +75,19 @@ def compared_bits(pairs: Sequence[BitsPair], *, shown: int | None) -> list[Block
     if not pairs:
         return []
     differing = [pair for pair in pairs if pair.rows_moved != 0]
-    equal = Paragraph(f"{len(pairs) - len(differing)} of {_cases(len(pairs))} have equal bits in both runs.")
-    rows: list[tuple[Text, ...]] = [
-        (
+    count = f"{len(pairs) - len(differing)} of {phrases.plural(len(pairs), 'case')}"
+    blocks: list[Block] = [Heading(2, "Equal bits"), Paragraph(f"{count} have equal bits in both runs.")]
+    rows: list[list[Text]] = [
+        [
             pair.backend,
             pair.case,
             f"{'some' if pair.rows_moved is None else pair.rows_moved} of {pair.rows}",
             *map(phrases.budgets, pair.shares),
             pair.nearer,
-        )
+        ]
         for pair in differing[:shown]
     ]
-    headings = (
-        "backend",
-        "case",
-        "rows that differ",
-        "worst error / allowed\nBASE",
-        "worst error / allowed\nNEW",
-        "nearer",
-    )
-    blocks: list[Block] = [Heading(2, "Equal bits"), equal]
-    if rows:
-        blocks.append(Table(headings, tuple(rows), is_named=False))
-    left = differing[len(rows) :]
-    return [*blocks, Paragraph(f"and {len(left)} more: {named([p.case for p in left], 3)}")] if left else blocks
+    shares = ["worst error / allowed\nBASE", "worst error / allowed\nNEW"]
+    blocks += [table(["backend", "case", "rows that differ", *shares, "nearer"], rows)] if rows else []
+    left = [pair.case for pair in differing[len(rows) :]]
+    return [*blocks, Paragraph(f"and {len(left)} more: {named(left, 3)}")] if left else blocks
