@@ -11,6 +11,8 @@ to a file as a line of JSON. ``--show`` prints such a file as a Markdown table. 
 import argparse
 import json
 import os
+import resource
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -29,6 +31,10 @@ WITH_GRAPHS = "torch_sdpa"
 
 NEVER = "reference"
 """A candidate whose CUDA-graph level is NEVER."""
+
+ON_CPU = (WITH_GRAPHS, NEVER, "flex_attention", "reference_mla", "torch_mla")
+ON_GPU = ("triton_unified", WITH_GRAPHS, "flex_attention", "xformers")
+"""Candidates whose smoke is timed as a command, on the CPU and on a GPU."""
 
 TEST = "a test in vLLM's style of the same batches"
 MATMUL = "one float64 matmul of as many operations"
@@ -53,18 +59,19 @@ class Checkout:
     def __init__(self, source: Path, folder: Path) -> None:
         self.source, self.folder = source, folder
         self.yardsticks: dict[str, float] = {}
-        own = {"PYTHONPATH": str(source / "src"), "XDG_CACHE_HOME": str(folder / "cache"), "OMP_NUM_THREADS": "1"}
-        self.environment = os.environ | own
+        own = {"PYTHONPATH": str(source / "src"), "OMP_NUM_THREADS": "1"}
+        caches = ("XDG_CACHE_HOME", "TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR")
+        self.environment = os.environ | own | {name: str(folder / name) for name in caches}
 
-    def python(self, *words: str) -> float:
-        """Run Python with ``words`` and return the wall time in seconds."""
+    def python(self, *words: str, allowed: tuple[int, ...] = (0,)) -> float:
+        """Run Python with ``words`` and return the wall time in seconds. ``allowed``: exit codes of a measurement."""
         began = time.perf_counter()
         done = subprocess.run(
             [sys.executable, *words], env=self.environment, cwd=self.folder, capture_output=True, text=True, check=False
         )
         took = time.perf_counter() - began
-        if done.returncode:
-            raise SystemExit(f"{' '.join(words)} ended with exit code {done.returncode}, not 0:\n{done.stderr}")
+        if done.returncode not in allowed:
+            raise SystemExit(f"{' '.join(words)} ended with exit code {done.returncode}:\n{done.stderr}")
         return took
 
     def attncheck(self, *words: str) -> float:
@@ -118,6 +125,47 @@ def smoke(checkout: Checkout) -> Costs:
     return found
 
 
+def smoke_of_five(checkout: Checkout) -> Costs:
+    """Time the command that runs suite smoke with five backends on the CPU, without and with stored truths.
+
+    User time is that of all its processes.
+    """
+    found = {}
+    for when in ("", ", again"):
+        used = resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime
+        took = checkout.python(*_smoke_words("cpu", *ON_CPU))
+        used = resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime - used
+        found[f"smoke of five backends{when}"] = Cost(took, "import torch")
+        found[f"smoke of five backends{when}: user time"] = Cost(used, "import torch")
+    return found
+
+
+def smoke_on_gpu(checkout: Checkout) -> Costs:
+    """Time suite smoke of some backends on the first GPU, each twice, and how long the GPU was busy.
+
+    The second run is warm: it finds compiled kernels and stored truths. Returns nothing without ``nvidia-smi``.
+    """
+    if shutil.which("nvidia-smi") is None:
+        return {}
+    sample = ["nvidia-smi", "--id=0", "--query-gpu=utilization.gpu", "--format=csv,noheader,nounits", "-lms", "200"]
+    found = {}
+    for name in ON_GPU:
+        for when in ("cold", "warm"):
+            with subprocess.Popen(sample, stdout=subprocess.PIPE, text=True) as sampling:
+                # A wrong case (exit code 1) takes as long as a right one.
+                took = checkout.python(*_smoke_words("cuda", name), allowed=(0, 1))
+                sampling.terminate()
+                percents = [int(line) for line in sampling.communicate()[0].split()]
+            found[f"smoke of {name} on a GPU, {when}"] = Cost(took, "import torch")
+            busy = took * sum(percents) / 100 / max(1, len(percents))
+            found[f"smoke of {name} on a GPU, {when}: GPU busy"] = Cost(busy, "import torch")
+    return found
+
+
+def _smoke_words(device: str, *names: str) -> tuple[str, ...]:
+    return ("-m", "attncheck", "run", *names, "--suite", "smoke", "--device", device, "--quiet", "--no-output")
+
+
 def truths(checkout: Checkout) -> Costs:
     """Time problems, truths and budgets of all cases of suite smoke, on one core."""
     seconds = checkout.inside("truths")
@@ -161,6 +209,8 @@ def _write_backend(checkout: Checkout) -> Path:
 FIGURES = {
     "first-verdict": first_verdict,
     "smoke": smoke,
+    "smoke-of-five": smoke_of_five,
+    "smoke-on-gpu": smoke_on_gpu,
     "truths": truths,
     "examination": examination,
     "prefill": prefill,

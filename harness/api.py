@@ -210,7 +210,7 @@ def examine(
             ref, executor = _apart(candidate, kernel_options, timeout)
             stack.enter_context(executor)
         maxfail = 1 if stop_at_first else None
-        options = RunOptions(backends=(ref,), device=device, seed=seed, rounds=1, jobs=1, warm=False, maxfail=maxfail)
+        options = RunOptions(backends=(ref,), device=device, seed=seed, rounds=1, jobs=1, maxfail=maxfail)
         run = Run.open(selection, options, executor, timing=timing, fits_pages=True)
         header, examiner = run.header(), executor.examiner(run)
         run.examine(examiner)

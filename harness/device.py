@@ -53,16 +53,22 @@ class Facts:
 class GpuModes:
     """Modes of a GPU, as nvidia-smi prints them.
 
-    ``compute``: such as ``Default`` or ``Exclusive_Process``. ``mig``: such as ``Enabled``.
+    ``compute``: such as ``Default`` or ``Exclusive_Process``. ``mig``: such as ``Enabled``. ``free``: bytes of its
+    memory that no process uses; None if unknown.
     """
 
     compute: str
     mig: str
+    free: int | None = None
 
     @property
     def is_shared(self) -> bool:
         """Whether several processes may use the GPU at once."""
         return self.compute == "Default"
+
+
+_PROCESS_BYTES = 2**32
+"""Memory that one process uses: its context, what torch keeps between cases, and captured graphs; estimated."""
 
 
 class Accelerator(ABC):
@@ -119,6 +125,21 @@ class Accelerator(ABC):
     def modes(self) -> GpuModes | None:
         """Return the modes of a GPU; None if unknown."""
         return None
+
+    def can_serve_several(self) -> bool:
+        """Return whether CUDA's Multi-Process Service (MPS) lets several processes use it at the same time."""
+        return False
+
+    def most_processes(self) -> int:
+        """Return how many processes may use it at once, by its free memory and its mode; at least 1.
+
+        If its free memory is unknown, it is that of the whole device.
+        """
+        modes = self.modes()
+        if modes is not None and not modes.is_shared:
+            return 1
+        free = self.facts().memory if modes is None or modes.free is None else modes.free
+        return max(1, free // 2 // _PROCESS_BYTES)
 
     def state(self, run: CommandRunner = run_command) -> "DeviceState | None":
         """Return frequency, temperature and throttling; None if unknown. ``run`` runs a command of the driver."""
@@ -275,10 +296,18 @@ class Cuda(Accelerator):
 
     def modes(self) -> GpuModes | None:
         """See :class:`Accelerator`."""
-        query = "--query-gpu=compute_mode,mig.mode.current"
-        line = first_line("nvidia-smi", self._id_option(), query, "--format=csv,noheader")
-        compute, comma, mig = (line or "").partition(", ")
-        return GpuModes(compute, mig) if comma else None
+        query = "--query-gpu=compute_mode,mig.mode.current,memory.free"
+        line = first_line("nvidia-smi", self._id_option(), query, "--format=csv,noheader,nounits")
+        words = (line or "").split(", ")
+        if len(words) != 3:
+            return None
+        compute, mig, mebibytes = words
+        free = _number(mebibytes)
+        return GpuModes(compute, mig, None if free is None else free * 2**20)
+
+    def can_serve_several(self) -> bool:
+        """See :class:`Accelerator`. Before capability 7.0, MPS does not separate the memory of processes."""
+        return not _is_hip() and self.properties.major >= 7
 
     def state(self, run: CommandRunner = run_command) -> "DeviceState | None":
         """See :class:`Accelerator`. Figures that the driver does not report are None."""

@@ -157,7 +157,7 @@ def _chains(part: str, given: Namespace) -> Iterator[Chain]:
         case "tests" if not is_trial:
             yield part, [[sys.executable, "-m", "pytest", "-q", "-W", "default", *TESTED]]
         case "vllm":
-            words = ["--set=cache.block_size=64", f"--backend-timeout={_left_s(given) * 0.4:.0f}", "--no-warm", device]
+            words = ["--set=cache.block_size=64", f"--backend-timeout={_left_s(given) * 0.4:.0f}", device]
             for suites, names in VLLM.items():
                 for name in names:
                     yield from _chain(f"vllm/{name}", [f"vllm:{name}"], [f"--suite={suites}", *words], given)

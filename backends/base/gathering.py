@@ -58,8 +58,8 @@ def write_pages(
     """
     rows = (slot_mapping >= 0).nonzero().squeeze(1)
     slots = slot_mapping[rows]
+    block, offset = slots // key_cache.shape[1], slots % key_cache.shape[1]
     for new, cache, scale in ((key, key_cache, layer._k_scale), (value, value_cache, layer._v_scale)):
-        block, offset = slots // cache.shape[1], slots % cache.shape[1]
         if cache.itemsize == 1:
             cache.view(torch.uint8)[block, offset] = encode_fp8(new[rows], scale, cache.dtype).view(torch.uint8)
         else:
@@ -84,10 +84,9 @@ def unpaged_requests(
         first_position = seq_len - (end - start)
         lo, hi = key_range(params, first_position, seq_len)
         if caches is not None:
-            row = metadata.common.block_table_tensor[request]
+            place = token_places(metadata.common.block_table_tensor[request], lo, hi, caches[0])
             found_key, found_value = (
-                stored_values(gather_tokens(cache, row, lo, hi), scale, dtype)
-                for cache, scale in zip(caches, scales, strict=True)
+                stored_values(cache[place], scale, dtype) for cache, scale in zip(caches, scales, strict=True)
             )
         elif key is not None and value is not None:
             found_key, found_value = key[start:end], value[start:end]  # an encoder: rows and keys are the same tokens
@@ -130,11 +129,11 @@ def key_range(params: AttentionParams, first_position: int, seq_len: int) -> tup
     return min(lo, seq_len), seq_len
 
 
-def gather_tokens(cache: Tensor, table_row: Tensor, lo: int, hi: int) -> Tensor:
-    """Return the contents of positions ``lo <= j < hi``: ``[hi - lo, ...]`` of a cache ``[blocks, size, ...]``."""
+def token_places(table_row: Tensor, lo: int, hi: int, cache: Tensor) -> tuple[Tensor, Tensor]:
+    """Return block and offset of positions ``lo <= j < hi`` in a cache ``[blocks, size, ...]``, int64 each."""
     positions = torch.arange(lo, hi, device=cache.device)
     blocks = table_row[positions // cache.shape[1]].to(device=cache.device, dtype=torch.int64)
-    return cache[blocks, positions % cache.shape[1]]
+    return blocks, positions % cache.shape[1]
 
 
 def encode_fp8(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:

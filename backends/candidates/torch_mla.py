@@ -10,7 +10,7 @@ import itertools
 import torch
 from torch import Tensor
 
-from attncheck.backends.base.gathering import decode_fp8, encode_fp8, gather_tokens
+from attncheck.backends.base.gathering import decode_fp8, encode_fp8, token_places
 from attncheck.backends.contract import AttentionLayer, Conventions
 from attncheck.backends.latent import LatentBackend, LatentBuilder, LatentImpl, LatentMetadata
 
@@ -62,7 +62,8 @@ class TorchMLAImpl(LatentImpl):
         output_lse: Tensor | None,
     ) -> None:
         for request, start, end, seq_len in metadata.requests():
-            tokens = gather_tokens(kv_cache, metadata.common.block_table_tensor[request], 0, seq_len)
+            places = token_places(metadata.common.block_table_tensor[request], 0, seq_len, kv_cache)
+            tokens = kv_cache[places]
             first = seq_len - (end - start)
             tokens = decode_fp8(tokens, layer._k_scale, query.dtype) if tokens.itemsize == 1 else tokens.to(query.dtype)
             forward = self._absorbed if end - start <= DECODE_ROWS else self._up_projected

@@ -301,14 +301,19 @@ seconds it comes from. `python benchmarks/cost.py --append docs/cost.jsonl` adds
   its end, with a process of the backend's own. *verdict after a save*: the same under a former option
   `--watch`, from the save.
 - *smoke*: the sum of the durations of the records. `torch_sdpa` declares `UNIFORM_BATCH`, `reference` `NEVER`.
+- *smoke of five backends*: the command for `torch_sdpa`, `reference`, `flex_attention`, `reference_mla` and
+  `torch_mla` on the CPU, from its start to its end; *user time*: that of all its processes.
+- *smoke of ... on a GPU*: the command for one backend, once *cold* and once *warm*, with compiled kernels and stored
+  truths. *GPU busy*: the sampled share of that time in which a kernel ran.
 - *truths of smoke*: problems, truths and budgets of the cases of suite `smoke`, computed on one core.
 - *ten cases*: four of suite `mixed` and six of `decode`, examined by all checks, for the second time in one process.
   The yardstick is a test in vLLM's style: metadata, one `forward`, torch's own attention for each request, one
   `allclose`.
 - *float64 prefill*: the reference on one causal prompt of 4,096 tokens. A ratio of 2 is half the rate of a matmul.
-- *default run*: `attncheck run` without arguments; *again*: with the truths that the first one stored.
+- *default run*: `attncheck run` without arguments.
 
-Parts of one process are CPU seconds, commands are wall time. Both are the best of several, except for the default run.
+*Again* means with the truths that the run before stored. Parts of one process are CPU seconds, commands are wall time.
+Both are the best of several, except for runs of whole suites.
 """
 
 

@@ -274,14 +274,17 @@ class RightRows:
     @classmethod
     def of(cls, problem: Problem, truth: Truth, first: Observation, conventions: Conventions) -> "RightRows":
         """Return the rows of the first step that are within the budgets."""
-        output, lse = _shares(problem, truth, first, conventions, torch.arange(len(truth.out)))
+        output, lse = _shares(problem, truth, first, conventions)
         lse_is_right = torch.ones_like(output, dtype=torch.bool) if lse is None else lse <= 1
         return cls(problem, truth, conventions, first, output <= 1, lse_is_right)
 
     def compare(self, seen: Observation, how: Arrangement | None = None) -> ComparedRows:
         """Return the rows of a later step beside those of the first. ``how``: as for :meth:`wrong_in`."""
-        rows = torch.arange(len(self.truth.out)) if how is None else how.rows_of(self.problem)
-        return ComparedRows(rows, self.first, seen, *_shares(self.problem, self.truth, seen, self.conventions, rows))
+        truth, rows = self.truth, torch.arange(len(self.truth.out))
+        if how is not None:
+            rows = how.rows_of(self.problem)
+            truth = truth.of_rows(rows.to(truth.out.device))
+        return ComparedRows(rows, self.first, seen, *_shares(self.problem, truth, seen, self.conventions))
 
     def wrong_in(self, seen: Observation, how: Arrangement | None = None) -> Broken | None:
         """Return what is wrong with a later step, or None if these rows are right in it too.
@@ -295,8 +298,10 @@ class RightRows:
         ):
             if shares is None:
                 continue
-            index = compared.rows.to(shares.device)[:, None].expand_as(shares)
-            judged = torch.zeros_like(self.truth.lse).scatter_reduce_(0, index, shares, "amax")
+            judged = shares
+            if how is not None:
+                index = compared.rows.to(shares.device)[:, None].expand_as(shares)
+                judged = torch.zeros_like(self.truth.lse).scatter_reduce_(0, index, shares, "amax")
             judged = judged.masked_fill(~is_right, 0.0)
             if bool((judged > 1).any()):
                 figures = {"budget_share": float(judged.max()), "rows_wrong": int((judged > 1).any(dim=1).sum())}
@@ -320,15 +325,14 @@ class RightRows:
 
 
 def _shares(
-    problem: Problem, truth: Truth, seen: Observation, conventions: Conventions, rows: Tensor
+    problem: Problem, truth: Truth, seen: Observation, conventions: Conventions
 ) -> tuple[Tensor, Tensor | None]:
     """Return the errors of output and LSE in budgets, ``[t, H]``; infinite in rows that were not written.
 
-    ``rows``: the problem's row for each row of ``seen``.
+    ``truth``: that of the rows of ``seen``.
     """
-    index = rows.to(truth.out.device)
-    budget = truth.budget.of_rows(index)
-    output = share_of_budget(output_error(seen.output[: len(rows)], truth.out[index], truth.codes), budget)
-    output = output.masked_fill(seen.unwritten[: len(rows), None], torch.inf)
+    count = len(truth.out)
+    output = share_of_budget(output_error(seen.output[:count], truth.out, truth.codes), truth.budget)
+    output = output.masked_fill(seen.unwritten[:count, None], torch.inf)
     lse = comparable_lse(problem, seen, conventions)
-    return output, None if lse is None else lse_shares(lse[: len(rows)], truth.lse[index], budget.lse)
+    return output, None if lse is None else lse_shares(lse[:count], truth.lse, truth.budget.lse)

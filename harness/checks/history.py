@@ -533,13 +533,12 @@ def step_of_spans(problem: Problem, number: int, spans: list[tuple[int, int, int
 def _judged(rows: RightRows, step: LoopStep) -> RightRows:
     """Return the right rows of a step, without rows that the case does not have. Bits are not compared."""
     truth, index = rows.truth, step.rows.clamp(min=0).to(rows.truth.out.device)
-    own = truth.budget.of_rows(index)
     is_known = (step.rows >= 0).to(index.device)[:, None]
     return replace(
         rows,
         problem=step.problem,
         conventions=replace(rows.conventions, batch_invariant=False),
-        truth=replace(truth, out=truth.out[index], lse=truth.lse[index], budget=own),
+        truth=truth.of_rows(index),
         is_right=rows.is_right[index] & is_known,
         lse_is_right=rows.lse_is_right[index] & is_known,
     )

@@ -26,7 +26,7 @@ from attncheck.harness.driver.observation import Observation, Raised
 from attncheck.harness.driver.pool import flat_bytes
 from attncheck.harness.driver.session import Session
 from attncheck.harness.problem.problem import Problem
-from attncheck.harness.truth.truth import Truth
+from attncheck.harness.truth.truth import Truth, TruthCache
 from attncheck.harness.truth.unpaged import Budget, share_of_budget
 
 # What a check is, and what it receives. Start here to add a check.
@@ -91,6 +91,11 @@ class CheckedCase:
     def seen(self) -> Observation | None:
         """The first step. None if the backend raised, or if no check has needed it so far."""
         return self._first[1] if isinstance(self._first, tuple) else None
+
+    @property
+    def truths(self) -> TruthCache:
+        """The truths of the run, for problems that a check derives from the case's own."""
+        return self.shared.get(TruthCache, lambda: TruthCache(self.device))
 
     def first_step(self) -> tuple[Session, Observation]:
         """Return the session and the observation of its first step. Raise StageError if the backend raised."""

@@ -191,6 +191,9 @@ def wrong_figures(shares: Tensor, values: Tensor, unwritten: Tensor) -> dict[str
     ``shares``: ``[T, H]``, in budgets, of ``values [T, H, Dv]``. ``unwritten``: bool ``[T]``.
     """
     wrong = shares > 1
+    figures: dict[str, float | int] = {"budget_share": float(shares.max()) if shares.numel() else 0.0}
+    if not bool(wrong.any()):
+        return figures
     written = ~unwritten.to(shares.device)[:, None]
     finite = shares.masked_fill(torch.isinf(shares), 0.0)
     sorts = {
@@ -199,9 +202,6 @@ def wrong_figures(shares: Tensor, values: Tensor, unwritten: Tensor) -> dict[str
         "rows_inf": torch.isinf(values).any(dim=-1) & wrong & written,
         "rows_finite_wrong": finite > 1,
     }
-    figures: dict[str, float | int] = {"budget_share": float(shares.max()) if shares.numel() else 0.0}
-    if not bool(wrong.any()):
-        return figures
     figures |= {"rows_wrong": int(wrong.any(dim=1).sum()), "heads_wrong": int(wrong.any(dim=0).sum())}
     counts = {name: int(where.any(dim=1).sum()) for name, where in sorts.items()}
     return figures | {"finite_budget_share": float(finite.max())} | {name: n for name, n in counts.items() if n}

@@ -35,7 +35,7 @@ from attncheck.harness.driver.session import Session
 from attncheck.harness.problem.pages import layout_of_layer
 from attncheck.harness.problem.problem import Problem, build_problem
 from attncheck.harness.problem.storage import output_values
-from attncheck.harness.truth.truth import Truth, truth_of
+from attncheck.harness.truth.truth import Truth
 from attncheck.reference.spec import (
     MODIFIERS,
     AttentionType,
@@ -299,7 +299,7 @@ def _judge_form(case: CheckedCase, form: TriedForm) -> Holds | Broken | None:
     try:
         problem = build_problem(form.case, case.problem.seed)
         seen = Session(case.backend, problem, case.device).run()
-        truth = truth_of(problem, case.device, refuse_blindness=False)
+        truth = case.truths.truth_of(problem, refuse_blindness=False)
         return check_answer(problem, truth, seen, form.reasons, causes_of(case))
     except StageError as failure:
         if form.reasons:
@@ -503,7 +503,7 @@ def _changed_problem(case: CheckedCase, other: ChangedLayer) -> tuple[Problem, T
     query = problem.query[:, list(other.heads)] if other.heads else problem.query
     changed = replace(problem, case=changed_case, query=query, layout=layout_of_layer(problem.layout, changed_case))
     try:
-        return changed, truth_of(changed, case.device, refuse_blindness=False)
+        return changed, case.truths.truth_of(changed, refuse_blindness=False)
     except BlindCaseError:
         return None
 

@@ -67,6 +67,7 @@ _MEANT: Mapping[str, str] = MappingProxyType(
         "option: --time-limit": f"`{_TIME} --time-limit`",
         "option: --warm-cache": f"`{_TIME} --warm-cache`",
         "option: --kernels": f"`{_TIME} --kernels`",
+        "option: --no-warm": "--jobs 1, with which no other process compiles kernels",
         "option: --function": "--case, which with --provider selects functions, too",
         "option: --exitfirst": "-x, or --maxfail 1",
         "option: --watch": "watchfiles of PyPI: `watchfiles --filter python 'attncheck run ./mine.py' .`",

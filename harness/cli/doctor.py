@@ -11,6 +11,7 @@ import subprocess
 import textwrap
 import time
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -25,8 +26,7 @@ from attncheck.reports.analysis.phrases import plural
 if TYPE_CHECKING:
     from attncheck.harness.device import Accelerator
     from attncheck.harness.host import KernelCache
-    from attncheck.harness.run.outcomes import BackendDescription
-    from attncheck.harness.run.selection import RunPlan
+    from attncheck.harness.run.run import Run
     from attncheck.harness.workers.pool import WorkerPool
 
 # `attncheck doctor`: what can run on this machine, and why the rest cannot.
@@ -220,13 +220,12 @@ def _environment(needs: Mapping[str, str]) -> Iterator[None]:
 # `attncheck warm`: compiles the kernels that a run will need, in several processes, into the caches on disk.
 
 
-@with_options("backends", "suites", "settings", "cases", "checks", "device", "pass_env", "cache")
+@with_options("backends", "suites", "settings", "cases", "checks", "device", "pass_env", "cache", "jobs")
 def warm(_context: typer.Context, given: Given) -> int:
     """Compile the kernels of a run in advance.
 
-    The cases run in several processes, and the records are discarded. The kernels go to the caches of Triton, Inductor
-    and FlashInfer, where a run finds them; `attncheck doctor` lists their folders. A run on a GPU does the same for
-    each backend that compiles kernels. Exit code 0, even if cases fail.
+    The cases run as in a run, and the records are discarded. The kernels go to the caches of Triton, Inductor
+    and FlashInfer, where a run finds them; `attncheck doctor` lists their folders. Exit code 0, even if cases fail.
     """
     from attncheck.harness.run.preparation import first_refs
     from attncheck.harness.workers.limits import worker_settings
@@ -240,33 +239,30 @@ def warm(_context: typer.Context, given: Given) -> int:
         from attncheck.harness.run.run import Run
 
         run = Run.open(selection, options, pool)
-        pool.keep_only(())  # the backends are described; free the memory of these processes
         for each in run.backends:
             if each.is_loaded and not each.unavailable_reasons:
-                _warm(each, run.plan, pool)
+                _warm(replace(run, backends=(each,)), pool)
             else:
                 print_foreign(f"{each.name}: not here: {each.reason}")
     return 0
 
 
-def _warm(backend: "BackendDescription", plan: "RunPlan", pool: "WorkerPool") -> None:
+def _warm(run: "Run", pool: "WorkerPool") -> None:
     from attncheck.harness.host import kernel_caches
-    from attncheck.harness.workers.pool import Warmers, most_processes, questions_to_warm
+    from attncheck.reports.run_file.records import Ended
 
     caches = kernel_caches()
     before = [cache.contents().kernels for cache in caches]
     began = time.monotonic()
-    processes = most_processes(plan.device)
-    warmers = Warmers(lambda: pool.start_extra(backend.ref), questions_to_warm(plan, backend.ref), processes)
-    try:
-        warmers.wait()
-    finally:
-        warmers.close()
+    examiner = pool.examiner(run)
+    records = list(examiner.compile())
+    lost = {record.case for record in records if isinstance(record, Ended)}
+    num_examined = len({record.case for record in records} - lost)
     added = (f"{cache.library} {cache.contents().kernels - held}" for cache, held in zip(caches, before, strict=True))
-    lost = f", {plural(len(warmers.lost), 'case')} lost with their process" if warmers.lost else ""
+    lost_words = f", {plural(len(lost), 'case')} lost with their process" if lost else ""
     typer.echo(
-        f"{backend.name}: {plural(len(warmers.examined), 'case')}{lost}, {time.monotonic() - began:.1f} s, "
-        f"processes at once: {processes}; kernels added: {', '.join(added)}"
+        f"{run.backends[0].name}: {plural(num_examined, 'case')}{lost_words}, {time.monotonic() - began:.1f} s, "
+        f"processes at once: {examiner.jobs}; kernels added: {', '.join(added)}"
     )
 
 

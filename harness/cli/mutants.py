@@ -479,7 +479,7 @@ def _examine_mutants(
     done = 0
     with tempfile.TemporaryDirectory(prefix="attncheck-mutants-") as folder:
         groups = groups_of(chosen)
-        for group in examine_groups(groups, options, jobs or most_processes("cpu"), Path(folder)):
+        for group in examine_groups(groups, options, jobs or most_processes(), Path(folder)):
             if group.run is None:
                 missing |= dict.fromkeys(group.refs, group.reason)
             else:

@@ -365,7 +365,8 @@ class FinishedRun:
 
     ``blind``: errors of cases that could not be examined.
     ``unmet``: a line for each expectation that fails the run.
-    ``unseen``: a line for each expectation that was not confirmed but does not fail the run.
+    ``unseen``: a line for each expectation that was not confirmed but does not fail the run. ``notes``: lines on how it
+    was examined.
     ``stopped``: a sentence on why the run ended early; empty if it did not.
     ``ended_by``: the exception to raise after the report: a signal, an unwritable run file or stdout, or a lost
     cluster.
@@ -377,6 +378,7 @@ class FinishedRun:
     blind: tuple[str, ...] = ()
     unmet: tuple[str, ...] = ()
     unseen: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
     stopped: str = ""
     ended_by: KeyboardInterrupt | WriteError | ClusterError | None = None
 
@@ -546,7 +548,8 @@ class _Execution:
                 unseen = tuple(expectations.unseen()) if expectations and not is_short else ()
                 for error in (*blind, *unmet):
                     writer.fail(error)
-            return FinishedRun(path, self._header, tuple(run.records), blind, unmet, unseen, stopped)
+            notes = self._examiner.notes
+            return FinishedRun(path, self._header, tuple(run.records), blind, unmet, unseen, notes, stopped)
         except (KeyboardInterrupt, WriteError, ClusterError) as error:
             if not run.records and path is None:
                 raise
@@ -682,7 +685,7 @@ def _print_report(finished: "FinishedRun", reader: str, *, quiet: bool, verbose:
         reader=reader,
     )
     typer.echo(text, color=color)
-    for line in (*finished.unseen, *filter(None, [finished.stopped])):
+    for line in (*finished.unseen, *finished.notes, *filter(None, [finished.stopped])):
         print_foreign(line)
     if finished.ended_by is not None and finished.path is not None and finished.can_be_resumed:
         print_foreign(f"resume: {resume_command(finished.header.command, finished.path)}")

@@ -397,11 +397,16 @@ class Session:
 
         ``lent``: the calls of the step if they are not to be in new memory.
         """
-        prepared = self.prepared(fill)
-        lent = lent or self._lend(prepared.calls)
-        kv_cache = self._filled_cache(prepared.step, fill)
+        if lent is None and not images and self._latest is None and self._lend is lend_copies:
+            # Most such sessions run once: nothing needs the calls afterwards, so they are neither copied nor kept.
+            step, calls = self.step_of(self.problem, fill)
+            lent = LentCalls((), calls)
+        else:
+            prepared = self.prepared(fill)
+            step, lent = prepared.step, lent or self._lend(prepared.calls)
+        kv_cache = self._filled_cache(step, fill)
         before = self._image() if images else None
-        return BegunStep(prepared.step, lent, kv_cache, before, images)
+        return BegunStep(step, lent, kv_cache, before, images)
 
     def built(self, calls: Sequence[ForwardCall]) -> Iterable[tuple[ForwardCall, Any]]:
         """Return each call with its metadata; micro-batches are all built before the first runs, others one by one."""

@@ -138,6 +138,8 @@ class Examiner:
     no code but attncheck's.
     """
 
+    notes = ()
+
     def __init__(
         self,
         plan: RunPlan,

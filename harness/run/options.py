@@ -456,8 +456,8 @@ class RunOptions:
     jobs: int | None = _machine(
         None,
         "--jobs -j N|auto",
-        "Number of backend processes at once; timing always uses one. Default: auto, which is one per GPU, and on a "
-        "CPU as many as cores and memory allow.",
+        "Number of backend processes at once; timing always uses one. Default: auto, which is as many as cores and "
+        "memory allow, at most 8 on a CPU or a GPU.",
         read=read_jobs,
     )
     in_process: bool = _machine(
@@ -486,9 +486,6 @@ class RunOptions:
         "--no-cache",
         "Compute the float64 truth of every case, without the user's cache (see `attncheck doctor`).",
         *_TABLE_AND_PYTEST,
-    )
-    warm: bool = _machine(
-        True, "--no-warm", "On a GPU, do not compile kernels in advance in other processes.", "table", hidden=True
     )
 
     def __post_init__(self) -> None:

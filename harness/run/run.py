@@ -80,6 +80,10 @@ class CaseExaminer(Protocol):
     def blind(self) -> list[QuestionError]:
         """Errors of cases that could not be examined at all."""
 
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """Sentences on how the run was examined, for the end of its report."""
+
     def run(self) -> Generator[Record, None, None]:
         """Yield each record as it is found."""
 

@@ -155,8 +155,11 @@ class Truth:
     def of_requests(self, first: int, end: int) -> "Truth":
         """Return the truth of requests ``first .. end - 1``; the tensors share memory."""
         rows = slice(int(self.rows.cu_seqlens_q[first]), int(self.rows.cu_seqlens_q[end]))
-        part = self.rows.of_requests(first, end)
-        return replace(self, rows=part, out=self.out[rows], lse=self.lse[rows], budget=self.budget.of_rows(rows))
+        return replace(self.of_rows(rows), rows=self.rows.of_requests(first, end))
+
+    def of_rows(self, rows: Tensor | slice) -> "Truth":
+        """Return the truth with outputs, LSEs and budgets of some rows; ``self.rows`` stays that of all."""
+        return replace(self, out=self.out[rows], lse=self.lse[rows], budget=self.budget.of_rows(rows))
 
 
 def truth_of(problem: Problem, device: torch.device, *, refuse_blindness: bool = True) -> Truth:

@@ -1,218 +1,35 @@
 """Examine the backends of a run in slots: threads that take questions from a schedule."""
 
 import contextlib
-import queue
+import math
 import threading
 import time
-from collections import defaultdict
-from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Collection, Generator, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from itertools import cycle, islice
-from typing import Literal, Protocol
+from typing import Protocol
 
 import attncheck
 from attncheck.cases.model import Case
 from attncheck.errors import ClusterError, QuestionError
-from attncheck.harness.driver.observation import Raised
-from attncheck.harness.run.outcomes import (
-    OURSELVES,
-    BackendDescription,
-    Circumstances,
-    ProcessEnd,
-    absent,
-    ended,
-    identity_of,
-    record_of,
-)
+from attncheck.harness.problem.sizes import needed_bytes
+from attncheck.harness.run.outcomes import BackendDescription, Circumstances, absent
+from attncheck.harness.run.preparation import Gpu
 from attncheck.harness.run.run import Costs
 from attncheck.harness.run.selection import RoundQuestions, RunPlan, rotated, timed_questions
-from attncheck.harness.workers.limits import PREPARATION, Limit, TimeLimits
-from attncheck.harness.workers.pool import WarmingAhead, WorkerPool
-from attncheck.harness.workers.process import (
-    ProcessEndedError,
-    RefusedError,
-    WorkerError,
-    WorkerProcess,
-)
+from attncheck.harness.workers.examination import Place, ProcessExaminer
+from attncheck.harness.workers.pool import SMALL_BYTES, WorkerPool
+from attncheck.harness.workers.process import WorkerError
 from attncheck.harness.workers.schedule import LOOK_EVERY_S, BackendQuestion, Chosen, Schedule, untimed
-from attncheck.harness.workers.worker import CaseServer, Examined, Stage
-from attncheck.reports.run_file.causes import cause_of_end
-from attncheck.reports.run_file.graph_levels import CUDAGRAPH
+from attncheck.harness.workers.sharing import Mps, SharedDevice
+from attncheck.reports.analysis.phrases import plural
 from attncheck.reports.run_file.header import Environment
-from attncheck.reports.run_file.records import (
-    EXAMINED,
-    Crashed,
-    Errored,
-    Failed,
-    Passed,
-    Record,
-    Unavailable,
-    Unsupported,
-)
-from attncheck.reports.run_file.timings import TIMING
-
-WAITING = "the wait for this case"
-"""The stage before the process begins the first stage of the case."""
-
-FIRST_STAGES = ("declarations", PREPARATION)
-"""The stages of a case before its checks."""
-
-
-@dataclass(frozen=True)
-class Stopped:
-    """The process ended during ``stage``."""
-
-    stage: str
-    end: ProcessEnd
-
-
-def request_records(
-    process: WorkerProcess,
-    question: "BackendQuestion",
-    circumstances: Circumstances,
-    limit_of: Callable[[str, float], Limit],
-    take: Callable[[Record], None],
-) -> Examined | WorkerError | Stopped:
-    """Send ``question``, call ``take`` with each record, and return the last answer, or how the process ended.
-
-    ``limit_of``: returns the time limit of a stage, from its name and the seconds that the reference took for the case.
-    The backend can write into the pipe, too: an answer out of order, or about something else, ends the process.
-    """
-    case, checks, backend = question.case, question.checks, question.backend
-    drawn = case if question.is_drawn else None
-    process.examined.append(question)
-    process.send(CaseServer.examine, case.key, checks, circumstances.round, drawn)
-    stage, limit = WAITING, limit_of(WAITING, 0.0)
-    stages = [*FIRST_STAGES, *(f"check {check}" for check in checks)]
-    due = {check: identity_of(circumstances, case, backend, check) for check in checks}
-    try:
-        while True:
-            match answer := process.receive(limit):
-                case Stage(name=name) if name in stages:
-                    stage, limit = name, limit_of(name, answer.reference_s)
-                    del stages[: stages.index(name) + 1]  # a stage that begins again would renew its limit
-                case Passed() | Failed() | Errored() | Unsupported() | Unavailable() if _is_about(answer, due):
-                    del due[answer.check]
-                    take(answer)
-                case Examined(lost=Crashed() as record) if _is_about(record, due):
-                    return answer
-                case Examined(lost=None) if not due or (answer.blind is not None and stage in FIRST_STAGES):
-                    return answer
-                case _:
-                    raise process.intruded()
-    except ProcessEndedError as ended:
-        return Stopped(stage, ended.end)
-    except RefusedError:  # a case is never refused
-        return Stopped(stage, process.intruded().end)
-    except WorkerError as error:
-        return error
-
-
-def _is_about(record: Record, due: Mapping[str, Mapping[str, object]]) -> bool:
-    fields = due.get(record.check)
-    return fields is not None and all(getattr(record, name) == value for name, value in fields.items())
-
-
-# A kernel may corrupt memory long before its process dies, so that a later case seems to be the cause.
-
-_BUDGET_S = 600.0
-"""Seconds after which the search among the earlier cases stops."""
-
-
-Replay = Callable[[Sequence["BackendQuestion"]], tuple[Record, ...] | None]
-"""Sends questions to a new process, one by one; returns the records of the last one, or None if it ended the process.
-
-If another one ended it, there are no records.
-"""
-
-
-@dataclass(frozen=True)
-class Recurrence:
-    """``word`` and ``after``: as in records. ``records``: of the first try; empty if it ended the process, too."""
-
-    word: Literal["always", "after", "flaky"]
-    after: str = ""
-    records: tuple[Record, ...] = ()
-
-
-def find_recurrence(
-    replay: Replay,
-    question: "BackendQuestion",
-    earlier: Sequence["BackendQuestion"],
-    clock: Callable[[], float] = time.monotonic,
-) -> Recurrence:
-    """Try the case again, first alone in a new process; if that succeeds, after the earlier cases.
-
-    ``earlier``: the known questions to the process that ended before ``question``. If all together make a process
-    end again, a bisection searches for the single one that does so.
-
-    Raises:
-        QuestionError, WorkerError, OSError: from ``replay``, if no process can be started.
-    """
-    deadline = clock() + _BUDGET_S
-    first = replay([question])
-    if first is None:
-        return Recurrence("always")
-    suspects = list(earlier)
-    if not suspects or replay([*suspects, question]) is not None:
-        return Recurrence("flaky", records=first)
-    is_shown = True
-    while len(suspects) > 1 and clock() < deadline:
-        middle = len(suspects) // 2
-        is_shown = replay([*suspects[middle:], question]) is None
-        suspects = suspects[middle:] if is_shown else suspects[:middle]
-    if len(suspects) == 1 and not is_shown:  # the other half caused no end, which does not prove that this case does
-        is_shown = replay([*suspects, question]) is None
-    after = suspects[0].case.key if len(suspects) == 1 and is_shown else ""
-    return Recurrence("after", after, first)
-
+from attncheck.reports.run_file.records import EXAMINED, Record
 
 _ENDING_S = 30.0
 """The most seconds to wait for the threads of all slots to end."""
-
-
-@dataclass
-class Place:
-    """The state of one question. ``due``: checks without a record.
-
-    ``records``: those not yet yielded; None follows the last one, or an error that ends the run. ``blind``: why the
-    case could not be examined at all. ``began``: monotonic time at which its examination began.
-    ``losses``: why nodes were lost at it.
-    """
-
-    question: BackendQuestion
-    circumstances: Circumstances
-    due: list[str]
-    records: "queue.SimpleQueue[Record | Exception | None]" = field(default_factory=queue.SimpleQueue)
-    blind: str | None = None
-    began: float | None = None
-    losses: list[str] = field(default_factory=list)
-
-    def end(self, stopped: Stopped, checks: Iterable[str]) -> None:
-        """Put a record for each of ``checks``, which ``stopped`` prevented, or that does not apply."""
-        from attncheck.harness.checks.case_checks import not_applicable  # here, since it imports torch
-
-        backend, case = self.question.backend, self.question.case
-        for check in tuple(checks):
-            self.due.remove(check)
-            if (skipped := not_applicable(check, case, backend.features)) is not None:
-                self.records.put(record_of(self.circumstances, case, backend, check, skipped, 0.0))
-            else:
-                self.records.put(ended(self.circumstances, case, backend, check, stopped.stage, stopped.end))
-
-    def next(self) -> Record | Exception | None:
-        """Wait for the next one of ``records``, and return it."""
-        while True:
-            # A signal that arrives just before the wait does not end it, so the wait is short.
-            with contextlib.suppress(queue.Empty):
-                return self.records.get(timeout=LOOK_EVERY_S)
-
-    def waiting(self) -> Iterator[Record]:
-        """Yield the records that are there."""
-        with contextlib.suppress(queue.Empty):
-            while not isinstance(record := self.records.get_nowait(), Exception | None):
-                yield record
 
 
 class Slot(Protocol):
@@ -221,10 +38,8 @@ class Slot(Protocol):
     def begin(self, chosen: Chosen) -> bool:
         """Prepare for the questions to a backend; return whether it can be examined here."""
 
-    def examine(self, place: Place, left: Sequence[BackendQuestion]) -> bool:
+    def examine(self, place: Place) -> bool:
         """Put the records of a question into its place; return False if another slot must examine it.
-
-        ``left``: the questions to the same backend that no slot has taken.
 
         Raises:
             ClusterError: this slot is lost.
@@ -312,7 +127,7 @@ class Slots:
     def _examine(self, index: int, slot: Slot) -> bool:
         is_over, place = False, self._places[index]
         try:
-            is_over = slot.examine(place, self._schedule.left(place.question.backend.ref))
+            is_over = slot.examine(place)
         finally:
             self._schedule.finish(index, is_over=is_over)
         if is_over:
@@ -327,11 +142,19 @@ class Slots:
 class ProcessSlot:
     """Examines in one process at a time, of ``workers`` or of a twin for backends that another slot has begun.
 
-    ``own``: the pool for all backends, of a slot with a GPU of its own.
+    ``own``: the pool for all backends, of a slot with a GPU of its own, or whose processes use MPS. ``is_first``: it
+    begins each backend, even one whose process does not start.
     """
 
-    def __init__(self, examiner: "ProcessExaminer", workers: WorkerPool, own: WorkerPool | None = None) -> None:
-        self._examiner, self._workers, self._own = examiner, workers, own
+    def __init__(
+        self,
+        examiner: "ProcessExaminer",
+        workers: WorkerPool,
+        own: WorkerPool | None = None,
+        *,
+        is_first: bool = False,
+    ) -> None:
+        self._examiner, self._workers, self._own, self._is_first = examiner, workers, own, is_first
         self._twin: WorkerPool | None = None
         self._at_work: WorkerPool | None = None
 
@@ -351,25 +174,18 @@ class ProcessSlot:
             self._twin = self._twin or self._workers.twin()
         self._at_work = workers = self._own or self._twin
         assert workers is not None
-        try:
-            if workers.process(ref) is None:
-                workers.restart(ref)
-        except (QuestionError, WorkerError, OSError):
-            workers.discard(ref)
-            return False
-        return True
+        return _starts(workers, ref) or self._is_first
 
-    def examine(self, place: Place, left: Sequence[BackendQuestion]) -> bool:
+    def examine(self, place: Place) -> bool:
         """Examine one question through the process of its backend."""
         assert self._at_work is not None
-        self._examiner.examine(place, self._at_work, left)
+        self._examiner.examine(place, self._at_work)
         return True
 
     def leave(self, ref: str) -> None:
         """Let the process end by itself."""
         assert self._at_work is not None
         self._at_work.finish(ref)
-        self._examiner.warming.finish(ref)
         self._at_work = None
 
     def stop(self) -> None:
@@ -378,191 +194,17 @@ class ProcessSlot:
             workers.stop()
 
 
-# If the process ends, the checks of the case without a record are `crashed` or `timed_out`, unless they do not apply,
-# and a new process takes the following cases. First, the case is tried again, to find out what caused the end. After
-# the loss of the device, a new process makes the remaining checks. If attncheck itself fails in a process, a new one is
-# tried once; if it fails again, only that case is lost.
-
-_TRIES = 2
-"""Processes in which attncheck may fail before the case is lost."""
-
-_MOST_TRIED = 8
-"""Maximum number of findings in a run whose cases are tried again."""
-
-_OUTPUT_BYTES = 4096
-"""Bytes of output in the record of a failure; that of a crash has more, with the stack."""
-
-
-class ProcessExaminer:
-    """Examines questions within ``limits``, in several threads."""
-
-    def __init__(self, limits: TimeLimits, warming: WarmingAhead) -> None:
-        self._limits, self.warming = limits, warming
-        self._unstartable: dict[str, str] = {}
-        self._spent: defaultdict[str, float] = defaultdict(float)
-        self._tried: set[tuple[str, str]] = set()
-        self._lock = threading.Lock()  # for what the slots of a backend share
-
-    def begin_round(self) -> None:
-        """Allow another attempt for processes that could not be started."""
-        self._unstartable.clear()
-
-    def examine(self, place: Place, workers: WorkerPool, left: Sequence[BackendQuestion]) -> None:
-        """Examine one question through the process of its backend in ``workers``. ``left``: the following questions."""
-        backend, case = place.question.backend, place.question.case
-        self.warming.before(backend.ref, [(each.case, each.checks) for each in (place.question, *left)], workers)
-        with self._lock:
-            self._spent[backend.ref] += 0.0  # counts it as begun
-        rest = self._left(place)
-        if rest.seconds <= 0:
-            used = "earlier cases used up" if self._spent[backend.ref] else "the start of the run left nothing of"
-            cause = f"the case did not run, because {used} {rest.words}; give more time, or select fewer cases"
-            place.end(Stopped("", ProcessEnd(cause, limit_s=self._limits.backend_s)), place.due)
-            return
-        place.began = time.monotonic()
-        if backend.ref not in self._unstartable or workers.process(backend.ref) is not None:
+def _starts(workers: WorkerPool, ref: str) -> bool:
+    """Start the process of ``ref`` in a turn of its device if it is missing; return whether it has started."""
+    with workers.device.turn() as turn:
+        while workers.process(ref) is None:
             try:
-                error = self._examine(place, workers)
-            except (QuestionError, OSError) as refused:
-                cause = f"its process has ended, and no other could be started: {refused}"
-                self._unstartable[backend.ref] = cause
-            else:
-                if error is not None:
-                    raised = Raised(OURSELVES, WorkerError.__name__, error.fault.error, error.fault.traceback)
-                    for check in place.due:
-                        place.records.put(record_of(place.circumstances, case, backend, check, raised, 0.0))
-                    place.due.clear()
-        if place.due:
-            place.end(Stopped("the start", ProcessEnd(self._unstartable[backend.ref])), place.due)
-        with self._lock:
-            self._spent[backend.ref] += time.monotonic() - place.began
-
-    def _examine(self, place: Place, workers: WorkerPool) -> WorkerError | None:
-        """Make the checks that are due; return the failure of attncheck if it failed in two processes.
-
-        A process that lost the device is replaced for the remaining checks. A process in which attncheck failed is
-        replaced once, since the backend may have corrupted it.
-
-        Raises:
-            QuestionError, OSError: a new process is needed and cannot be started.
-        """
-        faults: list[WorkerError] = []
-        while place.due and len(faults) < _TRIES:
-            fault = self._examine_once(place, workers)
-            if fault is not None:
-                faults.append(fault)
-        return faults[-1] if place.due else None
-
-    def _examine_once(self, place: Place, workers: WorkerPool) -> WorkerError | None:
-        """Add the records of the checks that are due; return how attncheck failed in the process, if it did.
-
-        Raises:
-            QuestionError, OSError: a new process is needed and cannot be started.
-        """
-        ref = place.question.backend.ref
-        case = place.question.case
-        due = place.due
-        process = workers.process(ref) or workers.restart(ref)
-        earlier = tuple(process.examined)
-
-        def take(record: Record) -> None:
-            if record.check in due:  # not if it was already made before a fault
-                due.remove(record.check)
-                place.records.put(_with_output(record, process, case))
-
-        question = replace(place.question, checks=tuple(due))
-        end = request_records(process, question, place.circumstances, partial(self._limit, place), take)
-        goes_on = False
-        if isinstance(end, Examined):
-            if (record := end.lost) is None:
-                place.blind = end.blind
-                due.clear()
-                return None
-            goes_on = True  # a new process makes the remaining checks
-            end = Stopped(record.stage, ProcessEnd(record.cause, record.output + process.output(case.key)))
-        workers.discard(ref)
-        if isinstance(end, WorkerError):
-            return end
-        if end.stage.startswith(f"check {CUDAGRAPH}"):
-            workers.stop_sharing_probes(ref)
-        self._settle(place, workers, end, earlier, goes_on=goes_on)
-        return None
-
-    def _settle(
-        self, place: Place, workers: WorkerPool, stopped: Stopped, earlier: Sequence[BackendQuestion], *, goes_on: bool
-    ) -> None:
-        """Add the record of the check that ended the process, and of the remaining ones unless the case ``goes_on``.
-
-        Each new finding of a backend is tried again, unless only timings were due. If the case then succeeds, the
-        remaining checks get the records of that try.
-        """
-        found = self._recurrence(place, workers, stopped, earlier)
-        made: dict[str, Record] = {}
-        if found is not None:
-            stopped = replace(stopped, end=replace(stopped.end, recurrence=found.word, after=found.after))
-            made = {record.check: record for record in found.records}
-        for index, check in enumerate(tuple(place.due)):
-            if index and check in made:
-                place.due.remove(check)
-                place.records.put(made[check])
-            elif index == 0 or not goes_on:
-                place.end(stopped, [check])
-
-    def _recurrence(
-        self, place: Place, workers: WorkerPool, stopped: Stopped, earlier: Sequence[BackendQuestion]
-    ) -> Recurrence | None:
-        """Try the case again; return None if it is not tried, or no process can be started."""
-        ref, end = place.question.backend.ref, stopped.end
-        finding = (ref, cause_of_end(end.cause, stopped.stage, end.output))
-        if place.question.checks == (TIMING,) or self._left(place).seconds <= 0:
-            return None
-        with self._lock:
-            if finding in self._tried or len(self._tried) >= _MOST_TRIED:
-                return None
-            self._tried.add(finding)
-        replay = partial(self._replay, place, workers)
-        try:
-            return find_recurrence(replay, place.question, earlier)
-        except (QuestionError, WorkerError, OSError):  # the next case reports it
-            workers.discard(ref)
-            return None
-
-    def _replay(
-        self, place: Place, workers: WorkerPool, questions: Sequence[BackendQuestion]
-    ) -> tuple[Record, ...] | None:
-        """Send ``questions`` to a new process, as a :data:`Replay` does."""
-        ref = place.question.backend.ref
-        workers.discard(ref)
-        process = workers.restart(ref)
-        records: list[Record] = []
-        limit_of = partial(self._limit, place)
-        for question in questions:
-            records.clear()
-            end = request_records(process, question, place.circumstances, limit_of, records.append)
-            if not isinstance(end, Examined) or end.lost is not None:
+                workers.restart(ref)
+            except (QuestionError, WorkerError, OSError):
                 workers.discard(ref)
-                is_shown = question is questions[-1] and not isinstance(end, WorkerError)
-                return None if is_shown else ()
-        return tuple(_with_output(record, process, place.question.case) for record in records)
-
-    def _left(self, place: Place) -> Limit:
-        at_work_s = 0.0 if place.began is None else time.monotonic() - place.began
-        return self._limits.of_backend(self._spent[place.question.backend.ref] + at_work_s, len(self._spent))
-
-    def _limit(self, place: Place, stage: str, reference_s: float) -> Limit:
-        limit = self._limits.of_stage(stage, place.question.case, reference_s)
-        left = self._left(place)
-        if limit.seconds <= left.seconds:
-            return limit
-        words = f"what was left of {left.words}, less than the usual limit; the backend may only be slow"
-        return Limit(max(left.seconds, 0.0), words)
-
-
-def _with_output(record: Record, process: WorkerProcess, case: Case) -> Record:
-    """Return the record of a failure or error with the end of what its process printed during the case so far."""
-    if not isinstance(record, Failed | Errored):
-        return record
-    return record.model_copy(update={"output": process.output(case.key, _OUTPUT_BYTES)})
+                if workers.is_stopped or not workers.device.give_up_mps(turn):
+                    return False
+    return True
 
 
 # Records are yielded in the order of a run with a single process. The check `timing` comes last, in rounds: while one
@@ -573,10 +215,15 @@ class SlotExecutor:
     """Examines questions of a plan through slots. ``blind``: cases that could not be examined at all, each once."""
 
     def __init__(self, plan: RunPlan, descriptions: Sequence[BackendDescription], environment: Environment) -> None:
-        self._plan, self._descriptions = plan, descriptions
+        self._plan, self._descriptions, self._environment = plan, descriptions, environment
         self._circumstances = Circumstances(plan.seed, environment.digest, attncheck.__version__)
         self.blind: list[QuestionError] = []
         self._faulty: set[str] = set()
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """Sentences on how the run was examined, for the end of its report."""
+        return ()
 
     def examine_all(
         self,
@@ -617,6 +264,10 @@ class SlotExecutor:
             self.blind.append(QuestionError(place.blind))
 
 
+_LEAST_FOR_MPS = 20
+"""Fewest questions for which MPS is started: their processes start again as its clients."""
+
+
 class Supervisor(SlotExecutor):
     """Examines a plan's cases through the processes of ``workers``, whose backends are ``descriptions``."""
 
@@ -628,20 +279,26 @@ class Supervisor(SlotExecutor):
         environment: Environment,
         *,
         jobs: int = 1,
-        warms: bool = False,
         costs: Costs | None = None,
     ) -> None:
         """``jobs``: processes at work at once, except for the check ``timing``.
 
-        ``costs``: what checks took in earlier runs. ``warms``: whether other processes compile kernels ahead of the
-        run.
+        ``costs``: what checks took in earlier runs.
         """
         super().__init__(plan, descriptions, environment)
-        self._workers, self._jobs, self._costs = workers, jobs, costs
+        self.jobs = jobs
+        self._workers, self._costs = workers, costs
         self._at_work: str | None = None
         self._unexamined: dict[str, set[str]] = {}
-        self._warming = WarmingAhead(plan, workers, min(jobs, len(workers.gpus) or 1), is_on=warms)
-        self._examiner = ProcessExaminer(workers.limits, self._warming)
+        self._examiner = ProcessExaminer(workers.limits)
+        self._notes: dict[str, None] = {}
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """See :class:`SlotExecutor`."""
+        repeated = self._examiner.num_repeated
+        words = f"{plural(repeated, 'case')} examined again alone, since other processes used the device meanwhile"
+        return (*self._notes, *([words] if repeated else []))
 
     def run(self) -> Generator[Record, None, None]:
         """Yield every record, by round, backend and case; records of checks other than ``timing`` come first.
@@ -650,8 +307,7 @@ class Supervisor(SlotExecutor):
             WorkerError: attncheck itself failed in a process that was to replace another.
         """
         self._workers.keep_only(backend.ref for backend in self._descriptions)
-        with contextlib.closing(self._warming):
-            yield from self._run_untimed()
+        yield from self._run_untimed()
         for number in range(self._plan.rounds):
             yield from self._run_round(number)
 
@@ -671,21 +327,67 @@ class Supervisor(SlotExecutor):
         self._examiner.begin_round()
         place = self._place(BackendQuestion(backend, case, checks, is_drawn))
         if backend.is_loaded:
-            self._examiner.examine(place, self._workers, ())
+            self._examiner.examine(place, self._workers)
         self._note(place)
         return list(place.waiting())
 
+    def compile(self) -> Generator[Record, None, None]:
+        """Examine the cases so that kernels are compiled, and yield records that are none of the run.
+
+        The checks are those of the run except ``timing``, or ``numerics`` if there are no others. Cases that need much
+        memory are left out.
+        """
+        given = untimed(self._plan, self._descriptions) or [
+            BackendQuestion(backend, case, ("numerics",))
+            for backend in self._descriptions
+            for case, _ in timed_questions(self._plan, backend.ref).questions
+        ]
+        questions = [each for each in given if each.backend.is_loaded and needed_bytes(each.case) <= SMALL_BYTES]
+        apart = SlotExecutor(self._plan, self._descriptions, self._environment)
+        limits = replace(self._workers.limits, backend_s=math.inf, deadline=None)
+        with self._slots(ProcessExaminer(limits), len(questions)) as slots:
+            # All slots begin at once: compiling takes longer than the start of a process.
+            yield from apart.examine_all(questions, slots, shares_machine=False)
+
     def _run_untimed(self) -> Iterator[Record]:
         questions = untimed(self._plan, self._descriptions)
-        if not questions:
-            self._warming.before_times(each.ref for each in self._descriptions if each.is_loaded)
-            return  # the processes have not run a case yet
-        gpus = islice(cycle(self._workers.gpus), 1, self._jobs)
-        own: list[WorkerPool | None] = [None] * self._jobs
-        if len(self._workers.gpus) > 1:
-            own = [self._workers, *map(self._workers.twin, gpus)]
-        slots = [ProcessSlot(self._examiner, self._workers, each) for each in own]
-        yield from self.examine_all(questions, slots, costs=self._costs)
+        if questions:
+            with self._slots(self._examiner, len(questions)) as slots:
+                yield from self.examine_all(questions, slots, costs=self._costs)
+        elif self._plan.device != "cpu":
+            for _ in self.compile():  # ahead of the times
+                pass
+
+    @contextmanager
+    def _slots(self, examiner: ProcessExaminer, num_questions: int) -> Iterator[list[ProcessSlot]]:
+        """Yield the slots for ``num_questions``; the slots of each GPU share it, with MPS if it is worth its start."""
+        workers = self._workers
+        jobs = max(min(self.jobs, num_questions), 1)
+        gpus: Sequence[Gpu | None] = workers.gpus[:jobs] or (None,)
+        with contextlib.ExitStack() as opened:
+            devices = []
+            for index, gpu in enumerate(gpus):
+                num_slots = len(range(index, jobs, len(gpus)))
+                is_served = workers.has_mps and num_slots > 1 and num_questions >= _LEAST_FOR_MPS
+                devices.append(
+                    SharedDevice(
+                        num_slots,
+                        is_gpu=self._plan.device != "cpu",
+                        start_mps=partial(Mps.start, gpu.variables if gpu else {}) if is_served else None,
+                        note=lambda words: self._notes.update({words: None}),
+                    )
+                )
+                opened.callback(devices[-1].close)
+            own: list[WorkerPool | None] = [None] * jobs
+            opened.callback(workers.share, workers.device)
+            workers.share(devices[0])
+            ours = list(islice(cycle(zip(gpus, devices, strict=True)), jobs))
+            if devices[0].uses_mps:
+                workers.keep_only(())
+                own = [workers.twin(gpu, device) for gpu, device in ours]
+            elif len(gpus) > 1:
+                own = [workers, *(workers.twin(gpu, device) for gpu, device in ours[1:])]
+            yield [ProcessSlot(examiner, workers, each, is_first=not index) for index, each in enumerate(own)]
 
     def _run_round(self, number: int) -> Iterator[Record]:
         """Yield the records of one round of timings.

@@ -1,24 +1,19 @@
-"""The pool of worker processes, their first messages, and processes that compile kernels in advance."""
+"""The pool of worker processes, and their first messages."""
 
 import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import closing
-from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
 from attncheck.backends.declarations import FUNCTION_PATHS
-from attncheck.cases.model import Case
 from attncheck.errors import BackendLoadError, QuestionError
-from attncheck.harness.device import accelerator_of
 from attncheck.harness.driver.observation import Raised
-from attncheck.harness.host import free_host_bytes, kernel_count, usable_cores
-from attncheck.harness.problem.sizes import needed_bytes
+from attncheck.harness.host import free_host_bytes, usable_cores
 from attncheck.harness.run.outcomes import IMPORT, OURSELVES, BackendDescription, missing_variables, not_loaded
 from attncheck.harness.run.preparation import Gpu
-from attncheck.harness.run.selection import Question, RunPlan, timed_questions, untimed_questions
+from attncheck.harness.run.selection import RunPlan
 from attncheck.harness.workers.limits import Limit, MemoryWatch, WorkerSettings, passed_environment, room_on_host
 from attncheck.harness.workers.process import (
     ProcessEndedError,
@@ -32,7 +27,8 @@ from attncheck.harness.workers.process import (
     start_worker,
 )
 from attncheck.harness.workers.protocol import HarnessFailure
-from attncheck.harness.workers.worker import Assignment, CaseServer, Examined, Imports
+from attncheck.harness.workers.sharing import SharedDevice
+from attncheck.harness.workers.worker import Assignment, CaseServer, Imports
 from attncheck.reports.run_file.header import BackendInfo, Environment
 
 if TYPE_CHECKING:
@@ -128,6 +124,9 @@ class WorkerPool:
         self._settings = settings or WorkerSettings()
         self.limits = self._settings.limits
         self.gpus: tuple[Gpu, ...] = ()
+        self.has_mps = False
+        self.device = SharedDevice()
+        self.on_each_gpu = 1
         self._gpu: Gpu | None = None
         self._inherited = passed_environment(os.environ, self._settings.pass_env)
         self._show, self._spare, self._start_worker = show, spare, Starter(start)
@@ -146,7 +145,7 @@ class WorkerPool:
         self._unshared: set[str] = set()
         self._twins: list[WorkerPool] = []
         self._lock = threading.RLock()  # for the processes, which several threads start and end
-        self._is_stopped = False
+        self.is_stopped = False
 
     def __enter__(self) -> Self:
         return self
@@ -164,10 +163,16 @@ class WorkerPool:
         for twin in self._twins:
             twin.close(at_once=at_once)
 
-    def twin(self, gpu: Gpu | None = None) -> "WorkerPool":
+    def share(self, device: SharedDevice) -> None:
+        """Start processes on ``device`` from now on, which others use, too."""
+        self.device = device
+        device.add(self)
+
+    def twin(self, gpu: Gpu | None = None, device: SharedDevice | None = None) -> "WorkerPool":
         """Return a pool for one more process of each backend described here; it is closed with this one.
 
-        ``gpu``: the one that its processes see; None if they see the same as those of this pool.
+        ``gpu``: the one that its processes see; None if they see the same as those of this pool. ``device``: None for
+        the one of this pool.
         """
         twin = WorkerPool(self._show, settings=self._settings)
         twin._start_worker = self._start_worker
@@ -176,6 +181,7 @@ class WorkerPool:
         twin._gpu, twin._infos, twin._assignment = gpu, self._infos, self._assignment
         twin._imports, twin._unshared = self._imports, self._unshared
         twin._watch = self._watch
+        twin.share(device or self.device)
         self._twins.append(twin)
         return twin
 
@@ -207,7 +213,7 @@ class WorkerPool:
     def stop(self) -> None:
         """End the processes at once, and start no others; a thread that waits for one gets an error."""
         with self._lock:
-            self._is_stopped = True
+            self.is_stopped = True
             processes = tuple(self._processes.values())
         for process in processes:
             process.kill()
@@ -234,7 +240,7 @@ class WorkerPool:
                     raise
                 self.discard(process.ref)  # a new process reports the failure when it describes the backend
             else:
-                self.gpus = chosen.gpus
+                self.gpus, self.on_each_gpu, self.has_mps = chosen.gpus, chosen.processes, chosen.has_mps
                 return chosen.device, chosen.notes, chosen.environment
         raise QuestionError(f"a process without a backend ended before it named the device: {cause}")
 
@@ -287,22 +293,18 @@ class WorkerPool:
     def examiner(self, run: "Run", costs: "Callable[[], Costs]" = dict) -> "Supervisor":
         """Return what examines the questions of ``run`` in these processes.
 
-        Without ``jobs``, as many work at once as cores and memory allow, but one per GPU. With a ``deadline``, the
-        backends share time and GPUs. With ``warm``, other processes compile kernels ahead of the run on a GPU.
+        Without ``jobs``, as many work at once as cores and memory allow. With a ``deadline``, the backends share time.
         """
         from attncheck.harness.workers.executor import Supervisor
 
-        options, device = run.options, run.plan.device
-        is_gpu, is_shared = device != "cpu", options.deadline is not None
-        gpus = max(len(self.gpus), 1)
-        room = gpus * most_processes(device, gpus) if is_shared else most_processes("cpu")
-        jobs = options.jobs or (min(room, gpus) if is_gpu and not is_shared else room)
+        options = run.options
+        most = most_processes() if run.plan.device == "cpu" else most_processes(len(self.gpus) or 1, self.on_each_gpu)
+        jobs = options.jobs or most
         if options.deadline is not None:
             loaded = sum(each.is_loaded for each in run.backends)
             self.limits = self.limits.shared(options.deadline - time.monotonic(), loaded, jobs)
-        warms = options.warm and is_gpu and jobs <= gpus  # where several processes share a GPU, warmers have no room
         known = costs() if jobs > 1 else None
-        return Supervisor(run.plan, run.backends, self, run.environment, jobs=jobs, warms=warms, costs=known)
+        return Supervisor(run.plan, run.backends, self, run.environment, jobs=jobs, costs=known)
 
     def process(self, ref: str) -> WorkerProcess | None:
         """Return the process of a backend, or None if it has ended, or has only been prepared."""
@@ -320,7 +322,7 @@ class WorkerPool:
         if ref not in self._prepared:
             self.discard(ref)
         with self._lock:
-            if self._is_stopped:
+            if self.is_stopped:
                 raise StoppedError
             self.prepare(ref)
             self._prepared.discard(ref)
@@ -328,13 +330,6 @@ class WorkerPool:
         found = description_of(process, self.limits.of_description)
         if loaded(found).info != self._infos[ref]:
             raise QuestionError(f"{ref} has changed since the run began")
-        return process
-
-    def start_extra(self, ref: str) -> WorkerProcess:
-        """Start one more process of ``ref`` and assign the run to it; the caller closes it. It writes no dump."""
-        process = self._new(self._environments.get(ref), is_shown=False)
-        _load(process, ref)
-        process.send(CaseServer.assign, self._assignment_of(ref).model_copy(update={"dump": None}))
         return process
 
     def discard(self, ref: str) -> None:
@@ -364,11 +359,16 @@ class WorkerPool:
 
         Later, processes may be started again after :meth:`stop`.
         """
-        self._is_stopped = False
+        self.is_stopped = False
         self.keep_only([ref])
         self._await_finishing()
         while self._twins:
             self._twins.pop().close()
+
+    def end_all(self) -> None:
+        """End all processes, and return when they have ended."""
+        self.keep_only(())
+        self._await_finishing()
 
     def keep_only(self, refs: Iterable[str]) -> None:
         """End all processes except those of ``refs``."""
@@ -411,18 +411,17 @@ class WorkerPool:
         if ref in self._processes:
             return
         process, self._spare = self._spare, None
-        needed = self._inherited | self._environments.get(ref, {})
+        environment = {**self._environments.setdefault(ref, {}), **self.device.variables(ref)}
+        needed = self._inherited | environment
         if process is None or not needed.items() <= (process.inherited | process.environment).items():
             self._spare = process
-            process = self._new(self._environments.get(ref))
-        self._environments[ref] = process.environment
+            process = self._new(environment)
         self._processes[ref] = process
-        _load(process, ref)
+        process.ref = process.printed.label = ref
+        process.send(CaseServer.load, ref)
 
-    def _new(self, environment: Mapping[str, str] | None = None, *, is_shown: bool = True) -> WorkerProcess:
-        process = WorkerProcess(
-            environment, self._show if is_shown else None, self._settings.pass_env, self._start_worker
-        )
+    def _new(self, environment: Mapping[str, str] | None = None) -> WorkerProcess:
+        process = WorkerProcess(environment, self._show, self._settings.pass_env, self._start_worker)
         process.send(CaseServer.prepare, self._imports)
         self._watch.add(process)
         return process
@@ -433,221 +432,22 @@ class WorkerPool:
         return missing_variables(found.info.required_environment, self._inherited | self._environments.get(ref, {}))
 
 
-def _load(process: WorkerProcess, ref: str) -> None:
-    process.ref = process.printed.label = ref
-    process.send(CaseServer.load, ref)
-
-
-# Compiling a kernel at its first call takes seconds on one core, while the GPU waits. A warmer is one more process of
-# the backend under examination. It gets the next questions of the run, so that it compiles the same kernels, and leaves
-# them in the caches on disk. Its records are dropped: nothing that happens in it is a finding.
-
 _MOST = 8
+"""The most processes on one GPU, or on the CPU."""
+
 _HOST_BYTES = 3 * 2**29
 """Host memory of one process: torch for CUDA, a compiler, and a small case."""
-
-_DEVICE_BYTES = 2**32
-"""GPU memory of one process: its context, what torch keeps between cases, and captured graphs."""
 
 SMALL_BYTES = 2**30
 """Bytes up to which a case may run beside any other one."""
 
-_SLOW_S = 1.0
-"""Seconds below which a case has compiled nothing that justifies a process of its own."""
 
-_CASE_LIMIT_S = 600.0
-"""Seconds after which a warmer that is still at one case is ended."""
+def most_processes(gpus: int = 1, on_each: int = _MOST) -> int:
+    """Return how many processes may examine cases at once on a CPU or on ``gpus`` GPUs; at least 1.
 
-
-def most_processes(device: str, gpus: int = 1) -> int:
-    """Return how many processes may examine cases at once on ``device``, one of ``gpus`` GPUs at work; at least 1.
-
-    The limits are the cores, the free memory of the host, half the memory of the GPU, and its exclusive mode.
+    The limits are the cores, and the free memory of the host. ``on_each``: how many each GPU has memory for.
     """
-    limits = [_MOST, usable_cores() // gpus]
+    limits = [gpus * min(on_each, _MOST), usable_cores()]
     if (free := free_host_bytes()) is not None:
-        limits.append(free // _HOST_BYTES // gpus)
-    accelerator = accelerator_of(device)
-    if accelerator is not None:
-        limits.append(accelerator.facts().memory // 2 // _DEVICE_BYTES)
-        if (modes := accelerator.modes()) is not None and not modes.is_shared:
-            limits.append(1)
+        limits.append(free // _HOST_BYTES)
     return max(1, min(limits))
-
-
-def questions_to_warm(plan: RunPlan, ref: str) -> tuple[Question, ...]:
-    """Return the untimed checks of the backend's cases; if there are none, ``numerics`` of the timed cases."""
-    untimed = untimed_questions(plan, ref).questions
-    return untimed or tuple((case, ("numerics",)) for case, _ in timed_questions(plan, ref).questions)
-
-
-class Warmers:
-    """Processes that examine ``questions`` of one backend from the last to the first, and drop the results.
-
-    A process that ends, or is still at one case after ``limit_s`` seconds, is replaced, and the case is not repeated.
-    ``loading``: the limit for a process to load the backend.
-    """
-
-    def __init__(
-        self,
-        start: Callable[[], WorkerProcess],
-        questions: Sequence[Question],
-        count: int,
-        *,
-        limit_s: float = _CASE_LIMIT_S,
-        loading: Limit | None = None,
-    ) -> None:
-        self.examined: list[str] = []
-        self.lost: list[str] = []
-        self._start, self._limit_s, self._loading = start, limit_s, loading
-        self._waiting = [question for question in questions if needed_bytes(question[0]) <= SMALL_BYTES]
-        self._at_work: set[WorkerProcess] = set()
-        self._is_closed = False
-        self._lock = threading.Lock()
-        self._threads = [
-            threading.Thread(target=self._work, name=f"warmer {number}", daemon=True)
-            for number in range(min(count, len(self._waiting)))
-        ]
-        for thread in self._threads:
-            thread.start()
-
-    def skip(self, case: Case) -> None:
-        """Leave ``case`` out if no warmer has begun it."""
-        with self._lock:
-            self._waiting = [question for question in self._waiting if question[0].key != case.key]
-
-    def wait(self) -> None:
-        """Wait until every case was examined, or lost."""
-        for thread in self._threads:
-            thread.join()
-
-    def close(self) -> None:
-        """End the processes at once. May be called repeatedly."""
-        with self._lock:
-            self._is_closed = True
-            self._waiting.clear()
-            for process in self._at_work:
-                process.kill()
-        self.wait()
-
-    def _work(self) -> None:
-        """Examine cases until none is left. The thread that started a process closes it."""
-        process = None
-        try:
-            while (question := self._next()) is not None:
-                if process is None and (process := self._described()) is None:
-                    return
-                if not self._examine(process, question):
-                    self._end(process)
-                    process = None
-        finally:
-            if process is not None:
-                self._end(process)
-
-    def _next(self) -> Question | None:
-        with self._lock:
-            return self._waiting.pop() if self._waiting else None
-
-    def _described(self) -> WorkerProcess | None:
-        """Return a process that has loaded the backend; None if it cannot, or these warmers are closed."""
-        with self._lock:
-            if self._is_closed:
-                return None
-            try:
-                process = self._start()
-            except OSError:
-                return None
-            self._at_work.add(process)
-        try:
-            process.call(self._loading, CaseServer.describe)
-        except (ProcessEndedError, RefusedError, WorkerError):
-            self._end(process)
-            return None
-        return process
-
-    def _examine(self, process: WorkerProcess, question: Question) -> bool:
-        case, checks = question
-        watch = threading.Timer(self._limit_s, process.kill)
-        watch.start()
-        try:
-            process.send(CaseServer.examine, case.key, checks, 0, None)
-            while not isinstance(answer := process.receive(), Examined):
-                pass
-            is_lost = answer.lost is not None  # the process can no longer use the device
-        except (ProcessEndedError, RefusedError, WorkerError):
-            is_lost = True
-        finally:
-            watch.cancel()
-        (self.lost if is_lost else self.examined).append(case.key)
-        return not is_lost
-
-    def _end(self, process: WorkerProcess) -> None:
-        with self._lock:
-            self._at_work.discard(process)
-        process.close()
-
-
-@dataclass
-class _Seen:
-    """The number of ``kernels`` when a backend's first case began, and when its latest case ``began``."""
-
-    kernels: int
-    began: float
-    warmers: Warmers | None = None
-
-
-class WarmingAhead:
-    """Starts warmers for a backend that a run is examining, once the backend has compiled a kernel.
-
-    If all kernels are already compiled, no case adds one, and no warmer is started.
-    """
-
-    def __init__(self, plan: RunPlan, workers: WorkerPool, gpus: int = 1, *, is_on: bool) -> None:
-        """``gpus``: how many are at work at once."""
-        self._plan = plan
-        self._workers = workers
-        self._gpus = gpus
-        self._is_on = is_on
-        self._seen: dict[str, _Seen] = {}
-        self._lock = threading.Lock()
-
-    def before(self, ref: str, left: Sequence[Question], workers: WorkerPool) -> None:
-        """Record that the run reaches the first of ``left``, the questions that remain for ``ref``; may start warmers.
-
-        They are started in ``workers``, and so use its GPU.
-        """
-        if not self._is_on:
-            return
-        now = time.monotonic()
-        with self._lock:
-            seen = self._seen.get(ref)
-            if seen is None:
-                seen = self._seen[ref] = _Seen(kernel_count(), now)
-            elif seen.warmers is not None:
-                seen.warmers.skip(left[0][0])
-            elif now - seen.began > _SLOW_S and kernel_count() > seen.kernels:
-                seen.warmers = self._start(workers, ref, left[1:], self._gpus)
-            seen.began = now
-
-    def finish(self, ref: str) -> None:
-        """End the warmers of the backend ``ref``, which is examined; call it before the next one."""
-        seen = self._seen.pop(ref, None)
-        if seen is not None and seen.warmers is not None:
-            seen.warmers.close()
-
-    def before_times(self, refs: Iterable[str]) -> None:
-        """Examine the cases that are only timed, one backend after another, and return when the warmers have ended."""
-        for ref in refs if self._is_on else ():
-            with closing(self._start(self._workers, ref, questions_to_warm(self._plan, ref))) as warmers:
-                warmers.wait()
-
-    def close(self) -> None:
-        """End the warmers, and start no others, since timings follow."""
-        self._is_on = False
-        for ref in tuple(self._seen):
-            self.finish(ref)
-
-    def _start(self, workers: WorkerPool, ref: str, questions: Sequence[Question], gpus: int = 1) -> Warmers:
-        """Start as many warmers as have room beside the run's own processes."""
-        count = most_processes(self._plan.device, gpus) - 1
-        return Warmers(lambda: workers.start_extra(ref), questions, count, loading=workers.limits.of_loading)

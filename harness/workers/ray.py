@@ -18,7 +18,8 @@ from attncheck.harness.run.outcomes import BackendDescription, ProcessEnd
 from attncheck.harness.run.run import file_digest
 from attncheck.harness.run.selection import RunPlan
 from attncheck.harness.truth.shared_folder import truths_folder
-from attncheck.harness.workers.executor import WAITING, Place, SlotExecutor, Stopped, Supervisor
+from attncheck.harness.workers.examination import WAITING, Place, Stopped
+from attncheck.harness.workers.executor import SlotExecutor, Supervisor
 from attncheck.harness.workers.limits import WorkerSettings
 from attncheck.harness.workers.pool import WorkerPool, assignment_of
 from attncheck.harness.workers.process import WorkerError
@@ -197,7 +198,7 @@ class RaySlot:
             raise self._cluster.error(f"no node is left; {self._cluster.last_words}")
         return True
 
-    def examine(self, place: Place, _left: Sequence[BackendQuestion]) -> bool:
+    def examine(self, place: Place) -> bool:
         """Examine a question; return False if the node is lost, or refuses the backend."""
         question = place.question
         if len(place.losses) == _TRIES:

@@ -133,11 +133,6 @@ class Schedule:
                 self._changed.wait()
             return None
 
-    def left(self, ref: str) -> list[BackendQuestion]:
-        """Return the questions to the backend ``ref`` that no slot has taken."""
-        with self._changed:
-            return [self._questions[index] for index in self._waiting.get(ref, ())]
-
     def finish(self, index: int, *, is_over: bool = True) -> None:
         """Count a question that was taken as examined; if it is not over, another slot may take it."""
         question = self._questions[index]

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 from attncheck.cases.model import Case
 from attncheck.errors import BackendLoadError, InternalError, QuestionError
 from attncheck.harness.checks.findings import TimingSettings
-from attncheck.harness.device import accelerators_in_use
+from attncheck.harness.device import accelerator_of, accelerators_in_use
 from attncheck.harness.run.outcomes import BackendDescription
 from attncheck.harness.run.preparation import Gpu, gpus_alike, refuse_other_gpu
 from attncheck.harness.workers.limits import MemoryLimits, keep_within, with_limit_named
@@ -40,6 +40,7 @@ from attncheck.harness.workers.protocol import (
     signature_of,
     write_answer,
 )
+from attncheck.harness.workers.sharing import has_mps, refuse_missing_mps
 from attncheck.reference.spec import BACKEND_CHECKS
 from attncheck.reports.run_file.header import Environment
 from attncheck.reports.run_file.records import FALLEN_SHORT, Crashed, Record
@@ -213,13 +214,16 @@ class _TritonFinder(MetaPathFinder):
 class DeviceChosen(Message):
     """The device of a run, notes on the choice, and the environment of an examination on it.
 
-    ``gpus``: GPUs that processes may use in parallel; empty unless the device is ``cuda``.
+    ``gpus``: GPUs that processes may use in parallel; empty unless the device is ``cuda``. ``processes``: how many may
+    use each GPU at once. ``has_mps``: whether MPS can serve them.
     """
 
     device: str
     notes: tuple[str, ...]
     environment: Environment
     gpus: tuple[Gpu, ...] = ()
+    processes: int = 1
+    has_mps: bool = False
 
 
 class Stage(Message):
@@ -242,7 +246,15 @@ class Server:
         except QuestionError as error:
             raise RefusedError(str(error)) from error
         gpus, gpu_notes = gpus_alike(device)
-        return DeviceChosen(device=device, notes=(*notes, *gpu_notes), environment=environment_of(device), gpus=gpus)
+        accelerator = accelerator_of(device)
+        return DeviceChosen(
+            device=device,
+            notes=(*notes, *gpu_notes),
+            environment=environment_of(device),
+            gpus=gpus,
+            processes=1 if accelerator is None else accelerator.most_processes(),
+            has_mps=accelerator is not None and accelerator.can_serve_several() and has_mps(),
+        )
 
 
 class Imports(Message):
@@ -337,6 +349,7 @@ class CaseServer(Server):
             return
         try:
             if self._described is None:
+                refuse_missing_mps(assignment.device)
                 refuse_other_gpu(assignment.device, assignment.gpu, assignment.environment)
                 keep_within(assignment.memory, assignment.device)
                 self._described = describe_backend(self._backend, assignment.device)

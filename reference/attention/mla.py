@@ -37,7 +37,13 @@ from attncheck.reference.arguments import (
 )
 from attncheck.reference.attention.cache import check_cache, reshape_and_cache
 from attncheck.reference.attention.online_softmax import FetchKeys, ScoreRule, attend, merge_attn_states
-from attncheck.reference.attention.paged import PagedRequest, paged_requests, read_tokens, require_kv_range
+from attncheck.reference.attention.paged import (
+    PagedRequest,
+    paged_requests,
+    read_tokens,
+    require_kv_range,
+    token_places,
+)
 from attncheck.reference.attention.params import AttentionParams, Precision, Span, Visibility
 from attncheck.reference.spec import MODIFIERS, AttentionType, LayerSpec
 
@@ -414,7 +420,8 @@ class LatentBatch:
     def _read(self, request: PagedRequest, lo: int, hi: int) -> Tensor:
         """Return the cache rows ``lo .. hi - 1`` of the request, ``[k, L + E]``, in the compute dtype."""
         compute = self.precision.compute
-        return read_tokens(self.kv_cache, request.pages, lo, hi, self.k_scale, compute).to(compute)
+        places = token_places(request.pages, lo, hi, self.kv_cache.shape[1])
+        return read_tokens(self.kv_cache, places, self.k_scale, compute).to(compute)
 
     def _attend(self, query_qHD: Tensor, fetch: FetchKeys, sight: Visibility) -> tuple[Tensor, Tensor]:
         rule = ScoreRule(sight.params, self.precision, self.kv_cache.device, sinks=False)

@@ -107,13 +107,18 @@ def paged_requests(
     return requests
 
 
-def read_tokens(cache: Tensor, pages: Tensor, lo: int, hi: int, scale: float | Tensor, compute: torch.dtype) -> Tensor:
-    """Return the stored tokens ``lo .. hi - 1`` of a request, ``[k, ...]``. No other slot is read.
+def token_places(pages: Tensor, lo: int, hi: int, block_size: int) -> tuple[Tensor, Tensor]:
+    """Return block and offset of the tokens ``lo .. hi - 1`` of a request, int64 ``[k]`` each."""
+    tokens = torch.arange(lo, hi, device=pages.device)
+    return pages.index_select(0, tokens // block_size), tokens % block_size
+
+
+def read_tokens(cache: Tensor, places: tuple[Tensor, Tensor], scale: float | Tensor, compute: torch.dtype) -> Tensor:
+    """Return the tokens stored at ``places``, ``[k, ...]``. No other slot is read.
 
     Codes of a float8 cache are dequantised to ``compute``. Other caches keep their dtype.
     """
-    tokens = torch.arange(lo, hi, device=pages.device)
-    blocks, offsets = pages[tokens // cache.shape[1]], tokens % cache.shape[1]
+    blocks, offsets = places
     if not is_float8(cache):
         return cache[blocks, offsets]
     codes = cache.view(torch.uint8)[blocks, offsets].view(cache.dtype)
@@ -296,9 +301,10 @@ def _page_reader(
     compute: torch.dtype,
 ) -> FetchKeys:
     def fetch(lo: int, hi: int) -> tuple[Tensor, Tensor]:
+        places = token_places(pages, lo, hi, key_cache.shape[1])
         return (
-            heads_first(read_tokens(key_cache, pages, lo, hi, k_scale, compute), compute),
-            heads_first(read_tokens(value_cache, pages, lo, hi, v_scale, compute), compute),
+            heads_first(read_tokens(key_cache, places, k_scale, compute), compute),
+            heads_first(read_tokens(value_cache, places, v_scale, compute), compute),
         )
 
     return fetch

@@ -492,8 +492,7 @@ def judge_level(measurement: LevelMeasurement) -> Finding:
 
 
 def _check(case: CheckedCase) -> Finding:
-    cache = case.shared.get(TruthCache, lambda: TruthCache(case.device))
-    levels = case.shared.get(GraphLevelCheck, lambda: GraphLevelCheck(case.problem.seed, case.device, cache))
+    levels = case.shared.get(GraphLevelCheck, lambda: GraphLevelCheck(case.problem.seed, case.device, case.truths))
     selected = case.shared.get(SelectedCases, SelectedCases)
     return levels.examine(case.backend, case.problem.case, lambda: selected.cases_with(case.loaded.ref, CUDAGRAPH))
 

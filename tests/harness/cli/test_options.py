@@ -70,7 +70,7 @@ def test_a_file_of_others_fills_in_nothing(others, tmp_path):
 
 WRONG = {
     'suite = "smoke"': "pyproject.toml: tool.attncheck.suite: unknown key; did you mean suites?",
-    "colour = 1": "pyproject.toml: tool.attncheck.colour: unknown key; known keys: backends, suites, settings, checks, skip, seed, case_timeout, backend_timeout, memory_limit, device_memory_limit, expect, output, keep, device, pass_env, cache, warm",
+    "colour = 1": "pyproject.toml: tool.attncheck.colour: unknown key; known keys: backends, suites, settings, checks, skip, seed, case_timeout, backend_timeout, memory_limit, device_memory_limit, expect, output, keep, device, pass_env, cache",
     "keep = 0": "pyproject.toml: tool.attncheck.keep: Input should be greater than or equal to 1 (found 0)",
     'checks = {numerics = "no"}': "pyproject.toml: tool.attncheck.checks: Input should be a valid list (found {'numerics': 'no'})",
     "seed =": "TMP/pyproject.toml: is not TOML: Invalid value (at line 2, column 7)",

@@ -54,20 +54,20 @@ def test_a_run_that_lacks_a_record_has_exit_code_2(here, the_run, monkeypatch):
 
 @pytest.fixture
 def supervised(monkeypatch):
-    """``supervised(device, gpus, jobs=2)``: the processes that examine a run of these options, and whether some warm."""
+    """``supervised(device, gpus, jobs=2)``: the number of processes that examine a run of these options."""
     given = []
 
-    def supervise(*_, jobs, warms, costs):
-        given.append((jobs, warms))
+    def supervise(*_, jobs, costs):
+        given.append(jobs)
 
     monkeypatch.setattr("attncheck.harness.workers.executor.Supervisor", supervise)
 
-    def supervised(device, gpus, **options):
+    def supervised(device, gpus, on_each, **options):
         selection = select_cases(["smoke"])
         backend = BackendDescription(info=BackendInfo(name="reference", ref="reference"))
         plan = RunPlan(cases=selection.cases, device=device)
         pool = WorkerPool()
-        pool.gpus = tuple(Gpu(str(index)) for index in range(gpus))
+        pool.gpus, pool.on_each_gpu = tuple(Gpu(str(index)) for index in range(gpus)), on_each
         pool.examiner(Run(RunOptions(**options), selection, plan, environment_of("cpu"), (backend,)))
         assert "deadline" not in options or 890 < pool.limits.backend_s <= 900
         return given.pop()
@@ -76,30 +76,25 @@ def supervised(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("device", "gpus", "cores", "jobs", "expected"),
+    ("device", "gpus", "cores", "on_each", "jobs", "expected"),
     [
-        ("cpu", 0, 2, None, (2, False)),
-        ("cpu", 0, 1, None, (1, False)),
-        ("cpu", 0, 2, 3, (3, False)),
-        ("cuda:0", 0, 2, None, (1, True)),
-        ("cuda", 3, 4, None, (3, True)),
-        ("cuda", 3, 2, None, (2, True)),
-        ("cuda", 3, 2, 4, (4, False)),
-        ("cuda:0", 0, 2, 2, (2, False)),
+        ("cpu", 0, 2, 1, None, 2),
+        ("cpu", 0, 1, 1, None, 1),
+        ("cpu", 0, 64, 1, None, 8),
+        ("cpu", 0, 2, 1, 3, 3),
+        ("cuda:0", 0, 2, 10, None, 2),
+        ("cuda", 1, 64, 10, None, 8),
+        ("cuda", 1, 64, 3, None, 3),
+        ("cuda", 3, 64, 5, None, 15),
+        ("cuda", 3, 2, 5, None, 2),
+        ("cuda", 3, 2, 1, 4, 4),
     ],
 )
-def test_processes_share_the_cores_of_a_cpu_and_a_gpu_is_for_one_and_its_warmers(
-    supervised, device, gpus, cores, jobs, expected, monkeypatch
+def test_processes_share_the_cores_and_the_memory_of_each_gpu(
+    supervised, device, gpus, cores, on_each, jobs, expected, monkeypatch
 ):
+    """``on_each``: how many processes each GPU has memory for."""
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(cores)), raising=False)
-    assert supervised(device, gpus, jobs=jobs) == expected
-    assert supervised(device, gpus, jobs=jobs, warm=False) == (expected[0], False)
-
-
-@pytest.mark.parametrize(
-    ("gpus", "jobs", "expected"), [(1, None, (6, False)), (2, None, (6, False)), (1, 4, (4, False)), (1, 1, (1, True))]
-)
-def test_backends_that_share_a_time_limit_share_a_gpu(supervised, gpus, jobs, expected, monkeypatch):
-    """Warmers use the cores that other backends need, so they exist only beside a single process."""
-    monkeypatch.setattr("attncheck.harness.workers.pool.most_processes", lambda device, gpus=1: 6 // gpus)
-    assert supervised("cuda", gpus, jobs=jobs, deadline=time.monotonic() + 1000.0) == expected
+    monkeypatch.setattr("attncheck.harness.workers.pool.free_host_bytes", lambda: 500 * 2**30)
+    assert supervised(device, gpus, on_each, jobs=jobs) == expected
+    assert supervised(device, gpus, on_each, jobs=jobs, deadline=time.monotonic() + 1000.0) == expected

@@ -1,4 +1,4 @@
-"""``attncheck warm``, and a run that warms: kernels are compiled by other processes, and nothing else changes.
+"""``attncheck warm``: several processes compile the kernels of a run, which then compiles none.
 
 The backend is a miniature whose kernels are files in Triton's cache, one a number of rows. Its process waits at 32 rows
 until there is the kernel of the last case.
@@ -8,8 +8,7 @@ import re
 
 import pytest
 
-from attncheck.harness.workers import executor, pool
-from attncheck.harness.workers.pool import WarmingAhead
+from attncheck.harness.workers import pool
 
 pytestmark = [pytest.mark.xdist_group("warm"), pytest.mark.usefixtures("preloaded")]
 
@@ -75,14 +74,3 @@ def test_what_it_warms_is_what_a_run_needs(folder, typed, kernels):
     assert not list((folder / "results").iterdir())
     assert typed(f"run {OPTIONS}").code == 0
     assert kernels() == warmed
-
-
-def test_a_run_that_sees_kernels_compiled_has_others_compile_ahead(typed, kernels, monkeypatch, the_run):
-    monkeypatch.setattr(pool, "_SLOW_S", 0.05)
-    monkeypatch.setattr(executor, "WarmingAhead", lambda *given, is_on: WarmingAhead(*given, is_on=True))
-    assert typed(f"run {OPTIONS}").code == 0
-    assert [(each.case_id, each.outcome) for each in the_run().records] == [(f"rows-{n}", "passed") for n in ROWS]
-    processes = list(dict.fromkeys(process for process, _ in kernels()))
-    assert len(processes) == 2
-    assert (processes[0], ROWS[0]) in kernels()
-    assert (processes[1], ROWS[-1]) in kernels()

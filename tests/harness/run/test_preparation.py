@@ -18,7 +18,7 @@ from attncheck.cases.loader import load_suite
 from attncheck.errors import QuestionError, SelectionError
 from attncheck.harness import device
 from attncheck.harness.checks.findings import TimingSettings
-from attncheck.harness.device import Cuda, GpuModes, accelerator_of, collect_environment
+from attncheck.harness.device import Cuda, Facts, GpuModes, accelerator_of, collect_environment
 from attncheck.harness.host import CacheContents, KernelCache, first_line, kernel_caches
 from attncheck.harness.run.backend_loading import ThisProcess
 from attncheck.harness.run.evaluate import environment_of
@@ -283,19 +283,33 @@ def test_a_checkout_that_is_not_installed_has_a_version():
 
 
 @pytest.mark.parametrize(
-    ("printed", "expected"),
+    ("printed", "expected", "processes"),
     [
-        ("Exclusive_Process, Disabled", GpuModes("Exclusive_Process", "Disabled")),
-        ("Default, [N/A]", GpuModes("Default", "[N/A]")),
-        ("No devices were found", None),
-        (None, None),
+        ("Exclusive_Process, Disabled, 80000", GpuModes("Exclusive_Process", "Disabled", 80000 * 2**20), 1),
+        ("Default, [N/A], 24576", GpuModes("Default", "[N/A]", 24 * 2**30), 3),
+        ("Default, [N/A], 500", GpuModes("Default", "[N/A]", 500 * 2**20), 1),
+        ("Default, Disabled, [N/A]", GpuModes("Default", "Disabled"), 10),
+        ("No devices were found", None, 10),
+        (None, None, 10),
     ],
 )
-def test_the_modes_of_a_gpu_are_those_that_nvidia_smi_prints_for_it(printed, expected, monkeypatch):
+def test_the_modes_of_a_gpu_are_those_that_nvidia_smi_prints_for_it(printed, expected, processes, monkeypatch):
+    """A process needs 4 GiB of half its free memory; without a figure, of half its 80 GiB."""
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid=f"of {device}"))
     monkeypatch.setattr(device, "first_line", lambda *words: printed if "--id=GPU-of 1" in words else "of another")
+    monkeypatch.setattr(Cuda, "facts", lambda _gpu: Facts("H100", "9.0", 80 * 2**30, cache=50 * 2**20))
     assert Cuda(1).modes() == expected
+    assert Cuda(1).most_processes() == processes
     assert expected is None or expected.is_shared == (expected.compute == "Default")
+
+
+@pytest.mark.parametrize(
+    ("hip", "major", "expected"), [(None, 9, True), (None, 7, True), (None, 6, False), ("6", 9, False)]
+)
+def test_mps_serves_gpus_of_nvidia_since_volta(hip, major, expected, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(major=major))
+    monkeypatch.setattr(torch.version, "hip", hip)
+    assert Cuda().can_serve_several() == expected
 
 
 def folders(environment):

@@ -15,7 +15,7 @@ from attncheck.harness.run.options import RaySettings
 from attncheck.harness.run.outcomes import BackendDescription, Circumstances, not_loaded
 from attncheck.harness.run.run import file_digest
 from attncheck.harness.run.selection import RunPlan, select_cases
-from attncheck.harness.workers.executor import Place
+from attncheck.harness.workers.examination import Place
 from attncheck.harness.workers.limits import TimeLimits, WorkerSettings
 from attncheck.harness.workers.pool import assignment_of
 from attncheck.harness.workers.process import WorkerError
@@ -250,12 +250,12 @@ def test_a_lost_node_is_replaced_up_to_three_times_at_one_question(ray, opened, 
         assert slot.begin(CHOSEN)
         ray.answers.append(RayError("The node died.\n\n  its raylet was killed \n"))
         ray.joins.append(joining())
-        assert not slot.examine(question, ())
+        assert not slot.examine(question)
         assert ray.killed == actors
         assert slot.begin(CHOSEN)
         actors.append(slot.actor)
     assert notes == snapshot(["near was lost: its raylet was killed"])
-    assert slot.examine(question, ())
+    assert slot.examine(question)
     crashed, skipped = question.waiting()
     assert isinstance(crashed, Crashed)
     assert crashed.cause == snapshot("its node was lost 3 times: its raylet was killed")
@@ -263,7 +263,7 @@ def test_a_lost_node_is_replaced_up_to_three_times_at_one_question(ray, opened, 
     record = format_line(crashed).encode()
     ray.answers.append(ActorRecords((record,), "blind"))
     other = place()
-    assert slot.examine(other, ())
+    assert slot.examine(other)
     assert (list(other.waiting()), other.blind) == ([crashed], "blind")
 
 
@@ -275,7 +275,7 @@ def test_all_actors_start_at_once_and_the_end_of_the_run_is_no_loss_of_a_node(ra
     for slot in (first, second):
         slot.stop()
     ray.answers.append(RayError("killed"))
-    assert not first.examine(place(), ())
+    assert not first.examine(place())
     with pytest.raises(ClusterError, match="no node is left"):
         second.begin(CHOSEN)
     assert (ray.killed, notes) == ([first.actor, second.actor], [])
@@ -287,7 +287,7 @@ def test_a_node_that_refuses_a_backend_gets_no_more_questions(ray, opened):
     (slot,) = opened().slots(1)
     ray.answers.append(Refused(reason="another file"))
     question = place()
-    assert not slot.examine(question, ())
+    assert not slot.examine(question)
     assert question.losses == []
     with pytest.raises(ClusterError, match="no node is left; near takes no part: another file"):
         slot.begin(CHOSEN)
@@ -302,7 +302,7 @@ def test_a_lost_connection_ends_the_run(ray, opened, monkeypatch, call):
     ray.answers.append(ActorRecords(()))
     monkeypatch.setattr(ray, call, lost)
     with pytest.raises(ClusterError) as refused:
-        slot.examine(place(), ())
+        slot.examine(place())
     assert str(refused.value) == snapshot("Ray cluster 'auto': the connection was lost: Broken pipe")
 
 
@@ -313,7 +313,7 @@ def test_a_fault_of_attncheck_on_a_node_ends_the_run(ray, opened, answer):
     (slot,) = opened().slots(1)
     ray.answers.append(answer)
     with pytest.raises(WorkerError) as refused:
-        slot.examine(place(), ())
+        slot.examine(place())
     assert str(refused.value) == snapshot("KeyError: 3 (in the process of reference)")
 
 

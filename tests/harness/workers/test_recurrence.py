@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 
 from attncheck.harness.run.outcomes import BackendDescription
-from attncheck.harness.workers.executor import Recurrence, find_recurrence
+from attncheck.harness.workers.examination import Recurrence, find_recurrence
 from attncheck.harness.workers.schedule import BackendQuestion
 from attncheck.reports.run_file.header import BackendInfo
 

@@ -10,10 +10,12 @@ import pytest
 from attncheck.errors import BackendUnavailableError, ClusterError, QuestionError
 from attncheck.harness.run.outcomes import BackendDescription, Circumstances, not_loaded, record_of
 from attncheck.harness.run.selection import RunPlan
-from attncheck.harness.workers.executor import Place, ProcessSlot, SlotExecutor
+from attncheck.harness.workers.examination import Place
+from attncheck.harness.workers.executor import ProcessSlot, SlotExecutor
 from attncheck.harness.workers.process import StoppedError, WorkerError
 from attncheck.harness.workers.protocol import HarnessFailure
 from attncheck.harness.workers.schedule import BackendQuestion, Chosen, Schedule
+from attncheck.harness.workers.sharing import SharedDevice
 from attncheck.reports.run_file.header import BackendInfo, Environment
 
 FACTS = dict.fromkeys(("python", "torch", "numpy", "platform", "cpu", "device", "device_name"), "")
@@ -58,7 +60,7 @@ class FakeSlot:
             raise self.error
         return chosen.ref not in self.cannot_begin
 
-    def examine(self, place, _left):
+    def examine(self, place):
         question = place.question
         self.team.steps.append((self.number, question.backend.ref, question.case.id))
         if not self.team.deed(self, place):
@@ -277,8 +279,11 @@ def test_a_run_without_any_slot_left_ends_after_the_records_before(cases):
 class FakePool:
     """A pool of processes: keeps what is done to it. ``gpus``: of the run. ``unstartable``: why no process starts."""
 
+    is_stopped = False
+
     def __init__(self, name, log, unstartable=None):
         self.name, self.log, self.unstartable = name, log, unstartable
+        self.device = SharedDevice()
         self.processes = {}
 
     def twin(self):
@@ -294,12 +299,14 @@ class FakePool:
         if self.unstartable is not None:
             raise self.unstartable
         self.log.append(f"{self.name} starts {ref}")
+        self.processes[ref] = FakeProcess()
 
     def discard(self, ref):
         self.log.append(f"{self.name} discards {ref}")
 
     def finish(self, ref):
         self.log.append(f"{self.name} finishes {ref}")
+        self.processes.pop(ref, None)
 
 
 class FakeProcess:
@@ -310,13 +317,10 @@ class Noting:
     """Examines nothing, and keeps where it would have."""
 
     def __init__(self, log):
-        self.log, self.warming = log, self
+        self.log = log
 
-    def examine(self, place, workers, _left):
+    def examine(self, place, workers):
         self.log.append(f"{workers.name} examines {place.question.backend.ref}")
-
-    def finish(self, ref):
-        self.log.append(f"no warmers of {ref}")
 
 
 def slot_of(log, pool, own=None):
@@ -330,11 +334,11 @@ def test_the_first_slot_at_a_backend_uses_its_process_and_starts_the_next_one_ah
     slot = slot_of(log, pool)
     for ref, following in (("a", "b"), ("b", None)):
         assert slot.begin(Chosen(ref, True, following))
-        assert slot.examine(Place(*questions_to(ref, cases[:1]), CIRCUMSTANCES, ["numerics"]), ())
+        assert slot.examine(Place(*questions_to(ref, cases[:1]), CIRCUMSTANCES, ["numerics"]))
         slot.leave(ref)
     assert log == [
-        *("pool prepares b", "pool examines a", "pool finishes a", "no warmers of a"),
-        *("pool discards b", "pool examines b", "pool finishes b", "no warmers of b"),
+        *("pool prepares b", "pool examines a", "pool finishes a"),
+        *("pool discards b", "pool examines b", "pool finishes b"),
     ]
 
 
@@ -345,7 +349,7 @@ def test_a_slot_that_helps_or_has_a_gpu_of_its_own_uses_processes_of_its_own():
         slot = slot_of(log, pool, own)
         assert slot.begin(Chosen("a", is_first, "b"))
         slot.leave("a")
-    assert log == ["twin starts a", "twin finishes a", "no warmers of a"] * 2
+    assert log == ["twin starts a", "twin finishes a"] * 2
 
 
 def test_a_slot_that_has_helped_begins_the_next_backend_in_the_process_that_described_it():
@@ -354,7 +358,7 @@ def test_a_slot_that_has_helped_begins_the_next_backend_in_the_process_that_desc
     for ref, is_first in (("a", False), ("b", True), ("c", False)):
         assert slot.begin(Chosen(ref, is_first, None))
         slot.leave(ref)
-    assert [line for line in log if "warmers" not in line] == [
+    assert log == [
         *("twin starts a", "twin finishes a"),
         "pool finishes b",
         *("twin starts c", "twin finishes c"),

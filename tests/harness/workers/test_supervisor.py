@@ -3,7 +3,6 @@
 import threading
 from collections import Counter
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 from inline_snapshot import snapshot
@@ -26,12 +25,14 @@ from attncheck.harness.run.outcomes import (
 from attncheck.harness.run.preparation import Gpu
 from attncheck.harness.run.run import Run
 from attncheck.harness.run.selection import select_cases
-from attncheck.harness.workers.executor import Place, ProcessExaminer, Supervisor
+from attncheck.harness.workers.examination import Place, ProcessExaminer
+from attncheck.harness.workers.executor import Supervisor
 from attncheck.harness.workers.limits import TimeLimits
-from attncheck.harness.workers.pool import WarmingAhead, WorkerPool
+from attncheck.harness.workers.pool import WorkerPool
 from attncheck.harness.workers.process import ProcessEndedError, RefusedError, WorkerError
 from attncheck.harness.workers.protocol import HarnessFailure
 from attncheck.harness.workers.schedule import BackendQuestion
+from attncheck.harness.workers.sharing import SharedDevice
 from attncheck.harness.workers.worker import Examined, Stage
 from attncheck.reports.run_file.header import BackendInfo
 from attncheck.reports.run_file.records import Crashed, Errored, Passed, RecordBase, TimedOut
@@ -46,6 +47,7 @@ class FakePool:
     """A fake of the processes: each case gets the next script of its backend; ``restarts``: which starts fail."""
 
     gpus: tuple[Gpu, ...] = ()
+    has_mps = is_stopped = False
 
     def __init__(self, restarts=None, **scripts):
         self.scripts, self._restarts = scripts, restarts or []
@@ -55,11 +57,15 @@ class FakePool:
         self.sent = []
         self.unshared = []
         self.limits = TimeLimits()
+        self.device = SharedDevice()
         self.examined = []
         self.changed = {}
 
     def answers(self, ref, _question, _number):
         return self.scripts[ref].pop(0)
+
+    def share(self, device):
+        self.device = device
 
     def stop_sharing_probes(self, ref):
         self.unshared.append(ref)
@@ -287,13 +293,12 @@ def test_a_process_that_cannot_be_started_again_does_not_end_the_work_of_another
     """Two processes of one backend: the host has no room to replace the first, and the second goes on."""
     first, second = FakePool([OSError("no more processes")] * 2, a=[[DEATH]]), FakePool(a=[WELL])
     backend = BackendDescription(info=BackendInfo(name="a", ref="a", features=("lse",)))
-    warming = WarmingAhead(RunPlan(cases=()), first, is_on=False)
-    examiner = ProcessExaminer(TimeLimits(), warming)
+    examiner = ProcessExaminer(TimeLimits())
     outcomes_by_case = []
     for pool in (first, first, second):
         question = BackendQuestion(backend, make_case(), CHECKS)
         place = Place(question, Circumstances(0, ENVIRONMENT.digest, attncheck.__version__), list(CHECKS))
-        examiner.examine(place, pool, ())
+        examiner.examine(place, pool)
         outcomes_by_case.append([record.outcome for record in place.waiting()])
     assert outcomes_by_case == [["crashed"] * 2, ["crashed"] * 2, ["passed"] * 2]
 
@@ -359,6 +364,87 @@ def test_a_fault_of_ours_in_a_process_that_does_not_come_up_again_ends_the_run(m
         next(found)
 
 
+class Shared(FakePool):
+    """Processes on a device that another slot uses; its turns overlap all that are not alone."""
+
+    def __init__(self, *, is_gpu=True, **scripts):
+        super().__init__(**scripts)
+        self.device = SharedDevice(2, is_gpu=is_gpu)
+        self.device.add(self)
+        self.num_ended = 0
+
+    def end_all(self):
+        self.alive.clear()
+        self.num_ended += 1
+
+    def answers(self, ref, question, number):
+        if not self.device._is_alone:
+            with self.device.turn():
+                pass
+        return super().answers(ref, question, number)
+
+
+def examined_through(pool, *cases):
+    """The outcomes of ``cases`` of backend ``a``, by case, and how many were examined again alone."""
+    backend = BackendDescription(info=BackendInfo(name="a", ref="a", features=("lse",)))
+    examiner, found = ProcessExaminer(TimeLimits()), []
+    for case in cases:
+        question = BackendQuestion(backend, case, CHECKS)
+        place = Place(question, Circumstances(0, ENVIRONMENT.digest, attncheck.__version__), list(CHECKS))
+        examiner.examine(place, pool)
+        found.append([record.outcome for record in place.waiting()])
+    return found, examiner.num_repeated
+
+
+def raised(message, error_type="AcceleratorError"):
+    who = passed("numerics").model_dump(include=set(Errored.model_fields) - {"outcome"})
+    error = Errored(**who, stage="forward", error_type=error_type, message=message)
+    return [error, passed("lse"), Examined()]
+
+
+LATE = ProcessEndedError(ProcessEnd("not finished within the time limit", limit_s=5.0))
+
+
+@pytest.mark.parametrize(
+    ("message", "scripts", "outcomes", "repeated"),
+    [
+        ("CUDA error: invalid argument", "eee", ["errored", "errored"], 1),
+        ("CUDA error: invalid argument", "ewee", ["passed", "errored"], 2),
+        ("CUDA out of memory", "eeee", ["errored", "errored"], 2),
+        ("CUDA out of memory", "eww", ["passed", "passed"], 1),
+        ("no such layout", "ee", ["errored", "errored"], 0),
+    ],
+)
+def test_an_error_of_a_shared_gpu_counts_if_the_case_shows_it_alone(make_case, message, scripts, outcomes, repeated):
+    """An error of CUDA that a backend showed alone is believed in later cases; a lack of memory never is."""
+    pool = Shared(a=[raised(message) if each == "e" else WELL for each in scripts])
+    found, num_repeated = examined_through(pool, make_case(), make_case(name="next"))
+    assert found == [[outcome, "passed"] for outcome in outcomes]
+    assert (num_repeated, pool.num_ended) == (repeated, repeated)
+    assert pool.scripts["a"] == []
+
+
+@pytest.mark.parametrize("is_gpu", [True, False])
+def test_a_case_is_late_if_it_is_late_alone(make_case, is_gpu):
+    """The second case is late both times; the third one after that is believed, for the same reason."""
+    late = [Stage(name="check numerics"), LATE]
+    pool = Shared(is_gpu=is_gpu, a=[late, WELL, late, late, late])
+    cases = [make_case(name=name) for name in ("first", "second", "third")]
+    found, num_repeated = examined_through(pool, *cases)
+    assert found == [["passed"] * 2, ["timed_out"] * 2, ["timed_out"] * 2]
+    assert num_repeated == 2
+    assert pool.num_ended == 2 * is_gpu
+
+
+def test_a_process_that_dies_by_itself_is_tried_again_alone_as_ever(make_case):
+    """No other process has ended, so the death is a finding, and the case before is its cause."""
+    dying = [Stage(name="check numerics"), DEATH]
+    pool = Shared(a=[WELL, dying, WELL, WELL, dying])
+    found, num_repeated = examined_through(pool, make_case(), make_case(name="next"))
+    assert found == [["passed"] * 2, ["crashed", "passed"]]
+    assert (num_repeated, pool.num_ended) == (0, 1)
+
+
 class Gpus(FakePool):
     """Processes on GPUs; each question is answered once ``together`` has been reached by all processes at work."""
 
@@ -368,9 +454,11 @@ class Gpus(FakePool):
         self.twins = []
         self._together = together
 
-    def twin(self, gpu):
+    def twin(self, gpu, device):
         self.twins.append(gpu)
-        return Gpus(self._together)
+        twin = Gpus(self._together)
+        twin.share(device)
+        return twin
 
     def answers(self, ref, question, number):
         self._together.wait(10)
@@ -485,17 +573,16 @@ def test_a_case_that_cannot_be_put_is_reported_once_and_left_out_of_later_rounds
     assert ("x", 1) not in pool.examined_in
 
 
-def test_what_is_only_timed_is_warmed_before_the_first_round(two, monkeypatch):
-    log = []
-    warming = SimpleNamespace(
-        before_times=lambda refs: log.append([*refs]),
-        close=lambda: log.append("close"),
-        before=lambda *_: log.append("question"),
-        finish=lambda ref: None,
-    )
-    monkeypatch.setattr("attncheck.harness.workers.executor.WarmingAhead", lambda *_, is_on: warming)
-    list(timed(Rounds(two, "a"), known("a"), not_loaded("gone", ("no library",))).run())
-    assert log == [["a"], "close", *["question"] * 6]
+def test_what_is_only_timed_on_a_gpu_is_compiled_before_the_first_round(two):
+    """Each case is examined once more, by its numerics; these records are none of the run."""
+    pool = Rounds(two, "a")
+    plan = RunPlan(cases=pool.cases, checks=("timing",), rounds=1, device="cuda")
+    records = list(Supervisor(plan, (known("a"), not_loaded("gone", ("no library",))), pool, ENVIRONMENT).run())
+    assert [record.check for record in records] == ["timing"] * 4
+    assert [(each.case.id, *each.checks) for each in pool.sent] == [
+        *(("x", "numerics"), ("y", "numerics")),
+        *(("x", "timing"), ("y", "timing")),
+    ]
 
 
 TOGETHER = """

@@ -180,12 +180,10 @@ def test_every_process_is_watched_and_gets_its_limits(started, monkeypatch):
     limits = MemoryLimits(host=4 * 2**30, device=2**30)
     with assigned(None, Fake(), settings=WorkerSettings(memory=limits)) as processes:
         processes.describe(["a"])
-        extra = processes.start_extra("a")
         processes.twin().restart("a")
-        extra.close()
     assert watched == started
     assert set(watches) == {limits.host}
-    assert [[message.memory for message in fake.received] for fake in started] == [[limits]] * 3
+    assert [[message.memory for message in fake.received] for fake in started] == [[limits]] * 2
 
 
 def test_a_device_that_is_not_there_is_refused(started):

@@ -22,6 +22,8 @@ T = TypeVar("T")
 SYNCHRONISED = "called a synchronizing CUDA operation"
 """torch's message if its sync-debug mode forbids a wait."""
 
+ILLEGAL = "CUDA error: an illegal memory access was encountered"
+
 _OWN = Path(__file__).parent
 _UNSEEN = (f"{os.sep}site-packages{os.sep}", str(_OWN), f"{os.sep}contextlib.py")
 _FIRST_SWEEP = 4096
@@ -81,6 +83,8 @@ class PretendDevice:
         self._sizes: dict[int, int] = {}
         self._sweep_at = _FIRST_SWEEP
         self._lock: int | None = None
+        self._service = os.environ.get("CUDA_MPS_PIPE_DIRECTORY", "")
+        self._is_lost = False
 
     # Storages on the device.
 
@@ -120,7 +124,9 @@ class PretendDevice:
     # Operations on the device.
 
     def answer(self) -> None:
-        """Create the context if there is none; raise torch.AcceleratorError if the device is in use."""
+        """Create the context if there is none; raise torch.AcceleratorError if the device is in use or lost."""
+        if self._is_lost or (self._service and Path(self._service, "lost").exists()):
+            raise torch.AcceleratorError(ILLEGAL)
         if self.settings.lock and self._lock is None:
             lock = os.open(f"{self.settings.lock}{self.visible[0]}", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC)
             try:
@@ -129,6 +135,12 @@ class PretendDevice:
                 os.close(lock)
                 raise torch.AcceleratorError("CUDA error: CUDA-capable device(s) is/are busy or unavailable") from None
             self._lock = lock
+
+    def lose(self) -> None:
+        """Lose the device by an illegal access, with all clients of the same MPS."""
+        self._is_lost = True
+        if self._service:
+            Path(self._service, "lost").touch()
 
     def close(self) -> None:
         """Release the context, and write the report."""
