@@ -8,7 +8,7 @@ Cannot see: changes that the case does not allow, other processes and machines, 
 
 import base64
 import hashlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 
@@ -18,7 +18,13 @@ from torch import Tensor
 from attncheck.harness.checks.cudagraph.check import level_for, unexamined_reasons
 from attncheck.harness.checks.cudagraph.probes import Bucket, Probe, ProbeStep
 from attncheck.harness.checks.cudagraph.recorder import recorder_for
-from attncheck.harness.checks.cudagraph.replay import CapturedBucket, GraphSession, ProbedBackend, ProbeProblems
+from attncheck.harness.checks.cudagraph.replay import (
+    CapturedBucket,
+    GraphSession,
+    ProbedBackend,
+    ProbeProblems,
+    refused_batches,
+)
 from attncheck.harness.checks.findings import Broken, Finding, Holds
 from attncheck.harness.checks.history import LoopStep, step_of_spans, takes_several_steps
 from attncheck.harness.checks.interface import Check, CheckedCase
@@ -29,7 +35,7 @@ from attncheck.harness.driver.session import Session
 from attncheck.harness.problem.pages import Request
 from attncheck.harness.problem.problem import Arrangement, Problem, arranged
 from attncheck.reference.spec import AttentionCGSupport, PaddingSpec
-from attncheck.reports.run_file.bits import CLAIMED, Bits, Rung, RungResult
+from attncheck.reports.run_file.bits import CLAIMED, RUNGS, Bits, Rung, RungResult
 
 _MOST_ROWS = 1024
 """Most rows of a case whose record has a digest of each."""
@@ -40,10 +46,6 @@ _LONGEST_VERIFIED = 8
 
 _Steps = tuple[LoopStep, ...] | str
 """The steps of a rung, or why the case has none."""
-
-
-def _repeated(case: CheckedCase) -> _Steps:
-    return (LoopStep(case.problem, torch.arange(len(case.problem.query))),)
 
 
 def _in_other_pages(case: CheckedCase) -> _Steps:
@@ -107,7 +109,7 @@ def _cut(problem: Problem, *steps: list[tuple[int, int, int]]) -> _Steps:
 
 
 _STEPS: dict[Rung, Callable[[CheckedCase], _Steps]] = {
-    "repetition": _repeated,
+    "repetition": lambda case: (LoopStep(case.problem, torch.arange(len(case.problem.query))),),
     "pages": _in_other_pages,
     "order": _in_other_order,
     "neighbours": _beside_others,
@@ -116,7 +118,7 @@ _STEPS: dict[Rung, Callable[[CheckedCase], _Steps]] = {
     "decode": _as_decodes,
     "splits": lambda _case: "no member of vLLM's contract sets the number of splits",
 }
-"""By rung, in the order of :data:`RUNGS`. The rung ``graph`` has its own session."""
+"""By rung. The rung ``graph`` has a session of its own."""
 
 
 def check_bitwise(case: CheckedCase) -> Finding:
@@ -124,32 +126,23 @@ def check_bitwise(case: CheckedCase) -> Finding:
     _, first = case.first_step()
     conventions = case.backend.conventions
     declared = conventions.batch_invariant and conventions.deterministic
-    values = _output_of(first, len(case.problem.query), case.problem)
+    values = _output_of(first, case.problem)
     bits = Bits(declared=declared, rungs=tuple(_measured(case)), **_digests(values))
     broken = bits.first_broken
     figures = {"rows": len(values), "rungs_equal": sum(rung.outcome == "equal" for rung in bits.rungs)}
     if broken is None:
         return Holds(figures, (f"equal bits up to {bits.level}",), bits=bits)
     figures |= {"rows_moved": broken.rows_moved} | ({} if broken.ulps is None else {"ulps": broken.ulps})
-    what = f"bits differ {_IN_WORDS[broken.name]}"
-    where = f"{broken.in_words} ({case.problem.row_name(broken.row)})"
-    if declared and broken.name in CLAIMED:
-        finding = f"{what}; the backend declares batch_invariant"
-        return Broken(f"{what}: {where}; the backend declares batch_invariant", figures, finding=finding, bits=bits)
-    return Holds(figures, (f"equal bits up to {bits.level}; {what}: {where}",), bits=bits)
-
-
-_IN_WORDS: dict[Rung, str] = {
-    "repetition": "when the step is repeated",
-    "pages": "in other pages",
-    "order": "in another order of requests",
-    "neighbours": "beside other requests",
-    "padding": "with other padding",
-    "graph": "by a graph of a larger batch",
-    "chunks": "if prompts are computed in two chunks",
-    "decode": "if the last row of a prompt is computed as a decode",
-    "splits": "with another number of splits",
-}
+    what = f"bits depend on {broken.name}"
+    size = "NaN in one of them" if broken.ulps is None else f"{broken.ulps} units in the last place"
+    where = (
+        f"{broken.rows_moved} of {broken.rows} compared rows have other bits; the largest difference is {size}, "
+        f"at row {broken.row}, head {broken.head} ({case.problem.row_name(broken.row)})"
+    )
+    if not declared or broken.name not in CLAIMED:
+        return Holds(figures, (f"equal bits up to {bits.level}; {what}: {where}",), bits=bits)
+    finding = f"{what}; the backend declares batch_invariant"
+    return Broken(f"{what}: {where}; the backend declares batch_invariant", figures, finding=finding, bits=bits)
 
 
 def _measured(case: CheckedCase) -> Iterator[RungResult]:
@@ -157,18 +150,15 @@ def _measured(case: CheckedCase) -> Iterator[RungResult]:
     steps = {name: _supported(case, steps_of(case)) for name, steps_of in _STEPS.items()}
     problems = [step.problem for some in steps.values() if not isinstance(some, str) for step in some]
     own = Session(case.backend, case.problem, case.device, tuple(problems), pool=case.first_step()[0].pool)
-    base = _output_of(own.run(images=False), len(case.problem.query), case.problem)
-    for name, some in steps.items():
-        if name == "chunks":
-            yield _by_graph(case)
-        if isinstance(some, str):
-            yield _unknown(name, some)
-            continue
+    base = _output_of(own.run(images=False), case.problem)
+    for name in RUNGS:
         try:
-            with stage_named(f"of a step {_IN_WORDS[name]}"):
-                yield _result(name, base, [(step.rows, _run(own, step)) for step in some])
+            with stage_named(f"of the rung {name}"):
+                yield _by_graph(case) if name == "graph" else _by_steps(name, base, own, steps[name])
         except StageError as failure:
-            if failure.raised.may_end_the_device or not failure.raised.is_refusal:
+            # The check `cudagraph` reports what a backend raises in a capture.
+            is_due = name != "graph" and not failure.raised.is_refusal
+            if is_due or failure.raised.may_end_the_device:
                 raise
             yield _unknown(name, failure.raised.in_words)
 
@@ -180,9 +170,12 @@ def _supported(case: CheckedCase, steps: _Steps) -> _Steps:
     return f"not declared: {'; '.join(dict.fromkeys(reasons))}" if reasons else steps
 
 
-def _run(own: Session, step: LoopStep) -> Tensor:
-    seen = own.beside(step.problem, is_judged=True).run(images=False)
-    return _output_of(seen, len(step.rows), step.problem)
+def _by_steps(name: Rung, base: Tensor, own: Session, steps: _Steps) -> RungResult:
+    if isinstance(steps, str):
+        return _unknown(name, steps)
+    seen = [own.beside(step.problem, is_judged=True).run(images=False) for step in steps]
+    outputs = [_output_of(each, step.problem) for each, step in zip(seen, steps, strict=True)]
+    return _result(name, base, torch.cat([step.rows for step in steps]), torch.cat(outputs))
 
 
 def _unknown(name: Rung, reason: str) -> RungResult:
@@ -193,8 +186,7 @@ def _unknown(name: Rung, reason: str) -> RungResult:
 
 
 def _by_graph(case: CheckedCase) -> RungResult:
-    unknown = partial(_unknown, "graph")
-    problem = case.problem
+    problem, unknown = case.problem, partial(_unknown, "graph")
     lengths = {request.rows for request in problem.requests}
     query_len = max(lengths)
     if reasons := unexamined_reasons(problem.case):
@@ -202,48 +194,41 @@ def _by_graph(case: CheckedCase) -> RungResult:
     if len(lengths) > 1 or query_len > _LONGEST_VERIFIED:
         return unknown("no uniform batch of short requests")
     needed = AttentionCGSupport.UNIFORM_BATCH if query_len > 1 else AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
-    try:
-        declared = level_for(case.backend, problem)
-        if declared.value < needed.value:
-            return unknown(f"the builder declares {declared.name}")
-        return _compared_with_graph(case, needed, query_len)
-    except StageError as failure:
-        if failure.raised.may_end_the_device:
-            raise
-        return unknown(failure.raised.in_words)
-
-
-def _compared_with_graph(case: CheckedCase, level: AttentionCGSupport, query_len: int) -> RungResult:
-    count = len(case.problem.requests)
+    if (declared := level_for(case.backend, problem)).value < needed.value:
+        return unknown(f"the builder declares {declared.name}")
+    count = len(problem.requests)
     bucket = Bucket(2 * count, 2 * count * query_len, query_len)
-    step = ProbeStep(tuple((request.rows, request.num_keys) for request in case.problem.requests))
-    probe = Probe("bitwise", level, "", (bucket,), (step,), drafts=query_len - 1)
-    problems = ProbeProblems(case.problem.case, case.problem.seed, case.device)
+    step = ProbeStep(tuple((request.rows, request.num_keys) for request in problem.requests))
+    probe = Probe("bitwise", needed, "", (bucket,), (step,), drafts=query_len - 1)
+    problems = ProbeProblems(problem.case, problem.seed, case.device)
+    if refused := refused_batches(case.backend, probe, problems):
+        return unknown(f"not declared: {refused}")
     session = GraphSession(ProbedBackend(case.backend, problems, case.device, recorder_for(case.device)), probe)
-    padded = session.problem(step)
-    plain = _arranged(padded, padding=PaddingSpec()).problem
-    if reasons := unsupported_reasons(case.backend, padded.case):
-        return _unknown("graph", f"not declared: {'; '.join(reasons)}")
     captured = session.capture(bucket)
     if not isinstance(captured, CapturedBucket):
-        return _unknown("graph", str(captured))
+        return unknown(str(captured))
+    padded = session.problem(step)
+    plain = _arranged(padded, padding=PaddingSpec()).problem
     (eager,) = session.run(replace(step, bucket=None), plain)
     (replayed,) = session.run(step, padded, captured.graphs)
-    rows = torch.arange(len(plain.query))
-    base, by_graph = (_output_of(each.seen, len(rows), plain) for each in (eager, replayed))
-    return _result("graph", base, [(rows, by_graph)])
+    base, by_graph = (_output_of(each.seen, plain) for each in (eager, replayed))
+    return _result("graph", base, torch.arange(len(base)), by_graph)
 
 
 # Bits of an output, compared and as digests.
 
 
-def _output_of(seen: Observation, num_rows: int, problem: Problem) -> Tensor:
+def _output_of(seen: Observation, problem: Problem) -> Tensor:
     """Return the real rows ``[T, H, Dv]`` in the layer's dtype, or as the codes of a quantised output."""
-    output = seen.output[:num_rows]
+    output = seen.output[: len(problem.query)]
     return output if output.itemsize == 1 else output.to(problem.dtype)
 
 
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+_BESIDE_NAN = torch.iinfo(torch.int64).max
+"""The difference between NaN and a number."""
 
 
 def _numbered(values: Tensor) -> Tensor:
@@ -254,25 +239,21 @@ def _numbered(values: Tensor) -> Tensor:
     return torch.where(numbers < 0, lowest - numbers, numbers)
 
 
-def _result(name: Rung, base: Tensor, others: Sequence[tuple[Tensor, Tensor]]) -> RungResult:
-    """Return the comparison of outputs with ``base``. ``others``: each output, after the rows of ``base`` it has."""
-    rows = torch.cat([index for index, _ in others]).to(base.device)
-    now = torch.cat([output for _, output in others])
-    was = base[rows]
-    apart = (_numbered(was) - _numbered(now)).abs()
-    lacking = torch.isnan(was), torch.isnan(now)
-    apart = apart.masked_fill(lacking[0] & lacking[1], 0)
-    only_one = lacking[0] ^ lacking[1]
-    apart = apart.masked_fill(only_one, torch.iinfo(torch.int64).max).amax(dim=-1)
-    if not bool(apart.any()):
-        return RungResult(name=name, outcome="equal", rows=len(rows))
+def _result(name: Rung, base: Tensor, rows: Tensor, now: Tensor) -> RungResult:
+    """Return how ``now [t, H, Dv]`` differs from the ``rows`` of ``base``, int64 ``[t]``."""
+    was = base[rows.to(base.device)]
+    nan_before, nan_now = torch.isnan(was), torch.isnan(now)
+    apart = (_numbered(was) - _numbered(now)).abs().masked_fill(nan_before & nan_now, 0)
+    apart = apart.masked_fill(nan_before ^ nan_now, _BESIDE_NAN).amax(dim=-1)
     place, head = divmod(int(apart.argmax()), apart.shape[1])
+    if not (largest := int(apart[place, head])):
+        return RungResult(name=name, outcome="equal", rows=len(rows))
     return RungResult(
         name=name,
         outcome="differs",
         rows=len(rows),
         rows_moved=int(apart.any(dim=1).sum()),
-        ulps=None if bool(only_one.any()) else int(apart.max()),
+        ulps=None if largest == _BESIDE_NAN else largest,
         row=int(rows[place]),
         head=head,
     )
@@ -280,7 +261,7 @@ def _result(name: Rung, base: Tensor, others: Sequence[tuple[Tensor, Tensor]]) -
 
 def _digests(values: Tensor) -> dict[str, str]:
     """Return the fields ``digest`` and ``row_digests`` of a record, which are equal for equal bits."""
-    numbers = _numbered(values).masked_fill(torch.isnan(values), torch.iinfo(torch.int64).max)
+    numbers = _numbered(values).masked_fill(torch.isnan(values), _BESIDE_NAN)
     rows = [row.tobytes() for row in numbers.flatten(1).cpu().numpy()]
     whole = hashlib.blake2b(b"".join(rows), digest_size=8).hexdigest()
     if len(rows) > _MOST_ROWS:

@@ -1,10 +1,8 @@
-"""Which changes of a step keep the bits of its rows, by backend, and cases of other bits in two runs."""
+"""Which changes of a step keep the bits of its rows, by backend."""
 
 from collections.abc import Mapping, Sequence
 
 from attncheck.reports.analysis import phrases
-from attncheck.reports.analysis.reasons import named
-from attncheck.reports.comparison.bits import BitsPair
 from attncheck.reports.document.blocks import Block, Heading, Item, Items, Paragraph, Span, Text, table
 from attncheck.reports.document.run_values import RunValues
 from attncheck.reports.run_file.bits import CLAIMED, RUNGS, Bits, Rung, RungResult
@@ -53,7 +51,7 @@ def _in_brief(results: _Results) -> str:
     for rung in RUNGS:
         if differing := _differing(results[rung]):
             cases = phrases.plural(len(results[rung]), "case")
-            return f"{level}; {rung} changes a bit in {len(differing)} of {cases}"
+            return f"{level}; bits depend on {rung} in {len(differing)} of {cases}"
         level = f"equal up to {rung}" if results[rung] else level
     return level
 
@@ -68,26 +66,3 @@ def _cell(results: Sequence[RungResult], *, is_promised: bool) -> Text:
     sizes = [rung.ulps for rung in differing]
     size = "NaN" if None in sizes else f"up to {max(size or 0 for size in sizes)}"
     return Span(f"{text}, {size}", is_bold=is_promised, colour="red" if is_promised else "")
-
-
-def compared_bits(pairs: Sequence[BitsPair], *, shown: int | None) -> list[Block]:
-    """Return how many cases of two runs have equal bits, and those that differ; at most ``shown`` of them."""
-    if not pairs:
-        return []
-    differing = [pair for pair in pairs if pair.rows_moved != 0]
-    count = f"{len(pairs) - len(differing)} of {phrases.plural(len(pairs), 'case')}"
-    blocks: list[Block] = [Heading(2, "Equal bits"), Paragraph(f"{count} have equal bits in both runs.")]
-    rows: list[list[Text]] = [
-        [
-            pair.backend,
-            pair.case,
-            f"{'some' if pair.rows_moved is None else pair.rows_moved} of {pair.rows}",
-            *map(phrases.budgets, pair.shares),
-            pair.nearer,
-        ]
-        for pair in differing[:shown]
-    ]
-    shares = ["worst error / allowed\nBASE", "worst error / allowed\nNEW"]
-    blocks += [table(["backend", "case", "rows that differ", *shares, "nearer"], rows)] if rows else []
-    left = [pair.case for pair in differing[len(rows) :]]
-    return [*blocks, Paragraph(f"and {len(left)} more: {named(left, 3)}")] if left else blocks

@@ -37,19 +37,6 @@ class RungResult(RunFileValue):
     head: Count = 0
     reason: str = ""
 
-    @property
-    def in_words(self) -> str:
-        """How many rows differ and by how much, or why that is not known."""
-        if self.outcome == "not examined":
-            return f"not examined: {self.reason}"
-        if self.outcome == "equal":
-            return f"{self.rows} rows are equal"
-        size = "NaN in one of them" if self.ulps is None else f"{self.ulps} units in the last place"
-        return (
-            f"{self.rows_moved} of {self.rows} compared rows have other bits; the largest difference is {size}, "
-            f"at row {self.row}, head {self.head}"
-        )
-
 
 class Bits(RunFileValue):
     """The rungs of a case in the order of :data:`RUNGS`, and digests of the output of its first step.
@@ -80,14 +67,10 @@ class Bits(RunFileValue):
         """Return how many rows of the first step differ from those of ``other``; None if that is not known."""
         if self.digest == other.digest:
             return 0
-        mine, theirs = (_cut(each.row_digests) for each in (self, other))
-        differing = sum(one != another for one, another in zip(mine, theirs, strict=False))
-        return differing or None
+        starts = range(0, min(len(self.row_digests), len(other.row_digests)), DIGEST_LENGTH)
+        pairs = ((each.row_digests[start : start + DIGEST_LENGTH] for each in (self, other)) for start in starts)
+        return sum(mine != theirs for mine, theirs in pairs) or None
 
 
 DIGEST_LENGTH = 4
 """Characters of the digest of a row: 24 bits in base64."""
-
-
-def _cut(digests: str) -> list[str]:
-    return [digests[start : start + DIGEST_LENGTH] for start in range(0, len(digests), DIGEST_LENGTH)]

@@ -46,9 +46,9 @@ def test_the_first_change_of_any_case_ends_the_level(run):
     brief = document.blocks(RunValues.of(run), ["bits"], whole=False)
     assert render(brief, Style(100)) == snapshot("""\
 Equal bits
-  reference: equal up to order; chunks changes a bit in 1 of 1 case
-  Wrong: equal up to repetition; order changes a bit in 1 of 1 case
-  third: no level; repetition changes a bit in 1 of 1 case\
+  reference: equal up to order; bits depend on chunks in 1 of 1 case
+  Wrong: equal up to repetition; bits depend on order in 1 of 1 case
+  third: no level; bits depend on repetition in 1 of 1 case\
 """)
 
 
