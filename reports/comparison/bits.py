@@ -1,8 +1,7 @@
-"""Cases whose first step has the same bits in two runs, and which of two different outputs is nearer to the truth."""
+"""Cases whose first step has the same bits in two runs, and how far two different outputs are from the truth."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Literal
 
 from attncheck.reports.run_file.records import Record, bits_of, budget_share
 
@@ -20,14 +19,6 @@ class BitsPair:
     rows: int
     rows_moved: int | None
     shares: tuple[float | None, float | None]
-
-    @property
-    def nearer(self) -> Literal["BASE", "NEW", "-"]:
-        """Which of two outputs has the smaller worst error; ``-`` if they are equal or not known."""
-        base, new = self.shares
-        if base is None or new is None or base == new:
-            return "-"
-        return "BASE" if base < new else "NEW"
 
 
 def compare_bits(answers: Iterable[tuple[str, Record, Record]]) -> tuple[BitsPair, ...]:

@@ -3,9 +3,9 @@
 from collections.abc import Mapping, Sequence
 
 from attncheck.reports.analysis import phrases
-from attncheck.reports.document.blocks import Block, Heading, Item, Items, Paragraph, Span, Text, table
+from attncheck.reports.document.blocks import Block, Heading, Item, Items, Paragraph, table
 from attncheck.reports.document.run_values import RunValues
-from attncheck.reports.run_file.bits import CLAIMED, RUNGS, Bits, Rung, RungResult
+from attncheck.reports.run_file.bits import RUNGS, Bits, Rung, RungResult
 from attncheck.reports.run_file.records import bits_of
 
 LEGEND = (
@@ -28,11 +28,7 @@ def bits(run: RunValues, *, whole: bool) -> list[Block]:
     results = {backend: _by_rung(cases) for backend, cases in found.items()}
     if not whole:
         return [Items(tuple(Item(f"{name}: {_in_brief(of)}") for name, of in results.items()), "Equal bits")]
-    declaring = {name for name, cases in found.items() if cases[0].declared}
-    rows = [
-        [rung, *(_cell(of[rung], is_promised=rung in CLAIMED and name in declaring) for name, of in results.items())]
-        for rung in RUNGS
-    ]
+    rows = [[rung, *(_cell(of[rung]) for of in results.values())] for rung in RUNGS]
     return [Heading(2, "Equal bits"), Paragraph(f"{phrases.sentence(LEGEND)}."), table(["change", *results], rows)]
 
 
@@ -47,22 +43,22 @@ def _differing(results: Sequence[RungResult]) -> list[RungResult]:
 
 def _in_brief(results: _Results) -> str:
     """Return up to which change the bits of all cases are equal, and the first change that they differ by."""
-    level = "no level"
+    level, lacking, broken = "no level", list[str](), ""
     for rung in RUNGS:
         if differing := _differing(results[rung]):
-            cases = phrases.plural(len(results[rung]), "case")
-            return f"{level}; bits depend on {rung} in {len(differing)} of {cases}"
-        level = f"equal up to {rung}" if results[rung] else level
-    return level
+            broken = f"; bits depend on {rung} in {len(differing)} of {phrases.plural(len(results[rung]), 'case')}"
+            break
+        if results[rung]:
+            level = f"equal up to {rung}"
+        else:
+            lacking.append(rung)
+    unknown = f" (not examined: {', '.join(lacking)})" if lacking else ""
+    return f"{level}{unknown}{broken}"
 
 
-def _cell(results: Sequence[RungResult], *, is_promised: bool) -> Text:
+def _cell(results: Sequence[RungResult]) -> str:
     if not results:
         return "-"
-    differing = _differing(results)
-    text = f"{len(results) - len(differing)}/{len(results)}"
-    if not differing:
-        return Span(text, colour="green")
-    sizes = [rung.ulps for rung in differing]
-    size = "NaN" if None in sizes else f"up to {max(size or 0 for size in sizes)}"
-    return Span(f"{text}, {size}", is_bold=is_promised, colour="red" if is_promised else "")
+    sizes = [rung.ulps for rung in _differing(results)]
+    size = "NaN" if None in sizes else f"up to {max((size or 0 for size in sizes), default=0)}"
+    return f"{len(results) - len(sizes)}/{len(results)}" + (f", {size}" if sizes else "")

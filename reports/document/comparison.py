@@ -80,12 +80,11 @@ def _bits(comparison: RunComparison, *, whole: bool) -> list[Block]:
             pair.case,
             f"{'some' if pair.rows_moved is None else pair.rows_moved} of {pair.rows}",
             *map(budgets, pair.shares),
-            pair.nearer,
         ]
         for pair in differing[: None if whole else SHOWN]
     ]
     shares = ["worst error / allowed\nBASE", "worst error / allowed\nNEW"]
-    listing = [table(["backend", "case", "rows that differ", *shares, "nearer"], rows)] if rows else []
+    listing = [table(["backend", "case", "rows that differ", *shares], rows)] if rows else []
     return [Heading(2, "Equal bits"), Paragraph(equal), *listing, *_more(differing, whole=whole)]
 
 

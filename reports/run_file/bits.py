@@ -41,12 +41,10 @@ class RungResult(RunFileValue):
 class Bits(RunFileValue):
     """The rungs of a case in the order of :data:`RUNGS`, and digests of the output of its first step.
 
-    ``declared``: whether the backend declares ``batch_invariant``, and not ``deterministic=False``. ``digest``: of all
-    rows in the layer's dtype, in hex. ``row_digests``: :data:`DIGEST_LENGTH` characters for each row; empty if the case
-    has too many rows.
+    ``digest``: of all rows in the layer's dtype, in hex. ``row_digests``: :data:`DIGEST_LENGTH` characters for each
+    row; empty if the case has too many rows.
     """
 
-    declared: bool
     rungs: tuple[RungResult, ...]
     digest: str
     row_digests: str = ""
