@@ -10,14 +10,12 @@ from torch import Tensor
 
 from attncheck.backends.conventions import Conventions
 from attncheck.harness.checks.findings import Broken, FindingError
-from attncheck.harness.checks.numerics import comparable_lse, differing_rows, lse_shares, summarize
+from attncheck.harness.checks.numerics import comparable_lse, differing_rows, lse_shares, output_shares, summarize
 from attncheck.harness.driver.foreign_code import StageError
 from attncheck.harness.driver.observation import Observation, Raised
 from attncheck.harness.driver.pool import same_bytes
 from attncheck.harness.problem.problem import Arrangement, Problem
-from attncheck.harness.problem.storage import output_error
 from attncheck.harness.truth.truth import Truth
-from attncheck.harness.truth.unpaged import share_of_budget
 
 T = TypeVar("T")
 
@@ -260,7 +258,7 @@ class ComparedRows:
     def moved(self) -> Tensor:
         """Bool ``[t]``: the rows whose output differs in any bit."""
         was = self.first.output[self.rows.to(self.first.output.device)]
-        return differing_rows(was, self.seen.output[: len(self.rows)])
+        return differing_rows(was, self.seen.output[: len(self.rows)].to(was.device))
 
 
 @dataclass(frozen=True)
@@ -335,8 +333,7 @@ def _shares(
 
     ``truth``: that of the rows of ``seen``.
     """
-    count = len(truth.out)
-    output = share_of_budget(output_error(seen.output[:count], truth.out, truth.codes), truth.budget)
-    output = output.masked_fill(seen.unwritten[:count, None], torch.inf)
+    place, count = truth.out.device, len(truth.out)
+    output = output_shares(truth, seen).masked_fill(seen.unwritten[:count, None].to(place), torch.inf)
     lse = comparable_lse(problem, seen, conventions)
-    return output, None if lse is None else lse_shares(lse[:count], truth.lse, truth.budget.lse)
+    return output, None if lse is None else lse_shares(lse[:count].to(place), truth.lse, truth.budget.lse)

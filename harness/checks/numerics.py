@@ -139,7 +139,8 @@ def _unsaturated(truth: Truth, seen: Observation) -> str | None:
 
 def output_shares(truth: Truth, seen: Observation) -> Tensor:
     """Return the error of each real row and head as a multiple of its budget, float64 ``[T, H]``."""
-    return share_of_budget(output_error(seen.output[: len(truth.out)], truth.out, truth.codes), truth.budget)
+    output = seen.output[: len(truth.out)].to(truth.out.device)
+    return share_of_budget(output_error(output, truth.out, truth.codes), truth.budget)
 
 
 def differing_rows(was: Tensor, now: Tensor) -> Tensor:

@@ -129,7 +129,7 @@ class LayerStub:
 def _scale(scale: float | tuple[float, ...], device: torch.device) -> tuple[Tensor, float]:
     """Return a scale's tensor (one element, or one per KV head) and its host copy, which is NaN for per-head scales."""
     values = scale if isinstance(scale, tuple) else (scale,)
-    tensor = torch.tensor(values, dtype=torch.float32, device=device)
+    tensor = torch.tensor(values, dtype=torch.float32).to(device, non_blocking=True)
     return tensor, float(values[0]) if len(values) == 1 else math.nan
 
 

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterable, Sequence
+from copy import copy
 from dataclasses import dataclass, replace
 from itertools import chain
 
@@ -60,6 +61,14 @@ class GuardedBuffer:
         self.rows[real:] = CANARY
         self._real = self.rows[:real]
         mark_unwritten(self._real)
+
+    def on(self, device: torch.device) -> "GuardedBuffer":
+        """Return the buffer as it is now, on ``device``: on its own, with the same memory, else with a copy."""
+        other = copy(self)
+        other.memory = self.memory.to(device)
+        other.rows = other.memory.as_strided(self.rows.shape, self.rows.stride(), self.rows.storage_offset())
+        other._real = other.rows[: len(self._real)]
+        return other
 
     def handed_out(self) -> Tensor:
         """Return an alias of ``rows``, so that reshaping or rebinding the tensor object leaves the original alone."""

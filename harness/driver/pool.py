@@ -1,7 +1,7 @@
 """The pool of pages: its memory, its codec, and the rows written into it."""
 
 import math
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterable
 from copy import copy
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
@@ -290,7 +290,7 @@ class KVPool:
 
     def _poison(self, slots: Tensor, poison: float) -> None:
         def spread(number: float) -> None:
-            self.write(slots, *self._equal_rows(len(slots), number))
+            self.write((slots, *self._equal_rows(len(slots), number)))
 
         held = key_storage(self.problem.layer, self.problem.cache).held
         if held != torch.float8_e5m2 or not math.isinf(poison):
@@ -304,22 +304,25 @@ class KVPool:
         memory[memory != zeros] = _E5M2_INFINITY | (0x80 if poison < 0 else 0)
         self._memory.restore(memory)
 
-    def write(self, slots: Tensor, key: Tensor, value: Tensor) -> None:
-        """Store rows at ``slots``; rows with a negative slot are left out."""
-        slots, key, value = (tensor.to(self._device) for tensor in (slots, key, value))
-        keep = slots >= 0
-        if not bool(keep.all()):
-            slots = slots[keep]
-            key = key[keep]
-            value = value[keep]
-        call_backend("cache", lambda: self._writer(self.kv_cache.detach(), slots, key, value), self._device)
-        require_memory(self.kv_cache, "kv_cache", "cache")
+    def write(self, *pieces: tuple[Tensor, Tensor, Tensor]) -> None:
+        """Store slots (on the host), keys and values of all pieces; rows with a negative slot are left out."""
+
+        def write() -> None:
+            for slots, key, value in pieces:
+                kept = (slots >= 0).nonzero().flatten()
+                rows: Iterable[Tensor] = (slots, key, value)
+                if len(kept) < len(slots):
+                    rows = (each.index_select(0, kept.to(each.device)) for each in rows)
+                self._writer(self.kv_cache.detach(), *(each.to(self._device, non_blocking=True) for each in rows))
+                require_memory(self.kv_cache, "kv_cache", "cache")
+
+        call_backend("cache", write, self._device)
 
     def write_image(self, image: Tensor, slots: Tensor, key: Tensor, value: Tensor) -> None:
         """Store rows through the codec in a copy of :meth:`bytes`. Raises RuntimeError if there is no codec."""
         codec = self._codec_in_hand()
         places = self._memory.slots_in_image(slots)
-        places, key, value = (tensor.to(self._device) for tensor in (places, key, value))
+        places, key, value = (tensor.to(self._device, non_blocking=True) for tensor in (places, key, value))
         call_backend("codec", lambda: codec.write(self._memory.view(image), places, key, value), self._device)
 
     def read_image(self, image: Tensor, slots: Tensor) -> tuple[Tensor, Tensor]:
@@ -352,18 +355,19 @@ class KVPool:
         stale = (*self.regions.values(), problem.key_slots[problem.new_keys[problem.new_keys >= 0]])
         index = torch.cat([torch.arange(len(slots)) for slots in stale]) % STALE_ROWS
         # index_select takes a tenth of the time of indexing with brackets.
-        self.write(torch.cat(stale), stale_keys.index_select(0, index), stale_values.index_select(0, index))
+        stale_key, stale_value = stale_keys.index_select(0, index), stale_values.index_select(0, index)
         old = problem.old_keys
         if len(problem.owned_slots) < len(problem.keys):
             old = old[_first_occurrences(problem.key_slots[old])]
         keys, values = (rows.index_select(0, old.to(rows.device)) for rows in (problem.keys, problem.values))
-        self.write(problem.key_slots[old], keys, values)
+        self.write((torch.cat(stale), stale_key, stale_value), (problem.key_slots[old], keys, values))
 
     def _equal_rows(self, count: int, number: float) -> tuple[Tensor, Tensor]:
-        """Return keys and values ``[count, Hkv, D]`` on the CPU, in the layer's dtype; every element is ``number``."""
+        """Return keys and values ``[count, Hkv, D]``, in the layer's dtype; every element is ``number``."""
         heads, dtype = self.problem.layer.num_kv_heads, self.problem.dtype
         key, value = (
-            torch.full((count, heads, size), number, dtype=dtype) for size in stored_sizes(self.problem.layer)
+            torch.full((count, heads, size), number, dtype=dtype, device=self._device)
+            for size in stored_sizes(self.problem.layer)
         )
         return key, value
 
@@ -412,9 +416,13 @@ class PoolFiller:
         self, backend: type[AttentionBackend], problem: Problem, device: torch.device, cache: CacheSpec
     ) -> None:
         self._backend, self._problem, self._device = backend, problem, device
-        self._attn_layer = LayerStub(cache, device)
+        self._cache = cache
         self._capacity = min(_LONGEST, problem.num_blocks * problem.cache.block_size)
         self._builders: dict[int, Any] = {}
+
+    @cached_property
+    def _attn_layer(self) -> LayerStub:
+        return LayerStub(self._cache, self._device)
 
     @cached_property
     def _impl(self) -> Any:

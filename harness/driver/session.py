@@ -32,6 +32,7 @@ from attncheck.harness.driver.step import (
     same,
 )
 from attncheck.harness.problem.problem import Problem
+from attncheck.harness.problem.sizes import judging_device
 from attncheck.harness.problem.storage import output_codes
 from attncheck.reference.spec import StridesSpec
 
@@ -137,12 +138,13 @@ class OutputBuffers:
 class BackendLayer:
     """A backend's impl and the layer object that holds it.
 
-    ``writes``: whether the layer stores the keys it is given.
+    ``judged_on``: where results are judged. ``writes``: whether the layer stores the keys it is given.
     """
 
     backend: type[AttentionBackend]
     impl: Any
     attn_layer: LayerStub
+    judged_on: torch.device
     writes: bool = True
 
     def output_buffers(self, problem: Problem, call: ForwardCall) -> OutputBuffers:
@@ -161,8 +163,8 @@ class BackendLayer:
     def store_new_rows(self, pool: KVPool, step: Step) -> None:
         """Write the new rows of ``step`` to the cache, if the layer stores keys and its impl has no writer."""
         if self.writes and not self.impl.brings_writer and step.key is not None and step.value is not None:
-            slots = step.slot_mapping.clone()
-            pool.write(slots, step.key[: len(slots)].clone(), step.value[: len(slots)].clone())
+            slots = step.slot_mapping
+            pool.write((slots, step.key[: len(slots)].clone(), step.value[: len(slots)].clone()))
 
     def bind(
         self, call: ForwardCall, kv_cache: Tensor | None, metadata: Any, buffers: OutputBuffers
@@ -205,8 +207,10 @@ class BackendLayer:
 
     def result_of(self, call: ForwardCall, returned: object, buffers: OutputBuffers) -> CallResult:
         """Return the result of ``call``: the output buffer, or ``returned`` if the contract allows another tensor."""
-        out, lse = buffers.out, buffers.lse
-        rows, protocol = read_result(returned, out, must_be_buffer=self.backend.accept_output_buffer)
+        given, protocol = read_result(returned, buffers.out, must_be_buffer=self.backend.accept_output_buffer)
+        out = buffers.out.on(self.judged_on)
+        lse = None if buffers.lse is None else buffers.lse.on(self.judged_on)
+        rows = out.rows if given is buffers.out.rows else given.to(self.judged_on)
         if rows is out.rows:
             unwritten = out.unwritten_rows()
             if (ignored := getattr(self.impl, "ignored_result", "")) and bool(unwritten[: call.num_rows].any()):
@@ -342,7 +346,7 @@ class Session:
     def _construct(self) -> None:
         self.attn_layer = LayerStub(self.problem.cache, self.device)
         self.impl = self.attn_layer.impl = self._impl()
-        self.layer = BackendLayer(self.backend, self.impl, self.attn_layer, writes=self._reads is None)
+        self.layer = BackendLayer(self.backend, self.impl, self.attn_layer, self.device, writes=self._reads is None)
 
     def _impl(self, *, with_sinks: bool = True) -> Any:
         construct = partial(
@@ -459,6 +463,7 @@ class Session:
             self._add_builder()
         self._order = None
         self._latest = None
+        self.layer = replace(self.layer, judged_on=judging_device(self.problem.case, self.device))
         self._bare_layer = self.layer
         if self.problem.layer.sink_logits is not None and self._is_merged:
             self._bare_layer = replace(self.layer, impl=self._impl(with_sinks=False))

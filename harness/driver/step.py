@@ -1,9 +1,9 @@
 """The inputs of a step: common metadata, operands of ``forward``, and buffers that persist between steps."""
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -11,6 +11,7 @@ from torch import Tensor
 
 from attncheck.backends.declarations import is_chunked, is_merged
 from attncheck.harness.driver.foreign_code import has_its_memory, is_like
+from attncheck.harness.driver.pool import same_bytes
 from attncheck.harness.problem.pages import key_places
 from attncheck.harness.problem.problem import Problem
 from attncheck.reference import (
@@ -121,6 +122,7 @@ class Step:
     key: Tensor | None
     value: Tensor | None
     slot_mapping: Tensor
+    """On the host, as all metadata of a step: only its fresh copies are on the device."""
     slot_keys: Tensor
     """int64, on the host: the problem's key written to each slot, or -1 for none (padding too)."""
     query_start_loc: Tensor
@@ -152,22 +154,23 @@ class Step:
 
         ``part``: index of a part of the keys, for the call that attends to this part only and writes its new keys.
         """
-        seq_lens = self.seq_lens.clone()
-        table = self.block_table.clone()
-        slots = self.slot_mapping.clone()
+        seq_lens, table, slots = self.seq_lens, self.block_table, self.slot_mapping
         is_aligned = True
         if part is not None:
             seq_lens, table, slots = self._of_part(part)
             is_aligned = self.problem.parts[part].is_aligned
-        query_start_loc = self.query_start_loc.clone()
-        host_starts = self.query_start_loc.cpu().clone()
-        host_lens = seq_lens.cpu().clone()
+        query_start_loc, seq_lens_there, table, slots = (
+            tensor.to(self.query.device, non_blocking=True, copy=True)
+            for tensor in (self.query_start_loc, seq_lens, table, slots)
+        )
+        host_starts = self.query_start_loc.clone()
+        host_lens = seq_lens.clone()
         query_lens = host_starts[1:] - host_starts[:-1]
         cross = self.problem.is_cross
         metadata = CommonAttentionMetadata(
             query_start_loc=query_start_loc,
             query_start_loc_cpu=host_starts,
-            seq_lens=seq_lens,
+            seq_lens=seq_lens_there,
             seq_lens_cpu=host_lens,
             num_computed_tokens_cpu=host_lens - query_lens,
             num_reqs=len(seq_lens),
@@ -217,9 +220,7 @@ class Step:
         table = torch.zeros(len(lens), own.table.shape[1], dtype=torch.int32)
         table[: len(self.order)] = own.table[list(self.order)]
         mine = (self.slot_keys >= 0) & (part_of_key[self.slot_keys.clamp(min=0)] == part)
-        slots = torch.where(mine.to(self.slot_mapping.device), self.slot_mapping, -1)
-        device = self.query.device
-        return lens.to(device), table.to(device), slots
+        return lens, table, torch.where(mine, self.slot_mapping, -1)
 
     def _logits_indices(self) -> Tensor:
         """Return int64 token indices whose rows are judged, the last ones of each request, padded with token 0."""
@@ -227,7 +228,7 @@ class Step:
         ends = self.query_start_loc[1 : 1 + len(requests)].tolist()
         tokens = [torch.arange(end - r.rows, end) for r, end in zip(requests, ends, strict=True)]
         padding = torch.zeros(len(self.query) - self.num_rows, dtype=torch.int64)
-        return torch.cat([*tokens, padding]).to(self.query.device)
+        return torch.cat([*tokens, padding]).to(self.query.device, non_blocking=True)
 
 
 def bounded_requests(problem: Problem, common: CommonAttentionMetadata) -> Tensor:
@@ -316,13 +317,14 @@ def make_step(
     new_keys, slot_keys = _writes(problem, order)
     # In cross attention the key rows come from the encoder: the decoder's padding tokens add none.
     slot_padding, key_padding = (0, 0) if problem.is_cross else (padding.tokens, padding.query_rows)
-    query = _padded(_rows_at(problem.query, rows), padding.query_rows, padding_fill).to(device)
+    query = _padded(_rows_at(problem.query, rows), padding.query_rows, padding_fill)
     key, value = (
-        _padded(_rows_at(all_rows, new_keys), key_padding + padding.key_rows, padding_fill).to(device)
+        _padded(_rows_at(all_rows, new_keys), key_padding + padding.key_rows, padding_fill)
         for all_rows in new_rows or (problem.keys, problem.values)
     )
     strides = strides or strides_of(problem)
-    query, key, value = operand_views((query, key, value), strides)
+    operands = [each.to(device, non_blocking=True) for each in (query, key, value)]
+    query, key, value = operand_views(operands, strides)
     no_keys = problem.writes_nothing or (problem.is_cross and not len(new_keys))
     lens = torch.tensor([*(r.num_keys for r in requests), *[pad_seq_len] * padding.requests])
     table = _padded(problem.block_table.index_select(0, torch.tensor(order, dtype=torch.int64)), padding.requests, 0)
@@ -334,11 +336,11 @@ def make_step(
         query=query,
         key=None if no_keys else key,
         value=None if no_keys else value,
-        slot_mapping=_padded(_slots_of(problem, slot_keys), slot_padding, -1).to(device),
+        slot_mapping=_padded(_slots_of(problem, slot_keys), slot_padding, -1),
         slot_keys=_padded(slot_keys, slot_padding, -1),
-        query_start_loc=starts.int().to(device),
-        seq_lens=lens.int().to(device),
-        block_table=table.to(device),
+        query_start_loc=starts.int(),
+        seq_lens=lens.int(),
+        block_table=table,
         pad_seq_len=pad_seq_len,
         loose=loose,
         output_form=strides.output,
@@ -578,34 +580,56 @@ def _taken(x: Tensor, index: Tensor | Sequence[int]) -> Tensor:
     return x[torch.as_tensor(index, device=x.device)]
 
 
-def changed_inputs(pristine: ForwardCall, call: ForwardCall) -> Iterator[str]:
-    """Yield the names of inputs and metadata fields that differ from ``pristine``.
+def changed_inputs(pristine: ForwardCall, call: ForwardCall) -> list[str]:
+    """Return the names of inputs and metadata fields that differ from ``pristine``.
 
     Of query, key and value, only real rows are compared.
     """
+    return _differing(_inputs(pristine, call))
+
+
+def _inputs(pristine: ForwardCall, call: ForwardCall) -> Iterator[tuple[str, object, object]]:
+    """Yield the name of each input and metadata field, what it was, and what it is."""
     real = {"query": pristine.num_rows, "key": pristine.num_key_rows, "value": pristine.num_key_rows}
     for name, count in real.items():
         was, now = getattr(pristine, name), getattr(call, name)
-        if was is not None and not (is_like(now, was) and _same_numbers(was[:count], now[:count])):
-            yield name
+        if was is not None:
+            yield (name, was[:count], now[:count]) if is_like(now, was) else (name, was, now)
     for field in fields(CommonAttentionMetadata):
-        if not same(getattr(pristine.common, field.name), getattr(call.common, field.name)):
-            yield f"metadata.{field.name}"
+        yield f"metadata.{field.name}", getattr(pristine.common, field.name), getattr(call.common, field.name)
 
 
-def _same_numbers(was: Tensor, now: Tensor) -> bool:
-    """Return whether two tensors are equal; NaN, which a step may contain, equals NaN."""
-    if torch.equal(was, now):
-        return True
-    return bool(((was == now) | (torch.isnan(was) & torch.isnan(now))).all())
+def _differing(values: Iterable[tuple[str, object, object]]) -> list[str]:
+    """Return the names of values that differ from what they were. If none does, wait once for each device."""
+    values = [each for each in values if each[1] is not each[2]]
+    pairs = [(was, cast(Tensor, now)) for _, was, now in values if isinstance(was, Tensor)]
+    if all(is_like(now, was) for was, now in pairs) and _hold_same_bytes(pairs):
+        values = [each for each in values if not isinstance(each[1], Tensor)]
+    return [name for name, was, now in values if not same(was, now)]
+
+
+def _hold_same_bytes(pairs: Sequence[tuple[Tensor, Tensor]]) -> bool:
+    """Return whether both tensors of each pair hold the same bytes; they have equal sizes and devices."""
+    by_device: dict[torch.device, list[tuple[Tensor, Tensor]]] = {}
+    for was, now in pairs:
+        by_device.setdefault(was.device, []).append((_bytes_of(was), _bytes_of(now)))
+    sides = (map(torch.cat, zip(*group, strict=True)) for group in by_device.values())
+    return all(same_bytes(*both) for both in sides)
+
+
+def _bytes_of(tensor: Tensor) -> Tensor:
+    return tensor.contiguous().flatten().view(torch.uint8)
 
 
 def same(was: object, now: object) -> bool:
-    """Return whether two values of a field are equal, of the same type and, for tensors, on the same device."""
+    """Return whether two values of a field are equal, of the same type and, for tensors, on the same device.
+
+    NaN, which a step may contain, equals NaN.
+    """
     if was is now:
         return True
     if isinstance(was, Tensor):
-        return is_like(now, was) and torch.equal(was, now)  # type: ignore[arg-type]
+        return is_like(now, was) and _same_numbers(was, cast(Tensor, now))
     if type(was) is not type(now):
         return False
     if isinstance(was, np.ndarray) and isinstance(now, np.ndarray):
@@ -613,6 +637,12 @@ def same(was: object, now: object) -> bool:
     if isinstance(was, list | tuple) and isinstance(now, list | tuple):
         return len(was) == len(now) and all(map(same, was, now))
     return bool(was == now)
+
+
+def _same_numbers(was: Tensor, now: Tensor) -> bool:
+    if torch.equal(was, now):
+        return True
+    return bool(((was == now) | (torch.isnan(was) & torch.isnan(now))).all())
 
 
 # Persistent input buffers of a model runner: every step uses the same addresses with new contents.
@@ -629,12 +659,12 @@ class PersistentInputs:
     """
 
     def __init__(self, largest: ForwardCall) -> None:
-        self._own = largest
+        self.largest = largest
 
     @property
     def host_twins(self) -> tuple[Tensor, ...]:
         """The buffers of the metadata on the host."""
-        return tuple(getattr(self._own.common, name) for name in HOST_TENSORS)
+        return tuple(getattr(self.largest.common, name) for name in HOST_TENSORS)
 
     def load(self, call: ForwardCall) -> ForwardCall:
         """Copy the contents of ``call`` into these buffers; return the call over them."""
@@ -646,40 +676,38 @@ class PersistentInputs:
         """Copy the metadata of ``call``; return the call over these buffers, whose rows keep their old contents."""
         common: dict[str, Any] = {}
         for name, new in _tensors_of(call.common):
-            own = getattr(self._own.common, name)
+            own = getattr(self.largest.common, name)
             if isinstance(own, Tensor):
                 common[name] = _filled(own, new)
-        rows: dict[str, Any] = {name: _front_of(getattr(self._own, name), getattr(call, name)) for name in _ROWS}
+        rows: dict[str, Any] = {name: _front_of(getattr(self.largest, name), getattr(call, name)) for name in _ROWS}
         return replace(call, common=replace(call.common, **common), **rows)
 
     def load_rows(self, call: ForwardCall) -> None:
         """Copy query, key and value of ``call`` into the buffers that :meth:`load_metadata` returned."""
         for name in _ROWS:
-            own, new = getattr(self._own, name), getattr(call, name)
+            own, new = getattr(self.largest, name), getattr(call, name)
             if own is not None and new is not None and _fits(own, new):
-                own[: len(new)].copy_(new)
+                own[: len(new)].copy_(new, non_blocking=True)
 
-    def copy(self) -> ForwardCall:
-        """Return copies of the whole buffers."""
-        return map_tensors(self._own, Tensor.clone)
+    def behind(self, earlier: ForwardCall, call: ForwardCall) -> Iterator[tuple[str, Tensor, Tensor]]:
+        """Yield what each buffer holds behind the front that ``call`` uses: its name, what it was, and what it is.
 
-    def changed_behind(self, earlier: ForwardCall, call: ForwardCall) -> Iterator[str]:
-        """Yield the names of buffers that differ from ``earlier``, a :meth:`copy`, behind the front that ``call`` uses.
-
-        A call of fewer requests or rows must not write there.
+        ``earlier``: a copy of the buffers. A call of fewer requests or rows must not write there.
         """
-        for name in _ROWS:
-            if not _same_behind(getattr(earlier, name), getattr(self._own, name), getattr(call, name)):
-                yield name
-        for name, now in _tensors_of(self._own.common):
-            if not _same_behind(getattr(earlier.common, name), now, getattr(call.common, name)):
-                yield f"metadata.{name}"
+        was, lent = _named_tensors(earlier), _named_tensors(call)
+        for name, now in _named_tensors(self.largest).items():
+            if name in lent and _fits(now, lent[name]):
+                front = len(lent[name])
+                yield name, was[name][front:], now[front:]
 
     def spans(self) -> dict[str, tuple[int, int]]:
         """Return the :func:`span` of query, key, value and each metadata tensor, by name."""
-        named = {name: rows for name in _ROWS if (rows := getattr(self._own, name)) is not None}
-        named |= {f"metadata.{name}": tensor for name, tensor in _tensors_of(self._own.common)}
-        return {name: span(tensor) for name, tensor in named.items()}
+        return {name: span(tensor) for name, tensor in _named_tensors(self.largest).items()}
+
+
+def _named_tensors(call: ForwardCall) -> dict[str, Tensor]:
+    rows = {name: tensor for name in _ROWS if (tensor := getattr(call, name)) is not None}
+    return rows | {f"metadata.{name}": tensor for name, tensor in _tensors_of(call.common)}
 
 
 @dataclass(frozen=True)
@@ -694,12 +722,11 @@ class LentCalls:
     calls: tuple[ForwardCall, ...]
     buffers: tuple[tuple[PersistentInputs, ForwardCall], ...] = ()
 
-    def changed(self) -> Iterator[str]:
-        """Yield the names of inputs and metadata fields that a backend has changed."""
-        for was, now in zip(self.pristine, self.calls, strict=True):
-            yield from changed_inputs(was, now)
-        for (inputs, whole), was in zip(self.buffers, self.pristine, strict=False):
-            yield from inputs.changed_behind(whole, was)
+    def changed(self) -> list[str]:
+        """Return the names of inputs and metadata fields that a backend has changed."""
+        inputs = [_inputs(was, now) for was, now in zip(self.pristine, self.calls, strict=True)]
+        behind = [held.behind(whole, was) for (held, whole), was in zip(self.buffers, self.pristine, strict=False)]
+        return _differing(itertools.chain(*inputs, *behind))
 
 
 def lend_copies(calls: tuple[ForwardCall, ...]) -> LentCalls:
@@ -710,8 +737,9 @@ def lend_copies(calls: tuple[ForwardCall, ...]) -> LentCalls:
 def lend_in_place(buffers: Sequence[PersistentInputs], calls: Sequence[ForwardCall]) -> LentCalls:
     """Return the calls in persistent memory, one of ``buffers`` for each."""
     loaded = tuple(inputs.load(call) for inputs, call in zip(buffers, calls, strict=True))
-    copies = tuple(map_tensors(call, Tensor.clone) for call in loaded)
-    return LentCalls(copies, loaded, tuple((inputs, inputs.copy()) for inputs in buffers))
+    copies = copied_calls([*(inputs.largest for inputs in buffers), *loaded])
+    wholes, pristine = copies[: len(loaded)], copies[len(loaded) :]
+    return LentCalls(pristine, loaded, tuple(zip(buffers, wholes, strict=True)))
 
 
 def zeroed(common: CommonAttentionMetadata, device: torch.device) -> CommonAttentionMetadata:
@@ -775,14 +803,6 @@ def _front_of(own: Tensor | None, new: Tensor | None) -> Tensor | None:
     return new if own is None or new is None or not _fits(own, new) else own[: len(new)]
 
 
-def _same_behind(was: Tensor | None, now: Tensor | None, lent: Tensor | None) -> bool:
-    """Return whether two buffers hold equal bytes behind the front that ``lent`` covers."""
-    if was is None or now is None or lent is None or len(lent) == len(now) or not _fits(now, lent):
-        return True
-    behind = slice(len(lent), None)
-    return torch.equal(*(part[behind].contiguous().view(torch.uint8) for part in (was, now)))
-
-
 def _filled(own: Tensor, new: Tensor) -> Tensor:
     """Return the front of ``own`` with the contents of ``new``, or ``new`` itself if it does not fit.
 
@@ -794,8 +814,8 @@ def _filled(own: Tensor, new: Tensor) -> Tensor:
         return new
     front = own[: len(new)]
     if new.ndim == 2:
-        front[:, : new.shape[1]] = new
-        front[:, new.shape[1] :] = new[:, -1:]
+        front[:, : new.shape[1]].copy_(new, non_blocking=True)
+        front[:, new.shape[1] :].copy_(new[:, -1:], non_blocking=True)
     else:
-        front.copy_(new)
+        front.copy_(new, non_blocking=True)
     return front

@@ -1,4 +1,4 @@
-"""Sizes of a layer, and an estimate of the memory that a case needs. Imports no torch."""
+"""Sizes of a layer, and an estimates of the work and memory that a case needs. Imports no torch."""
 
 from typing import TYPE_CHECKING
 
@@ -47,6 +47,33 @@ def num_weights(layer: LayerSpec) -> int:
     if layer.mla is None:
         return 0
     return layer.mla.kv_lora_rank * layer.num_heads * (layer.mla.qk_nope_head_dim + layer.mla.v_head_dim)
+
+
+def operations(case: Case, num_values: int) -> float:
+    """Return the multiplications and additions of one attention.
+
+    ``num_values``: 1 for the output alone, 2 for the output and its bound.
+    """
+    layer = naive_layer(case.layer)
+    pairs = 0.0
+    for each in case.batch.requests:
+        unseen = (each.query_len - 1) / 2 if layer.is_causal else 0
+        pairs += each.count * each.query_len * max(each.num_keys(case.layer) - unseen, 0)
+    return 2 * pairs * layer.num_heads * (layer.head_size + num_values * layer.value_head_size)
+
+
+_SMALL = 2**25
+"""Operations of an attention, and of its bound, up to which a GPU waits for launches: 2 ms of one core."""
+
+
+def judging_device(case: Case, device: "torch.device") -> "torch.device":
+    """Return where results of ``case`` on ``device`` are compared with its truth: the CPU if the case is small.
+
+    The result is then copied once. On the device, each of the many operators would need a launch.
+    """
+    import torch
+
+    return torch.device("cpu") if operations(case, 2) <= _SMALL else device
 
 
 _ROW_COPIES = 12

@@ -18,7 +18,7 @@ from attncheck.cases.model import Case
 from attncheck.errors import BlindCaseError
 from attncheck.harness.device import accelerator_of
 from attncheck.harness.problem.problem import Problem
-from attncheck.harness.problem.sizes import naive_layer
+from attncheck.harness.problem.sizes import judging_device, naive_layer, operations
 from attncheck.harness.problem.storage import OutputCodes, key_storage, output_codes, output_error, value_storage
 from attncheck.harness.truth.faults import (
     LATENT_ROUNDINGS,
@@ -53,7 +53,10 @@ _BYTES_A_SECOND, _LATENCY = 10e9, 0.0002
 
 
 def truth_device(case: Case, device: torch.device) -> torch.device:
-    """Return ``device``, or the CPU if it is estimated to deliver the truth of ``case`` to ``device`` sooner."""
+    """Return where the truth of ``case`` is computed: on ``device``, where it is judged, or on the CPU.
+
+    It is the CPU if that is estimated to deliver the truth to ``device`` sooner.
+    """
     accelerator = accelerator_of(device)
     rate = None if accelerator is None else accelerator.facts().float64_rate
     if rate is None:
@@ -67,7 +70,7 @@ def device_seconds(case: Case, rate: float) -> float:
 
     ``rate``: the GPU's peak of float64 operations per second.
     """
-    return _operations(case, 2) / (_SHARE_OF_PEAK * rate)
+    return operations(case, 2) / (_SHARE_OF_PEAK * rate)
 
 
 def host_seconds(case: Case, cores: int) -> float:
@@ -77,14 +80,15 @@ def host_seconds(case: Case, cores: int) -> float:
     """
     layer = naive_layer(case.layer)
     # Two float32 operations take as long as one of float64. Output, LSE and three budgets are copied.
-    operations = _operations(case, 2) + _operations(case, 1) / 2
+    work = operations(case, 2) + operations(case, 1) / 2
     num_bytes = 8 * case.batch.num_tokens * layer.num_heads * (layer.value_head_size + 4)
-    return operations / (_HOST_RATE * cores) + num_bytes / _BYTES_A_SECOND + _LATENCY
+    return work / (_HOST_RATE * cores) + num_bytes / _BYTES_A_SECOND + _LATENCY
 
 
 def truth_notes(case: Case, device: torch.device) -> tuple[str, ...]:
-    """Return the notes of a record on where its truth was computed; empty if on ``device``."""
-    if truth_device(case, device) == device:
+    """Return the notes of a record on where its truth was computed; empty if where it is judged on ``device``."""
+    judged_on = judging_device(case, device)
+    if truth_device(case, judged_on) == judged_on:
         return ()
     return ("the float64 truth was computed on the CPU: by estimate, this GPU takes longer",)
 
@@ -102,19 +106,6 @@ def all_cores() -> Iterator[None]:
 
 def _num_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def _operations(case: Case, num_values: int) -> float:
-    """Return the multiplications and additions of one attention.
-
-    ``num_values``: 1 for the output alone, 2 for the output and its bound.
-    """
-    layer = naive_layer(case.layer)
-    pairs = 0.0
-    for each in case.batch.requests:
-        unseen = (each.query_len - 1) / 2 if layer.is_causal else 0
-        pairs += each.count * each.query_len * max(each.num_keys(case.layer) - unseen, 0)
-    return 2 * pairs * layer.num_heads * (layer.head_size + num_values * layer.value_head_size)
 
 
 # The right answer to a problem, the error budget around it, and a check that the case can notice wrong answers.
@@ -163,17 +154,20 @@ class Truth:
 
 
 def truth_of(problem: Problem, device: torch.device, *, refuse_blindness: bool = True) -> Truth:
-    """Return the truth of ``problem``, on ``device``. :func:`truth_device` chooses where it is computed.
+    """Return the truth of ``problem``, where results on ``device`` are judged (:func:`judging_device`).
+
+    :func:`truth_device` chooses where it is computed.
 
     With ``refuse_blindness``, raises BlindCaseError if turning off a modifier of the layer, or moving a window's edge
     by one, hardly moves the truth. A pass would then prove nothing about the modifier. Always raises BlindCaseError if
     a good kernel overflows, because no output can then be expected.
     """
-    place = truth_device(problem.case, device)
-    if place == device:
-        return _truth_on(problem, device, refuse_blindness)
+    judged_on = judging_device(problem.case, device)
+    place = truth_device(problem.case, judged_on)
+    if place == judged_on:
+        return _truth_on(problem, place, refuse_blindness)
     with all_cores():
-        return _truth_on(problem, place, refuse_blindness).to(device)
+        return _truth_on(problem, place, refuse_blindness).to(judged_on)
 
 
 def _truth_on(problem: Problem, device: torch.device, refuse_blindness: bool) -> Truth:
@@ -375,7 +369,7 @@ class TruthCache:
             return _timed_truth_of(problem, self._device, refuse_blindness=refuse_blindness)
         key = self._key(problem, refuse_blindness=refuse_blindness)
         content = folder.read(key, _num_bytes(problem))
-        truth = _from_bytes(problem, content, self._device) if content else None
+        truth = _from_bytes(problem, content, judging_device(problem.case, self._device)) if content else None
         if truth is None:
             truth = _timed_truth_of(problem, self._device, refuse_blindness=refuse_blindness)
             if self._stores:

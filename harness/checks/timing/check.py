@@ -340,7 +340,7 @@ class TimedStep:
         pool = self._session.pool
         if pool is not None:
             old = problem.old_keys
-            pool.write(problem.key_slots[old], problem.keys[old], problem.values[old])
+            pool.write((problem.key_slots[old], problem.keys[old], problem.values[old]))
             self._session.layer.store_new_rows(pool, step)
         return contents, step, fresh, self.memory.inputs.load_metadata(fresh)
 

@@ -164,7 +164,7 @@ class FreshContents:
         began = perf_counter()
         if truth is None:
             truth = truth_of(problem, device, refuse_blindness=False)
-        self.bases = [BaseProblem(_moved(problem, device), truth)]
+        self.bases = [BaseProblem(_moved(problem, device), truth.to(device))]
         while len(self.bases) < MOST_BASES:
             if len(self.bases) >= at_least and perf_counter() - began > _PATIENCE_S:
                 break
@@ -190,7 +190,8 @@ class FreshContents:
 
     def _other_base(self) -> BaseProblem:
         other = build_problem(self.bases[0].problem.case, self._below(2**31))
-        return BaseProblem(_moved(other, self._device), truth_of(other, self._device, refuse_blindness=False))
+        truth = truth_of(other, self._device, refuse_blindness=False)
+        return BaseProblem(_moved(other, self._device), truth.to(self._device))
 
     def _random_transform(self, base: BaseProblem) -> ContentsTransform:
         problem = base.problem

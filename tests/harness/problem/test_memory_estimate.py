@@ -1,10 +1,10 @@
-"""Memory that a case needs beside what the device, the host and the process have."""
+"""Memory that a case needs beside what the device, the host and the process have, and where it is judged."""
 
 import pytest
 import torch
 
 from attncheck.harness.problem import sizes
-from attncheck.harness.problem.sizes import shortage
+from attncheck.harness.problem.sizes import judging_device, shortage
 
 GIB = 2**30
 
@@ -42,3 +42,10 @@ def test_the_process_may_have_less_than_the_host(make_case, monkeypatch):
     assert shortage(make_case(), torch.device("cpu")) is None
     monkeypatch.setattr(sizes, "free_own_bytes", lambda: GIB)
     assert shortage(make_case(), torch.device("cpu")) == "the case needs about 2.0 GiB, the process has 1.0 GiB free"
+
+
+def test_a_small_case_is_judged_on_the_host_and_a_large_one_on_its_device(make_case):
+    gpu, cpu = torch.device("cuda", 0), torch.device("cpu")
+    short, long = make_case((1, 33), (1, 17)), make_case((4096, 4096))
+    assert [judging_device(case, gpu) for case in (short, long)] == [cpu, gpu]
+    assert judging_device(long, cpu) == cpu
