@@ -1,5 +1,6 @@
 """The check ``bitwise``: the first change of a step that changes a bit, what a declaration promises, and digests."""
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -168,19 +169,19 @@ def test_what_a_case_has_no_step_for_is_not_examined(examine, make_case):
 
 
 def test_a_value_beside_nan_has_no_distance_and_two_nan_are_equal(judge, backend_of, make_case):
-    def impl(is_nan):
+    def impl(value_of):
         class Impl(ReferenceImpl):
             def attend(self, *args):
                 super().attend(*args)
-                if is_nan(args[5].common.num_reqs):
-                    args[6][: args[5].num_rows] = float("nan")
+                args[6][: args[5].num_rows] *= value_of(args[5].common.num_reqs)
 
         return backend_of(Impl, conventions=Conventions())
 
     case = make_case((1, 9), (1, 5))
-    (broken,) = {judge("bitwise", impl(lambda count: count == 1), case).bits.first_broken}
+    broken = judge("bitwise", impl(lambda count: math.nan if count == 1 else 1), case).bits.first_broken
     assert (broken.name, broken.ulps) == ("neighbours", None)
-    assert judge("bitwise", impl(lambda _count: True), case).bits.first_broken is None
+    nans = judge("bitwise", impl(lambda count: -math.nan if count == 1 else math.nan), case)
+    assert nans.bits.first_broken is None
 
 
 def test_digests_are_equal_for_equal_bits_and_count_rows(judge, backend_of, make_case):
