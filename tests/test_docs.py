@@ -234,7 +234,7 @@ def test_figures_of_memory_are_those_of_the_suites() -> None:
     far = {case.id: needed_bytes(case) / 2**30 for case in load_suite("smoke")}
     assert round(far.pop("far-elements")) == 8
     assert max(far.values()) < 1
-    assert "up to seven more processes" in prose_of("first-gpu-run.md")
+    assert "up to eight processes" in prose_of("first-gpu-run.md").lower()
     assert pool_module._MOST == 8
     assert set(builtin_names()) <= set(re.findall(r"`(\w+)`", section("first-gpu-run.md", "What it costs")))
 
@@ -263,7 +263,7 @@ def test_the_order_of_within_is_made_from_the_suite_and_the_mutants_that_there_a
     )
     known = {(case.key, check) for case in suite.cases for check in checks_of(case, None, "cpu")}
     assert ranks().keys() <= known
-    assert telling.table(measured) in text_of("processes.md")
+    assert telling.table(measured) in text_of("running.md")
 
 
 # Names
