@@ -221,8 +221,8 @@ def _by_graph(case: CheckedCase) -> RungResult:
 
 
 def _output_of(seen: Observation, problem: Problem) -> Tensor:
-    """Return the real rows ``[T, H, Dv]`` in the layer's dtype, or as the codes of a quantised output."""
-    output = seen.output[: len(problem.query)]
+    """Return the real rows ``[T, H, Dv]`` in the layer's dtype, or as the codes of a quantised output, on the host."""
+    output = seen.output[: len(problem.query)].cpu()
     return output if output.itemsize == 1 else output.to(problem.dtype)
 
 
@@ -243,7 +243,7 @@ def _numbered(values: Tensor) -> Tensor:
 
 def _result(name: Rung, base: Tensor, rows: Tensor, now: Tensor) -> RungResult:
     """Return how ``now [t, H, Dv]`` differs from the ``rows`` of ``base``, int64 ``[t]``."""
-    was = base[rows.to(base.device)]
+    was = base[rows]
     nan_before, nan_now = torch.isnan(was), torch.isnan(now)
     apart = (_numbered(was) - _numbered(now)).abs().masked_fill(nan_before & nan_now, 0)
     apart = apart.masked_fill(nan_before ^ nan_now, _BESIDE_NAN).amax(dim=-1)
@@ -264,7 +264,7 @@ def _result(name: Rung, base: Tensor, rows: Tensor, now: Tensor) -> RungResult:
 def _digests(values: Tensor) -> dict[str, str]:
     """Return the fields ``digest`` and ``row_digests`` of a record, which are equal for equal bits."""
     numbers = _numbered(values).masked_fill(torch.isnan(values), _BESIDE_NAN)
-    rows = [row.tobytes() for row in numbers.flatten(1).cpu().numpy()]
+    rows = [row.tobytes() for row in numbers.flatten(1).numpy()]
     whole = hashlib.blake2b(b"".join(rows), digest_size=8).hexdigest()
     if len(rows) > _MOST_ROWS:
         return {"digest": whole}
