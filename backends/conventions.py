@@ -49,7 +49,8 @@ class Conventions:
     """
 
     batch_invariant: bool = False
-    """Whether the bits of a row depend only on the row, its keys and the layer."""
+    """Whether a row has the same bits in every batch: beside other requests, in another order or on other pages, with
+    padding, and in a larger CUDA graph. How its prompt is cut in chunks may change them."""
 
     sync_free_build: bool = False
     """Whether ``build`` never waits for the device."""

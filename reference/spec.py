@@ -60,6 +60,11 @@ CHECKS: Mapping[str, CheckInfo] = {
         "right rows stay right with other strides, request orders, pages, padding, layers and earlier steps",
         "properties that no variation of a case changes, and rows that are wrong in the first step",
     ),
+    "bitwise": CheckInfo(
+        "which changes of a step keep the bits of its rows; with batch_invariant, all changes of the batch",
+        "changes that a case does not allow, and other processes and machines",
+        by_default="nowhere",
+    ),
     "builder": CheckInfo(
         "build changes no shared metadata, waits for no device if that is declared, and works beside a second builder",
         "changes outside the common metadata",

@@ -138,6 +138,7 @@ def comparison_document(comparison: RunComparison) -> str:
             "warnings": comparison.warnings,
             "environment": [asdict(change) for change in comparison.environments],
             "outcomes": [asdict(change) for change in comparison.outcomes],
+            "bits": [asdict(pair) for pair in comparison.bits],
             "speeds": [_speed_change(change) for change in comparison.speeds],
             "suite_speeds": [{**asdict(change), "sentence": change.in_words} for change in comparison.suite_speeds],
         }

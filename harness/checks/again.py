@@ -21,6 +21,8 @@ T = TypeVar("T")
 
 _KEPT = "something is kept from an earlier step, of other requests"
 
+_SUMS = "the order in which keys are summed changes, for example with the number of splits"
+
 _STATE = "something is kept from an earlier call, or the backend is not deterministic"
 
 
@@ -58,7 +60,8 @@ def least_failing(
 
 def later_fault(wrong: Broken, how: str, meaning: str) -> Broken:
     """Return the finding of a later step that is ``wrong``. ``how``: the step in words, such as "when repeated"."""
-    return replace(wrong, summary=f"right at first, wrong {how}: {wrong.summary}", meaning=meaning)
+    summary = f"right at first, wrong {how}: {wrong.summary}"
+    return replace(wrong, summary=summary, meaning=wrong.meaning or meaning)
 
 
 @dataclass(frozen=True)
@@ -319,6 +322,7 @@ class RightRows:
             f"{len(wrong)} of {len(compared.rows)} rows have other bits, the first is row {first} "
             f"({self.problem.row_name(first)}); the backend declares batch_invariant",
             {"rows_wrong": len(wrong)},
+            _SUMS,
         )
 
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from attncheck.errors import InternalError, SelectionError
+from attncheck.reports.run_file.bits import Bits
 from attncheck.reports.run_file.graph_levels import GraphLevels
 from attncheck.reports.run_file.timings import Timing
 
@@ -17,11 +18,12 @@ class Measurements:
     """Additional measurements of a check, copied unchanged into the record field of the same name.
 
     ``graph``: levels and probes of the check ``cudagraph``. ``chosen_kernels``: names of the kernels that a library
-    chose, or None if not examined. ``timing``: times of the check ``timing``.
+    chose, or None if not examined. ``bits``: of the check ``bitwise``. ``timing``: times of the check ``timing``.
     """
 
     graph: GraphLevels | None = None
     chosen_kernels: tuple[str, ...] | None = None
+    bits: Bits | None = None
     timing: Timing | None = None
 
 

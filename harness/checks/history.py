@@ -465,14 +465,19 @@ def loop_steps(problem: Problem) -> tuple[LoopStep, ...]:
 
     The first ends at the edge of a page, the second begins a page, and the third has the case's last rows.
     """
-    case, layer = problem.case, problem.layer
-    is_plain = layer.attn_type == AttentionType.DECODER and layer.is_causal and not problem.writes_nothing
-    has_contexts = all(spec.context_len >= 0 and not spec.shared_prefix for spec in case.batch)
-    if not is_plain or not has_contexts or case.batch.path.name not in _PATHS:
+    if not takes_several_steps(problem):
         return ()
     cuts = [_cuts(request, problem.cache.block_size) for request in problem.requests]
     spans = ([(i, own[n], own[n + 1]) for i, own in enumerate(cuts) if own[n] < own[n + 1]] for n in range(3))
-    return tuple(_step(problem, number, own) for number, own in enumerate(spans) if own)
+    return tuple(step_of_spans(problem, number, own) for number, own in enumerate(spans) if own)
+
+
+def takes_several_steps(problem: Problem) -> bool:
+    """Return whether several steps may compute the rows of a case: each row then sees the keys that it sees in one."""
+    case, layer = problem.case, problem.layer
+    is_plain = layer.attn_type == AttentionType.DECODER and layer.is_causal and not problem.writes_nothing
+    has_contexts = all(spec.context_len >= 0 and not spec.shared_prefix for spec in case.batch)
+    return is_plain and has_contexts and case.batch.path.name in _PATHS
 
 
 def _cuts(request: Request, block_size: int) -> tuple[int, int, int, int]:
@@ -483,7 +488,7 @@ def _cuts(request: Request, block_size: int) -> tuple[int, int, int, int]:
     return min(first, max(0, page - _FIRST_ROWS)), page, last, end
 
 
-def _step(problem: Problem, number: int, spans: list[tuple[int, int, int]]) -> LoopStep:
+def step_of_spans(problem: Problem, number: int, spans: list[tuple[int, int, int]]) -> LoopStep:
     """Return step ``number``, in which request ``i`` of each span ``(i, start, end)`` adds these positions."""
     case, size = problem.case, problem.cache.block_size
     path = case.batch.path if case.batch.path.name == "local" else implied_path(problem.layer)

@@ -123,7 +123,7 @@ _ROOM = "the output depends on room that the batch does not use: the width of th
 
 _COLUMNS, _PADDING = 5, PaddingSpec(requests=2, tokens=3)
 
-_UNCUT = ("paged", "encoder_only", "cross", "mla", "local", "spec_decode", "tree", "fast_prefill")
+UNCUT = ("paged", "encoder_only", "cross", "mla", "local", "spec_decode", "tree", "fast_prefill")
 """Paths whose requests are independent, so that any subset of them makes a batch."""
 
 _UNPADDED = ("encoder_only", "cross", "micro_batch")
@@ -136,7 +136,7 @@ def same_requests(rows: RightRows, session: Session) -> Iterator[Variation]:
     for group in _alone(problem):  # within the builder's bounds, on an impl that has seen the batch
         afresh = partial(_judge_afresh, rows, session)
         yield changed_step(plain, group, partial(_judge, rows, session), afresh=afresh)
-    changes = tuple(_recomposed(problem, _padding_for(session)))
+    changes = tuple(_recomposed(problem, padding_for(session)))
     if changes:
         largest = plain
         for change in changes:
@@ -168,7 +168,7 @@ def _alone(problem: Problem) -> Iterator[tuple[Change[Arrangement], ...]]:
     if problem.has_pool:
         yield (*(turned if problem.case.batch.path.name != "micro_batch" else ()), elsewhere)
     one = int(problem.case.hash, 16) % len(problem.requests)
-    if problem.case.batch.path.name in _UNCUT and count > 1 and problem.requests[one].num_keys:
+    if problem.case.batch.path.name in UNCUT and count > 1 and problem.requests[one].num_keys:
         yield (Change(f"request {one} alone", _ROWS, partial(_of, (one,))),)
 
 
@@ -179,11 +179,11 @@ def _recomposed(problem: Problem, padding: PaddingSpec | None) -> Iterator[Chang
     number = int(problem.case.hash, 16)
     backwards = tuple(reversed(range(count)))
     one = number // 3 % count
-    if path in _UNCUT and number % 3 == 0:
+    if path in UNCUT and number % 3 == 0:
         more = (*backwards, one)
         what = f"the requests {_listed(more)}, in this order and other pages"
         yield Change(what, _ROWS, lambda how: replace(how, which=more, elsewhere=True))
-    elif path in _UNCUT and number % 3 == 1 and count > 2:
+    elif path in UNCUT and number % 3 == 1 and count > 2:
         yield _ordered(tuple(i for i in backwards if i != one))
     elif path != "micro_batch" and count > 1:
         yield _ordered(backwards if number % 2 else (*range(1, count), 0))
@@ -195,7 +195,7 @@ def _recomposed(problem: Problem, padding: PaddingSpec | None) -> Iterator[Chang
         yield Change(what, _ROOM, lambda how: replace(how, padding=padding))
 
 
-def _padding_for(session: Session) -> PaddingSpec | None:
+def padding_for(session: Session) -> PaddingSpec | None:
     """Return padding that the batch lacks and the backend accepts with such a batch, or None if there is none."""
     case = session.problem.case
     if case.batch.path.name in _UNPADDED or case.batch.padding.requests or case.batch.padding.tokens:

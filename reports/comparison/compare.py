@@ -13,6 +13,7 @@ from typing import Literal
 from attncheck.errors import QuestionError, UnknownNameError
 from attncheck.reports.analysis.phrases import plural
 from attncheck.reports.analysis.summary import worst_rounds
+from attncheck.reports.comparison.bits import BitsPair, compare_bits
 from attncheck.reports.comparison.changes import (
     EnvironmentChange,
     OutcomeChange,
@@ -228,7 +229,8 @@ class RunComparison:
     ``compared``: how much of BASE was compared. ``speeds``: every pair of speeds, in the order of BASE.
     ``suite_speeds``: the same by suite and part. ``outcomes``: those that changed. ``only_base``, ``only_new``: cases
     or checks of one run only. ``changed_cases``: cases with equal names and different hashes, which are not compared.
-    ``warnings``: one sentence for each circumstance that weakens the comparison. All text here is unescaped.
+    ``warnings``: one sentence for each circumstance that weakens the comparison. ``bits``: cases of the check
+    ``bitwise`` in both runs. All text here is unescaped.
     """
 
     base: Run
@@ -242,6 +244,7 @@ class RunComparison:
     changed_cases: tuple[str, ...] = ()
     environments: tuple[EnvironmentChange, ...] = ()
     warnings: tuple[str, ...] = ()
+    bits: tuple[BitsPair, ...] = ()
     terms: ComparisonTerms = field(default_factory=ComparisonTerms)
 
     @property
@@ -313,6 +316,7 @@ def compare_runs(
             *kernel_changes(base.records, new.records, matching.backends),
         ),
         tuple(warnings),
+        compare_bits(matching.answers),
         terms,
     )
 

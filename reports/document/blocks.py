@@ -13,6 +13,7 @@ SectionName = Literal[
     "table",
     "failures",
     "graph-levels",
+    "bits",
     "support",
     "timings",
     "functions",

@@ -6,7 +6,7 @@ change are shown.
 
 from collections.abc import Sequence
 
-from attncheck.reports.analysis.phrases import plural, sentence
+from attncheck.reports.analysis.phrases import budgets, plural, sentence
 from attncheck.reports.analysis.reasons import named
 from attncheck.reports.comparison import summary
 from attncheck.reports.comparison.compare import RunComparison, SpeedChange
@@ -41,6 +41,7 @@ def compared(comparison: RunComparison, *, whole: bool) -> list[Block]:
         *listed([Span(f"warning: {text}" if not whole else text, is_bold=True) for text in comparison.warnings]),
         *listed([change.in_words for change in comparison.suite_speeds]),
         *_outcomes(comparison, whole=whole),
+        *_bits(comparison, whole=whole),
         *_times(comparison, whole=whole),
         *_differences(comparison, whole=whole),
     ]
@@ -64,6 +65,27 @@ def _outcomes(comparison: RunComparison, *, whole: bool) -> list[Block]:
     headings = ("", "backend", "cases", "checks", "BASE -> NEW", "what")
     changed = Table(headings, tuple(rows), is_named=False)
     return [Heading(2, "Outcomes that changed"), changed, *_more(groups, whole=whole)]
+
+
+def _bits(comparison: RunComparison, *, whole: bool) -> list[Block]:
+    """Return how many cases have equal bits in both runs, and those that differ."""
+    pairs = comparison.bits
+    if not pairs:
+        return []
+    differing = [pair for pair in pairs if pair.rows_moved != 0]
+    equal = f"{len(pairs) - len(differing)} of {plural(len(pairs), 'case')} have equal bits in both runs."
+    rows: list[list[Text]] = [
+        [
+            pair.backend,
+            pair.case,
+            f"{'some' if pair.rows_moved is None else pair.rows_moved} of {pair.rows}",
+            *map(budgets, pair.shares),
+        ]
+        for pair in differing[: None if whole else SHOWN]
+    ]
+    shares = ["worst error / allowed\nBASE", "worst error / allowed\nNEW"]
+    listing = [table(["backend", "case", "rows that differ", *shares], rows)] if rows else []
+    return [Heading(2, "Equal bits"), Paragraph(equal), *listing, *_more(differing, whole=whole)]
 
 
 def _times(comparison: RunComparison, *, whole: bool) -> list[Block]:

@@ -11,6 +11,7 @@ from attncheck.reports.analysis import phrases
 from attncheck.reports.analysis.phrases import one_line, plural, sentence
 from attncheck.reports.analysis.summary import OutcomeCounts
 from attncheck.reports.analysis.utilities import HEADINGS, LEGEND, function_rows, notes_by_heading, provider_title
+from attncheck.reports.document.bits import bits
 from attncheck.reports.document.blocks import (
     BREAK,
     Block,
@@ -30,7 +31,7 @@ from attncheck.reports.document.blocks import (
 from attncheck.reports.document.failures import expected, failures, verdict
 from attncheck.reports.document.run_values import RunValues
 from attncheck.reports.document.support import graph_levels, support
-from attncheck.reports.run_file.records import EXAMINED, UTILITIES
+from attncheck.reports.run_file.records import EXAMINED, UTILITIES, bits_of
 from attncheck.reports.run_file.timings import Kernel
 from attncheck.reports.speeds.notes import doubts, fastest_note, legend, rounds_note, speed_notes
 from attncheck.reports.speeds.tables import SpeedTable, speed_tables, summary_tables, time_unit, traffic
@@ -218,6 +219,7 @@ def _in_brief(run: RunValues) -> list[Block]:
     hidden: dict[SectionName, bool] = {
         "unexamined": bool(gaps),
         "graph-levels": bool(run.found.levels),
+        "bits": any(bits_of(record) is not None for record in run.records),
         "timings": bool(run.speeds),
         "functions": any(row.notes for name in run.summary.providers for row in function_rows(run.records, name)),
         "expected": any(finding.is_expected for finding in run.found.findings),
@@ -292,6 +294,7 @@ SECTIONS: Mapping[SectionName, Section] = {
     "table": outcomes,
     "failures": failures,
     "graph-levels": graph_levels,
+    "bits": bits,
     "support": support,
     "timings": timings,
     "functions": functions,

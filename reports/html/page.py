@@ -16,6 +16,7 @@ from typing import NamedTuple
 from attncheck.errors import MissingExtraError, QuestionError
 from attncheck.reports.comparison.compare import compare_runs
 from attncheck.reports.document import comparison
+from attncheck.reports.document.bits import bits
 from attncheck.reports.document.blocks import Block, Folded, Heading, Paragraph, Span, Text, plain
 from attncheck.reports.document.failures import errors, expected, failure_blocks, verdict
 from attncheck.reports.document.run import checks, circumstances, functions, kernels, suites, timings, unexamined
@@ -86,7 +87,7 @@ def _run(run: RunValues, key: str, name: str) -> Part:
         by_suite = Folded("By suite, with versions and conventions", (suites(run),))
         blocks += [Heading(2, "Checks"), checks(run, run.present, totals=True), *kernels(run), by_suite]
         blocks += [Folded("Declared features", declared), *measured]
-    blocks += _folded(graph_levels(run, whole=True))
+    blocks += [*_folded(graph_levels(run, whole=True)), *bits(run, whole=True)]
     blocks += [*speeds[:1], *speed_charts(key, run.speeds), *speeds[1:]]
     blocks += [*functions(run, whole=True), *expected(run, whole=True), *unexamined(run, whole=True)]
     return Part(key, name, _sections([*blocks, *circumstances(run, whole=True)]))

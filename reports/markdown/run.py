@@ -19,6 +19,7 @@ ORDER: tuple[SectionName, ...] = (
     "table",
     "support",
     "graph-levels",
+    "bits",
     "timings",
     "functions",
     "expected",

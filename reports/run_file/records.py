@@ -15,6 +15,7 @@ from typing import Annotated, Any, Literal, NamedTuple, Self, get_args
 from pydantic import Field, SerializerFunctionWrapHandler, TypeAdapter, model_serializer, model_validator
 from pydantic_core import PydanticSerializationError
 
+from attncheck.reports.run_file.bits import Bits
 from attncheck.reports.run_file.causes import BACKEND_TIME, cause_of_end, cause_of_error, cause_of_failure
 from attncheck.reports.run_file.graph_levels import GraphLevels
 from attncheck.reports.run_file.header import CheckName, RunHeader
@@ -103,10 +104,11 @@ class MeasuredRecord(LevelRecord):
     """A record that may have measurements because the case was examined. A new kind of measurement is a field here.
 
     ``chosen_kernels``: of the checks ``numerics`` and ``timing``, the kernels that a library chose, by the backend's
-    names; empty if unknown. ``timing``: of the check ``timing``.
+    names; empty if unknown. ``bits``: of the check ``bitwise``. ``timing``: of the check ``timing``.
     """
 
     chosen_kernels: tuple[str, ...] = ()
+    bits: Bits | None = None
     timing: Timing | None = None
 
 
@@ -301,6 +303,11 @@ def is_out_of_time(record: Record) -> bool:
 def graph_of(record: Record) -> GraphLevels | None:
     """Return the CUDA-graph levels of a record, or None for other checks and without an examination."""
     return record.graph if isinstance(record, LevelRecord) else None
+
+
+def bits_of(record: Record) -> Bits | None:
+    """Return the rungs and digests of a record, or None for other checks and without an examination."""
+    return record.bits if isinstance(record, MeasuredRecord) else None
 
 
 def budget_share(record: Record) -> float | None:

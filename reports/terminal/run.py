@@ -27,6 +27,7 @@ ORDER: tuple[SectionName, ...] = (
     "failures",
     "expected",
     "graph-levels",
+    "bits",
     "support",
     "timings",
     "functions",

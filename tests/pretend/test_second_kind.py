@@ -9,7 +9,7 @@ from attncheck.backends.candidates.torch_sdpa import SDPABackend
 class OnXpu(SDPABackend):
     supported_devices = ("cpu", "xpu")
 """
-CHECKS = ("numerics", "cache_write", "builder", "streams", "cudagraph")
+CHECKS = ("numerics", "cache_write", "bitwise", "builder", "streams", "cudagraph")
 WORDS = ["--backend", "on_xpu.py:OnXpu", "--suite", "small.yaml"]
 
 

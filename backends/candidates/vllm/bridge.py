@@ -77,6 +77,7 @@ class VLLMBackend(AttentionBackend):
                 operand_strides="rows",
                 host_lens="upper_bound" if has_upper_bounds(their_metadata()) else "exact",
                 cache_strides="blocks" if getattr(theirs, "indexes_kv_by_block_stride", bool)() else "pages",
+                batch_invariant=not is_latent and _claims_batch_invariance(theirs),
             ),
             "supported_dtypes": found.dtypes,
             "supported_kv_cache_dtypes": found.kv_cache_dtypes,
@@ -160,10 +161,23 @@ class VLLMBackend(AttentionBackend):
 
     @classmethod
     def version(cls) -> str:
-        """Return vLLM's version, marked if kernels are interpreted, or with the CPU instruction set of its kernels."""
+        """Return vLLM's version, marked if kernels are interpreted, or with the CPU instruction set of its kernels.
+
+        In vLLM's batch-invariant mode, it names the variable that selects the mode.
+        """
+        mode = ["VLLM_BATCH_INVARIANT=1"] if package.is_batch_invariant() else []
         if _is_interpreted(cls.their_backend):
-            return interpreter.marked(package.version())
-        return ", ".join([package.version(), *_instruction_set(cls.their_backend)])
+            return ", ".join([interpreter.marked(package.version()), *mode])
+        return ", ".join([package.version(), *_instruction_set(cls.their_backend), *mode])
+
+
+def _claims_batch_invariance(their_backend: type[Any]) -> bool:
+    """Return whether the class claims batch invariance in the mode of this process; without the mode, none does.
+
+    Classes with a latent cache are left out by the caller: they also need the operators of torch that vLLM's worker
+    replaces in this mode. attncheck does not replace them, since it computes the truth with them.
+    """
+    return package.is_batch_invariant() and bool(getattr(their_backend, "supports_batch_invariance", bool)())
 
 
 def _machine_reasons(their_backend: type[Any], device: str) -> list[str]:

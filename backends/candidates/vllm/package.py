@@ -48,6 +48,11 @@ def version() -> str:
     return str(module("vllm").__version__)
 
 
+def is_batch_invariant() -> bool:
+    """Return whether ``VLLM_BATCH_INVARIANT`` selects vLLM's batch-invariant kernels; False in versions without it."""
+    return bool(getattr(_if_there("vllm.envs"), "VLLM_BATCH_INVARIANT", False))
+
+
 def load_plugins() -> None:
     """Load vLLM's general plugins, which may register classes, as every process of vLLM does.
 

@@ -55,7 +55,7 @@ def test_list_names_everything_and_schema_is_that_of_case_files(typed):
     printed = typed("list").out
     for word in ("backends", "torch_sdpa", "suites", "smoke", "checks", "numerics", "does not detect"):
         assert word in printed
-    assert printed.count("runs only if it is named") == 1
+    assert printed.count("runs only if it is named") == 2
     assert "as by --check timing" in printed
     assert "cases" in json.loads(typed("list schema").out)["properties"]
 

@@ -80,7 +80,9 @@ def test_lines_state_the_progress_now_and_then_and_a_case_counts_once_a_backend(
 
 
 def test_a_case_counts_in_every_round_it_is_timed_in_and_once_for_all_else(lines):
-    fields = record(1, check="timing").model_dump(exclude={"figures", "notes", "graph", "chosen_kernels", "timing"})
+    fields = record(1, check="timing").model_dump(
+        exclude={"figures", "notes", "graph", "chosen_kernels", "bits", "timing"}
+    )
     unsupported = Unsupported.model_validate(fields | {"outcome": "unsupported", "reasons": ["no windows"]})
     timed = [record(0, check="timing", round_number=number) for number in range(3)]
     untimed = [record(0, check="numerics"), record(0, check="lse"), record(1)]

@@ -21,6 +21,7 @@ from attncheck.harness.run.outcomes import Circumstances, record_of
 from attncheck.harness.truth.truth import truth_of
 from attncheck.reference.spec import DEFAULT_CHECKS, PathSpec, SplitKVOptions
 from attncheck.reports.run_file import records
+from attncheck.reports.run_file.bits import Bits
 from attncheck.reports.run_file.graph_levels import GraphLevels
 from attncheck.reports.run_file.timings import Timing
 
@@ -218,7 +219,8 @@ def test_truths_are_computed_once_for_all_examiners(make_case, tmp_path, monkeyp
 
 LEVELS = GraphLevels(declared="ALWAYS", measured=None, recorder="cuda")
 TIMING = Timing(latencies=())
-MEASURED = {"graph": LEVELS, "chosen_kernels": ("flash", "math"), "timing": TIMING}
+BITS = Bits(rungs=(), digest="")
+MEASURED = {"graph": LEVELS, "chosen_kernels": ("flash", "math"), "bits": BITS, "timing": TIMING}
 
 
 def recorded(finding):
@@ -236,6 +238,7 @@ def test_every_measurement_has_a_field_in_records_of_what_was_examined():
         record = recorded(finding)
         assert (records.graph_of(record), records.timing_of(record)) == (LEVELS, TIMING)
         assert records.chosen_kernels_of(record) == ("flash", "math")
+        assert records.bits_of(record) == BITS
 
 
 def test_what_was_not_examined_has_levels_and_no_times():

@@ -123,6 +123,21 @@ def test_a_backend_whose_library_is_missing_or_breaks_is_no_wrong_question(refus
     assert broken.startswith("importing it raised AssertionError: Torch not compiled with CUDA enabled (ROOT/tests/")
 
 
+def test_batch_invariance_is_claimed_in_its_mode_only(vllm, monkeypatch):
+    class Invariant(Base):
+        supports_batch_invariance = staticmethod(lambda: True)
+
+    def claims(mode):
+        envs = ModuleType("vllm.envs")
+        if mode is not None:
+            envs.VLLM_BATCH_INVARIANT = mode
+        monkeypatch.setitem(sys.modules, "vllm.envs", envs)
+        return bridge._claims_batch_invariance(Invariant), bridge._claims_batch_invariance(Base)
+
+    assert claims(None) == claims(False) == (False, False)  # None: a version without the variable
+    assert claims(True) == (True, False)
+
+
 class Registry(SimpleNamespace):
     """The registry of vLLM with these classes by name. None: the name has no class."""
 
