@@ -12,7 +12,7 @@ from attncheck.errors import QuestionError
 from attncheck.harness.cli.fuzz import refuse_unnamed
 from attncheck.harness.run.expectations import expectation_file, load_expectations
 from attncheck.harness.run.statement import Statement, Verification, make_statement, read_statement, verify
-from attncheck.reports.analysis.phrases import plural
+from attncheck.reports.analysis.phrases import conventions, plural
 from attncheck.reports.document.blocks import Block, Heading, Paragraph, listed
 from attncheck.reports.markdown import text as markdown
 from attncheck.reports.run_file.records import Record, Unavailable, Unsupported, XFailed
@@ -123,6 +123,7 @@ def _blocks(statement: Statement, found: Verification) -> list[Block]:
             f"({statement.device}): torch {machine.torch}, attncheck {machine.attncheck}, seed {statement.seed}"
         ),
         Paragraph(f"declared features: {', '.join(backend.features) or 'none'}"),
+        Paragraph(f"declared conventions: {conventions(backend)}"),
         Paragraph(f"{plural(statement.profile.entries, 'check')} in the must-pass list: {counts}"),
         *listed(_missing(statement), "missing:"),
         *listed(waivers, "waivers:"),

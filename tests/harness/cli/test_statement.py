@@ -38,7 +38,9 @@ def write(folder, header, make_record, write_run):
 
     def write(others=None, *, profile=DECODER, ref="smoke", level="ALWAYS", only=None):
         (folder / "run.jsonl").unlink(missing_ok=True)
-        backend = BackendInfo(name="Mine", ref="./mine.py:Mine", version="2", features=("sliding_window",))
+        backend = BackendInfo(
+            name="Mine", ref="./mine.py:Mine", version="2", features=("sliding_window",), conventions={"lse_base": "e"}
+        )
         suites = (SuiteInfo(name="smoke", ref=ref, cases=94),)
         records = []
         for (key, check), entry in must_pass(load_profile(profile), {"smoke": ref}).items():
@@ -105,6 +107,8 @@ stated on DAY from the run of 2026-01-01T00:00:00+00:00 on a cpu (cpu): torch 2.
   attncheck 0.1.0, seed 0
 
 declared features: sliding_window
+
+declared conventions: lse_base: e
 
 729 checks in the must-pass list: 729 passed
 
