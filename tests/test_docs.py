@@ -263,7 +263,7 @@ def test_the_order_of_within_is_made_from_the_suite_and_the_mutants_that_there_a
     )
     known = {(case.key, check) for case in suite.cases for check in checks_of(case, None, "cpu")}
     assert ranks().keys() <= known
-    assert telling.table(measured) in text_of("processes.md")
+    assert telling.table(measured) in text_of("running.md")
 
 
 # Names

@@ -94,6 +94,7 @@ def check_numerics(
     explains: bool = True,
 ) -> Holds | Broken:
     """Judge the output of one step. ``explains``: also search for the cause of an error; takes most of the time."""
+    seen = seen.judged_on(truth.out.device)
     shares = output_shares(truth, seen)
     values = output_values(seen.output[: len(shares)], truth.codes)
     figures = {"rows": shares.shape[0], "heads": shares.shape[1]} | wrong_figures(shares, values, seen.unwritten)
@@ -243,6 +244,7 @@ def check_lse(
     """Judge the LSE of one step. ``is_output_explained``: as in :class:`CheckedCase`."""
     if seen.lse is None:
         return NotExamined(("lse is not declared",))
+    seen = seen.judged_on(truth.lse.device)
     got = comparable_lse(problem, seen, conventions)
     if got is None:
         return NotExamined(("ALiBi measured from elsewhere together with sinks: the LSE has no common meaning",))

@@ -6,7 +6,7 @@ import re
 import sysconfig
 import traceback
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -147,6 +147,18 @@ class Observation:
     """Output buffers whose guard memory was written to."""
     protocol: tuple[str, ...] = ()
     """Other rules of the contract that were broken, such as returning the output buffer."""
+
+    def judged_on(self, device: "torch.device") -> "Observation":
+        """Return this with the results on ``device``; a session of a larger problem leaves them on its own."""
+        if self.output.device == device:
+            return self
+        return replace(
+            self,
+            output=self.output.to(device),
+            lse=None if self.lse is None else self.lse.to(device),
+            unwritten=self.unwritten.to(device),
+            lse_unwritten=None if self.lse_unwritten is None else self.lse_unwritten.to(device),
+        )
 
 
 @dataclass(frozen=True)
