@@ -246,7 +246,7 @@ def shrink(
     run = read_run(run_path(word or "last"))
     failure = recorded_failure(run, case_id, check, backend)
     if failure.record.backend_ref != backend and not is_kept(Path(run.path)):
-        _refuse_unnamed(failure.record.backend_ref, run.path)
+        refuse_unnamed(failure.record.backend_ref, run.path, "shrink")
     options = read_options(given, device=run.header.device, seed=failure.record.seed)
     with backend_process(failure.record.backend_ref, options) as process:
         print_foreign(f"reducing {failure.case.key} {failure.record.check} of {run.path}")
@@ -257,16 +257,16 @@ def shrink(
         return print_small(process, small, folder_for(output, "shrink"))
 
 
-def _refuse_unnamed(ref: str, path: str) -> None:
-    """Raise SelectionError if a run file that may be foreign chooses code that is neither registered nor named.
+def refuse_unnamed(ref: str, path: str, command: str) -> None:
+    """Raise SelectionError if a file that may be foreign chooses code that is neither registered nor named.
 
-    A run file's author chooses its references; loading one runs its code.
+    The author of a run file or statement chooses its references; loading one runs its code.
     """
     family, _, name = ref.partition(":")
     if family not in known_names() or (name and not name.isidentifier()):
         quoted = shlex.quote(ref)
         raise SelectionError(
-            f"{path} names the code {ref}, which shrink would run; to allow it, add --backend {quoted}"
+            f"{path} names the code {ref}, which {command} would run; to allow it, add --backend {quoted}"
         )
 
 

@@ -105,11 +105,19 @@ RUN_FORMATS: Mapping[str, ReportFormat] = {
 }
 """All formats of runs. That of expectations is written by the code that reads them, which reports cannot import."""
 
+STATEMENT_FORMATS: Mapping[str, str] = {
+    "statement": "a statement of conformance to --profile, as JSON",
+    "badge": "an SVG badge of the statement that --verify names",
+}
+"""The formats of statements. They need more than a run, so `attncheck run --report` does not write them."""
+
+_ABOUT_RUNS = {**{name: form.about_runs for name, form in RUN_FORMATS.items()}, **STATEMENT_FORMATS}
+
 if TYPE_CHECKING:  # type checkers do not support enums with computed members
     RunFormat = str
     SectionChoice = SectionName
 else:
-    RunFormat = StrEnum("RunFormat", {name: name for name in RUN_FORMATS})
+    RunFormat = StrEnum("RunFormat", {name: name for name in _ABOUT_RUNS})
     SectionChoice = StrEnum("SectionChoice", {name: name for name in get_args(SectionName)})
 
 
@@ -120,7 +128,7 @@ def report(
         typer.Option(
             "--format",
             metavar="NAME",
-            help=f"{'; '.join(f'{name}: {form.about_runs}' for name, form in RUN_FORMATS.items())}.",
+            help=f"{'; '.join(f'{name}: {about}' for name, about in _ABOUT_RUNS.items())}.",
         ),
     ] = "terminal",
     output: OutputFile = None,
@@ -143,6 +151,27 @@ def report(
     device: Annotated[
         str | None, typer.Option(metavar="NAME", help="With --needs: only devices with this in their name.")
     ] = None,
+    profile: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME", help="With --format statement: what to conform to; see `attncheck list profiles`."
+        ),
+    ] = None,
+    expect: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="With --format statement: entries with `id` and `until` are waivers."),
+    ] = None,
+    verify: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Check this statement instead. As terminal, markdown or badge."),
+    ] = None,
+    again: Annotated[
+        int, typer.Option("--rerun", metavar="N", min=0, help="With --verify: make N checks again, drawn at random.")
+    ] = 0,
+    backend: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help="With --rerun: the backend, unless the statement names a registered one."),
+    ] = None,
     folders: Folders = None,
     skipped: Skipped = "",
     verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Print the report for a terminal in full.")] = False,
@@ -151,11 +180,37 @@ def report(
     """Print a report of each run file; by default, of the newest kept run.
 
     HTML compares the first run with each of the others. Exit code 0; with --needs, 1 if no backend is right in cases
-    that need all of them.
+    that need all of them; with --format statement or --verify, 1 if the backend does not conform or the statement does
+    not hold.
     """
     from attncheck.reports.run_file.store import read_run
 
-    paths = chosen_files(runs, folders, skipped, default=["last"])
+    style = Style(terminal_width(), output is None and use_color(color), verbose)
+    is_stated, is_other = form == "statement", bool(runs or folders or section or needs)
+    for is_wrong, message in (
+        (is_stated and profile is None, "--format statement needs --profile NAME; see `attncheck list profiles`"),
+        (form == "badge" and verify is None, "--format badge is drawn from a statement; give --verify FILE"),
+        (not is_stated and (profile or expect), "--profile and --expect belong to --format statement"),
+        (is_stated and verify, "--format statement makes a statement, and --verify reads one; leave out either"),
+        (verify and is_other, "--verify reads the statement alone; leave out RUN, --runs, --section and --needs"),
+        (again and verify is None, "--rerun repeats checks of a statement; give --verify FILE"),
+        (backend and not again, "--backend belongs to --rerun"),
+    ):
+        if is_wrong:
+            raise QuestionError(message)
+    paths = [verify] if verify is not None else chosen_files(runs, folders, skipped, default=["last"])
+    if is_stated or verify is not None:
+        from attncheck.harness.cli.statements import stated, verified
+
+        if len(paths) > 1:
+            raise QuestionError(f"a statement is about one run, and {len(paths)} are given")
+        refuse_input(output, paths)
+        if verify is not None:
+            text, holds = verified(verify, again, backend, form, style)
+        else:
+            text, holds = stated(paths[0], profile or "", expect)
+        write_output(text, output)
+        return 0 if holds else 1
     chosen = RUN_FORMATS[form]
     if chosen.advice and len(paths) > 1:
         raise QuestionError(f"--format {form} takes one run, and {len(paths)} are given; {chosen.advice}")
@@ -170,7 +225,6 @@ def report(
         raise QuestionError(f"--format {form} is not for a terminal; give --output FILE")
     read = [read_run(path) for path in paths]
     refuse_input(output, paths)
-    style = Style(terminal_width(), output is None and use_color(color), verbose)
     is_right = True
     if needs:
         rendered, is_right = _answers(read, needs, device, form, style)

@@ -250,14 +250,17 @@ class Listable(StrEnum):
     SUITES = "suites"
     CASES = "cases"
     CHECKS = "checks"
+    PROFILES = "profiles"
+    CONTRACT = "contract"
     SCHEMA = "schema"
 
 
 class SchemaSubject(StrEnum):
-    """What the schema is for: a case file, or a line of a run file."""
+    """What the schema is for: a case file, a line of a run file, or a statement of conformance."""
 
     CASES = "cases"
     RUN = "run"
+    STATEMENT = "statement"
 
 
 @with_options(
@@ -269,13 +272,19 @@ def list_names(
     given: Given,
     *,
     what: Annotated[
-        Listable | None, typer.Argument(help="Default: backends, suites and checks. schema: a JSON schema.")
+        Listable | None,
+        typer.Argument(
+            help="Default: backends, suites and checks. profiles: what a statement of conformance can be about. "
+            "contract: what differs between two versions of vLLM's contract. schema: a JSON schema."
+        ),
     ] = None,
     of: Annotated[
-        SchemaSubject, typer.Option("--of", help="The schema of a case file, or of a line of a run file.")
+        SchemaSubject, typer.Option("--of", help="The schema of a case file, a line of a run file, or a statement.")
     ] = SchemaSubject.CASES,
+    old: Annotated[str, typer.Option("--from", metavar="VERSION", help="With contract: a version of vLLM.")] = "0.31",
+    new: Annotated[str, typer.Option("--to", metavar="VERSION", help="With contract: a later one.")] = "0.32",
 ) -> int:
-    """List backends, suites, cases or checks, or print a JSON schema.
+    """List names, changes of vLLM's contract, or a JSON schema.
 
     `attncheck doctor` shows which backends can run on this machine.
     """
@@ -287,6 +296,10 @@ def list_names(
         _cases(suites, given.get("cases", []), given.get("keywords", ""))
     elif what == Listable.SCHEMA:
         _schema(of)
+    elif what == Listable.PROFILES:
+        _profiles()
+    elif what == Listable.CONTRACT:
+        _contract(old, new)
     elif what is not None:
         tables[what]()
     else:
@@ -343,10 +356,32 @@ def _batch(batch: "BatchSpec") -> str:
 def _schema(of: SchemaSubject) -> None:
     if of is SchemaSubject.RUN:
         from attncheck.reports.run_file.schema import run_file_schema as described
+    elif of is SchemaSubject.STATEMENT:
+        from attncheck.harness.run.statement import statement_schema as described
     else:
         from attncheck.cases.schema import json_schema as described
 
     typer.echo(json.dumps(described(), indent=2))
+
+
+def _profiles() -> None:
+    from attncheck.cases.profile import load_profile, profile_names
+
+    profiles = [load_profile(name) for name in profile_names()]
+    _print([[each.name, f"version {each.version}", each.description] for each in profiles])
+
+
+def _contract(old: str, new: str) -> None:
+    """Print each member of vLLM's contract that differs, and what a class must do."""
+    from attncheck.backends.contract_changes import contract_changes
+    from attncheck.reports.terminal.columns import wrap
+
+    for step in contract_changes(old, new):
+        print_foreign(f"vLLM {step['old']} to {step['new']}, vllm/v1/attention/backend.py\n")
+        for each in step["changes"]:
+            lines = [f"{each['member']}: {each['change']}"]
+            lines += [f"  {key + ':':<5}{each[key]}" for key in ("was", "now", "do") if key in each]
+            print_foreign("\n".join(wrap(line, width=terminal_width()) for line in lines) + "\n")
 
 
 def _checks() -> None:

@@ -9,6 +9,7 @@ A file is a YAML list of entries::
       reason: the window is one key too long
       issue: https://example.org/issues/17   # optional
       until: 2026-12-31           # optional: the last day on which the entry applies
+      id: window-edge-1           # optional: with `until`, a statement of conformance takes the entry as a waiver
 
 Optional keys restrict an entry to some records: ``needs`` (features and forms, as records name them), ``version`` (a
 pattern on the backend's version) and ``says`` (a pattern on the record's message). ``within`` bounds how much may be
@@ -117,6 +118,9 @@ class Expectation:
     within: Bound | None = field(default=None, metadata={"description": "how much may be wrong"})
     until: str | None = field(default=None, metadata={"description": "last day on which it is expected, YYYY-MM-DD"})
     issue: str | None = field(default=None, metadata={"description": "where it is followed up: an address, or text"})
+    id: str | None = field(
+        default=None, metadata={"description": "name of the entry in statements, unique in the file"}
+    )
 
     @property
     def explanation(self) -> str:
@@ -143,6 +147,15 @@ class Expectation:
             return False
         meaning = (record.meaning or "") if isinstance(record, Failed) else ""
         return self.says is None or any(fnmatchcase(text, self.says) for text in (what_happened(record), meaning))
+
+    def excuses(self, record: Failed | Errored | Ended | XFailed, day: date) -> bool:
+        """Return whether the entry applies to the record on this day, and its run expected it or would have."""
+        if not self.is_about(record) or (self.until is not None and date.fromisoformat(self.until) < day):
+            return False
+        if isinstance(record, XFailed):
+            return record.underlying == self.outcome and record.reason == self.explanation
+        figures = record.figures if isinstance(record, Failed) else {}
+        return self.foresees(record) and not (self.within and self.within.excess(figures))
 
     @property
     def suite(self) -> str:
@@ -189,7 +202,7 @@ def load_expectations(path: Path) -> tuple[LocatedExpectation, ...]:
             f"a list of expectations belongs here, and this is {describe(tree)}",
             allowed="write - backend: ..., one entry after the other",
         )
-    entries = []
+    entries = list[LocatedExpectation]()
     for item in tree.items:
         expectation = validate(Expectation, item, "an expectation")
         former = expectation.check if expectation.check in FORMER_CHECKS else ""
@@ -214,6 +227,10 @@ def load_expectations(path: Path) -> tuple[LocatedExpectation, ...]:
             except ValueError:
                 place, value = _place(item, "until"), expectation.until
                 raise place.fault("until must be a date", value=value, allowed="write YYYY-MM-DD") from None
+        if expectation.id is not None and expectation.id in {entry.expectation.id for entry in entries}:
+            raise _place(item, "id").fault(
+                "two entries have this id", value=expectation.id, allowed="give each its own"
+            )
         entries.append(LocatedExpectation(expectation, item.place, former))
     return tuple(entries)
 

@@ -331,18 +331,23 @@ def badge_name(subject: Subject) -> str:
 
 def badge(subject: Subject) -> str:
     """Return the badge: ``attncheck``, the device, and the verdict with its figures."""
-    label = phrases.cut(f"attncheck on {phrases.one_line(subject.device)}", _LONGEST)
     found = verdict(subject)
     level = f", {subject.level} measured" if subject.level and found.tone == "good" else ""
     marks = f" ({', '.join(subject.marks)})" if subject.marks else ""
     text = (found.figures if found.tone == "good" else f"{found.word}: {found.figures}") + level + marks
+    return draw_badge(f"attncheck on {subject.device}", text, found.tone)
+
+
+def draw_badge(label: str, text: str, tone: str) -> str:
+    """Return a badge as SVG. ``tone``: good, warn, bad or none."""
+    label, text = phrases.cut(phrases.one_line(label), _LONGEST), phrases.one_line(text)
     left, right = (round(_PER_CHARACTER * len(part) + _MARGIN) for part in (label, text))
     label_and_text = escape(f"{label}: {text}")
     width, text_width = left + right, right - _MARGIN
     size = f'width="{width}" height="{_HEIGHT}"'
     return f"""<svg xmlns="http://www.w3.org/2000/svg" {size} role="img" aria-label="{label_and_text}">
 <title>{label_and_text}</title>
-<rect {size} rx="3" fill="{_COLOURS[found.tone]}"/>
+<rect {size} rx="3" fill="{_COLOURS[tone]}"/>
 <rect width="{left}" height="{_HEIGHT}" rx="3" fill="#444"/>
 <g fill="#fff" font-family="Verdana,DejaVu Sans,sans-serif" font-size="11">
 <text x="{_MARGIN // 2}" y="14" textLength="{left - _MARGIN}">{escape(label)}</text>

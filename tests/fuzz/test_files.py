@@ -1,6 +1,8 @@
-"""Case files and expectation files from strangers: loaded or refused, in little time and memory."""
+"""Case files, expectation files and statements from strangers: loaded or refused, in little time and memory."""
 
+import json
 from collections.abc import Callable
+from datetime import date
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -11,8 +13,14 @@ from mutations import answered, changed, obeyed, try_inputs
 
 from attncheck.cases.loader import load_file, suite_file, suite_names
 from attncheck.cases.outline import keys_of, shape_of
+from attncheck.cases.profile import load_profile
+from attncheck.harness.cli.statements import RENDERERS
 from attncheck.harness.run.expectations import load_expectations
+from attncheck.harness.run.statement import make_statement, read_statement, verify
+from attncheck.reports.run_file.header import RunHeader
 from attncheck.reports.run_file.records import Failed, Record
+from attncheck.reports.run_file.store import Run
+from attncheck.reports.terminal.columns import Style
 
 ROOT = Path(__file__).parent.parent.parent
 OPTIONAL = {"needs": ["sinks", "head_size=64"], "says": "*", "until": "2026-12-31", "issue": "https://example.org/17"}
@@ -62,5 +70,29 @@ def test_whatever_an_expectation_file_holds(tmp_path: Path, make_record: Callabl
             wanted = entry.expectation
             answers = [wanted.foresees(record), wanted.is_about(record), wanted.fits_case("smoke", "decode")]
             assert {*answers} <= {True, False}
+
+    try_inputs(check, count)
+
+
+@pytest.mark.parametrize("count", [60, pytest.param(1_000, marks=pytest.mark.slow)])
+def test_whatever_a_statement_holds(
+    tmp_path: Path, header: RunHeader, make_record: Callable[..., Record], count: int
+) -> None:
+    alone = header.model_copy(update={"backends": header.backends[:1]})
+    records = tuple(
+        make_record(outcome, suite="encoder", case_id="encoder-only-many") for outcome in ("passed", "failed")
+    )
+    statement = make_statement(Run("run", alone, records), load_profile("vllm-0.32-encoder"), [], date(2026, 1, 1))
+    cut = statement.judgement.model_copy(update={"missing": statement.judgement.missing[:2]})
+    tree = statement.model_copy(update={"judgement": cut}).model_dump(mode="json")
+    content = json.dumps(tree).encode()
+
+    def check(chance: Random) -> None:
+        found = answered(read_statement, tmp_path / "any.json", changed(chance, [tree], [content], [content]))
+        if found is not None:
+            known = verify(found, date(2026, 1, 2))
+            assert known.faults or found == statement
+            for render in RENDERERS.values():
+                assert not obeyed(render(found, known, Style()))
 
     try_inputs(check, count)
