@@ -11,7 +11,7 @@ from operator import attrgetter
 from typing import Any, Literal, NamedTuple, get_args
 
 from attncheck.reports.analysis.reasons import listed, without_first_figure
-from attncheck.reports.analysis.support import ANSWERED, REFUSALS, REFUSED
+from attncheck.reports.analysis.support import ANSWERED, REFUSALS, REFUSED, is_not_compared
 from attncheck.reports.run_file.records import (
     EXAMINED,
     FALLEN_SHORT,
@@ -93,7 +93,8 @@ CaseResult = Literal[
 """The result of one case of one backend. A case has the first result that applies, in this order.
 
 right: not only ``refusals`` ran, and all checks that ran passed. accepted: ``refusals`` alone ran a declared case. not
-applicable: not declared, and not run. not examined: not run for a limit of the machine, of attncheck or of time.
+applicable: not declared, and not run. not examined: not run for a limit of the machine, of attncheck or of time, or
+without time for every check that compares outputs.
 """
 
 CASE_RESULTS: tuple[CaseResult, ...] = get_args(CaseResult)
@@ -236,6 +237,8 @@ def _case_result(records: Sequence[Record]) -> CaseResult:
         return "right against expectation"
     if any(record.outcome == "xfailed" for record in records):
         return "failed as expected"
+    if is_not_compared(records):
+        return "not examined"
     passed = [record for record in records if isinstance(record, Passed)]
     if any(record.check != REFUSALS for record in passed):
         return "right"

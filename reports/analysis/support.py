@@ -228,14 +228,30 @@ def by_form(need: str) -> tuple[bool, str, tuple[bool, int, str]]:
     return bool(is_form), key, by_size(value)
 
 
-def _became(records: Iterable[Record]) -> str:
+def is_not_compared(records: Sequence[Record]) -> bool:
+    """Return whether a case lost every check that compares outputs for want of time, and nothing fell short.
+
+    Its other checks prove nothing about its outputs.
+    """
+    examined = [record for record in records if record.outcome in EXAMINED and not is_out_of_time(record)]
+    if not any(map(is_out_of_time, records)) or any(map(_is_short, examined)):
+        return False
+    return not any(record.check in ANSWERS or _tried(record) for record in examined)
+
+
+def _tried(record: Record) -> tuple[str, ...]:
+    """Return what :data:`REFUSALS` found in an undeclared case."""
+    return record.notes if record.check == REFUSALS and isinstance(record, Passed) else ()
+
+
+def _became(records: Sequence[Record]) -> str:
     """Return the count of a :class:`SupportRow` that one case of one backend belongs to."""
     examined = [record for record in records if record.outcome in EXAMINED and not is_out_of_time(record)]
-    if not examined:
+    if not examined or is_not_compared(records):
         return "left"
     if all(record.check == REFUSALS for record in examined):
         (claim,) = examined
-        notes = claim.notes if isinstance(claim, Passed) else ()
+        notes = _tried(claim)
         if any(note.startswith(REFUSED) for note in notes):
             return "refused"
         if any(note.startswith(ANSWERED) for note in notes):

@@ -70,7 +70,7 @@ PRESETS: Mapping[str, tuple[str, ...]] = {
 
 SIGNS: Mapping[str, Sign] = {
     **{str(verdict): sign for verdict, sign in MEASURED_SIGNS.items()},
-    "unreached": Sign("\u2026", "warn", "not reached: the run was stopped"),
+    "unreached": Sign("\u2026", "warn", "not reached: the run ended before"),
 }
 """By verdict of a need."""
 
