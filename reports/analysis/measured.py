@@ -27,14 +27,7 @@ from attncheck.reports.analysis.support import (
 from attncheck.reports.analysis.verdicts import BackendVerdict, RunFindings, run_findings
 from attncheck.reports.run_file.graph_levels import GRAPH_LEVELS, GraphLevel, GraphLevels
 from attncheck.reports.run_file.header import BackendInfo, CaseInfo, RunHeader
-from attncheck.reports.run_file.records import (
-    EXAMINED,
-    UTILITIES,
-    XFailed,
-    XPassed,
-    graph_of,
-    is_out_of_time,
-)
+from attncheck.reports.run_file.records import EXAMINED, UTILITIES, XFailed, XPassed, graph_of, is_out_of_time
 from attncheck.reports.run_file.store import Run
 
 T = TypeVar("T")
@@ -152,6 +145,7 @@ class MeasuredBackend:
 
     ``marks``: ``interpreted`` and ``emulated``, if they apply to its results. ``cases``: by ``suite/id``.
     ``unreached``: cases that the run ended before, or whose outputs it had no time to compare.
+    ``is_whole``: whether no check is missing for this reason.
     """
 
     name: str
@@ -162,6 +156,7 @@ class MeasuredBackend:
     findings: tuple[MeasuredFinding, ...]
     cases: Mapping[str, MeasuredCase]
     unreached: frozenset[str]
+    is_whole: bool
 
     @property
     def is_examined(self) -> bool:
@@ -173,7 +168,7 @@ class MeasuredBackend:
 class MeasuredRun:
     """One run. ``key``: a file name for it. ``name``: of its run file. ``described``: shape and description by case.
 
-    ``capability``: the compute capability of a GPU, "" on a CPU. ``is_stopped``: whether it left out a check that was selected.
+    ``capability``: the compute capability of a GPU, "" on a CPU. ``is_stopped``: whether it left out a check.
     """
 
     key: str
@@ -308,6 +303,7 @@ def _backend(
         findings=tuple(_finding(finding, run.header, variants) for finding in verdict.findings),
         cases={_title(name, variants): case for name, case in cases.items()},
         unreached=frozenset(_title(name, variants) for name in unreached),
+        is_whole=run.complete and not late,
     )
 
 
@@ -376,7 +372,7 @@ class Subject:
     @property
     def is_stopped(self) -> bool:
         """Whether a run that counts left out a check, so that no verdict on the whole is known."""
-        return bool(self.unreached) or any(run.is_stopped and run.key in self.sources for run, _ in self.current)
+        return bool(self.unreached) or any(not own.is_whole and run.key in self.sources for run, own in self.current)
 
     @property
     def coverage(self) -> str:

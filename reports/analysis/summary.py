@@ -93,8 +93,7 @@ CaseResult = Literal[
 """The result of one case of one backend. A case has the first result that applies, in this order.
 
 right: not only ``refusals`` ran, and all checks that ran passed. accepted: ``refusals`` alone ran a declared case. not
-applicable: not declared, and not run. not examined: not run for a limit of the machine, of attncheck or of time, or
-without time for every check that compares outputs.
+applicable: not declared, and not run. not examined: not run for a limit of the machine, of attncheck or of time.
 """
 
 CASE_RESULTS: tuple[CaseResult, ...] = get_args(CaseResult)
@@ -205,10 +204,8 @@ def case_results(records: Iterable[Record]) -> Counter[CaseResult]:
     return Counter(map(_case_result, cases.values()))
 
 
-def late_checks(
-    records: Iterable[Record], is_late: Callable[[Record], bool] = is_out_of_time
-) -> dict[str, dict[str, list[str]]]:
-    """Return the checks without a result for want of time, by backend and case."""
+def late_checks(records: Iterable[Record], is_late: Callable[[Record], bool]) -> dict[str, dict[str, list[str]]]:
+    """Return the checks that ``is_late`` finds without a result for want of time, by backend and case."""
     late: dict[str, dict[str, list[str]]] = {}
     for record in filter(is_late, records):
         late.setdefault(record.backend, {}).setdefault(record.case, []).append(record.check)

@@ -239,9 +239,11 @@ def is_not_compared(records: Sequence[Record]) -> bool:
     return not any(record.check in ANSWERS or _tried(record) for record in examined)
 
 
-def _tried(record: Record) -> tuple[str, ...]:
-    """Return what :data:`REFUSALS` found in an undeclared case."""
-    return record.notes if record.check == REFUSALS and isinstance(record, Passed) else ()
+def _tried(record: Record) -> str:
+    """Return whether :data:`REFUSALS` found that an undeclared case is ``refused`` or ``answered``, else ""."""
+    notes = record.notes if record.check == REFUSALS and isinstance(record, Passed) else ()
+    kinds = (("refused", REFUSED), ("answered", ANSWERED))
+    return next((kind for kind, words in kinds for note in notes if note.startswith(words)), "")
 
 
 def _became(records: Sequence[Record]) -> str:
@@ -251,11 +253,8 @@ def _became(records: Sequence[Record]) -> str:
         return "left"
     if all(record.check == REFUSALS for record in examined):
         (claim,) = examined
-        notes = _tried(claim)
-        if any(note.startswith(REFUSED) for note in notes):
-            return "refused"
-        if any(note.startswith(ANSWERED) for note in notes):
-            return "answered"
+        if tried := _tried(claim):
+            return tried
         if isinstance(claim, XPassed):
             return "left"  # its record does not state whether it was refused or computed
         if _is_short(claim):

@@ -83,7 +83,7 @@ def audited_features(run: Run) -> tuple[AuditedBackend, ...]:
 def left_cases(run: Run) -> dict[str, tuple[int, int]]:
     """Return, for each backend without time for all cases, how many it left in whole or part, and how many it has."""
     cases = Counter(backend for backend, _ in {(record.backend, record.case) for record in run.records})
-    return {backend: (len(late), cases[backend]) for backend, late in late_checks(run.records).items()}
+    return {backend: (len(late), cases[backend]) for backend, late in late_checks(run.records, is_out_of_time).items()}
 
 
 def _features(
@@ -315,11 +315,7 @@ def _left(run: Run) -> str:
         f"- {markup.code_cell(_own(name))}: {left} of {phrases.plural(cases, 'case')}"
         for name, (left, cases) in left_cases(run).items()
     ]
-    return (
-        "\n".join(["Not reached within the time limit, so not measured in whole or in part:", "", *lines])
-        if lines
-        else ""
-    )
+    return "\n".join(["Not reached in time, so not measured in whole or in part:", "", *lines]) if lines else ""
 
 
 def _levels_beside(runs: Sequence[Run]) -> str:

@@ -178,10 +178,7 @@ def is_one_file(base: Run, new: Run) -> bool:
 
 
 def _by_backend(run: Run) -> dict[str, dict[tuple[str, str], Record]]:
-    """Return, by backend, the worst record of each (``suite/id``, check); every backend of the header is a key.
-
-    What the time by ``--within`` left out is no result, and is missing here.
-    """
+    """Return, by backend (each of the header), the worst record of each (``suite/id``, check) that was reached."""
     found: dict[str, dict[tuple[str, str], Record]] = {info.name: {} for info in run.header.backends}
     for worst in worst_rounds([record for record in run.records if not is_not_reached(record)]):
         record = worst.record

@@ -317,8 +317,8 @@ def history(subject: Subject) -> list[Period]:
     """Return the runs of a backend on a device, newest first; those with equal results together."""
 
     def result(each: tuple[MeasuredRun, MeasuredBackend]) -> tuple[object, ...]:
-        run, backend = each
-        return backend.version, backend.words, run.is_stopped, tuple(finding.words for finding in backend.findings)
+        _, backend = each
+        return backend.version, backend.words, backend.is_whole, tuple(finding.words for finding in backend.findings)
 
     groups = [list(members) for _, members in groupby(subject.runs, key=result)]
     return [Period([run for run, _ in members], members[0][1]) for members in groups]
