@@ -180,7 +180,10 @@ def is_one_file(base: Run, new: Run) -> bool:
 def _by_backend(run: Run) -> dict[str, dict[tuple[str, str], Record]]:
     """Return, by backend (each of the header), the worst record of each (``suite/id``, check) that was reached."""
     found: dict[str, dict[tuple[str, str], Record]] = {info.name: {} for info in run.header.backends}
-    for worst in worst_rounds([record for record in run.records if not is_not_reached(record)]):
+    late = {(each.backend, each.case) for each in run.records if is_not_reached(each)}
+    late -= {(each.backend, each.case) for each in run.records if each.outcome in EXAMINED}
+    reached = [each for each in run.records if not is_not_reached(each) and (each.backend, each.case) not in late]
+    for worst in worst_rounds(reached):
         record = worst.record
         found.setdefault(record.backend, {})[record.case, record.check] = record
     return found

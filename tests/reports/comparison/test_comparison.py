@@ -65,8 +65,10 @@ def test_a_run_in_part_is_compared_by_what_it_reached_and_is_incomplete(compare,
     whole = [make("passed", case_id=case, check=check) for case in "ab" for check in ("numerics", "cudagraph")]
     part = [whole[0], make("unavailable", case_id="a", check="cudagraph", **late)]
     part += [make("unavailable", case_id="b", check=check, **late) for check in ("numerics", "cudagraph")]
+    whole, part = ([*records, make("unsupported", case_id="b", check="lse")] for records in (whole, part))
     found = compare(whole, part)
     assert (found.verdict, found.outcomes) == ("incomplete", ())
+    assert (found.compared.cases, found.compared.of_cases) == (1, 2)
     assert [(each.check, each.cases) for each in found.lost] == [("", ("smoke/b",)), ("cudagraph", ("smoke/a",))]
     found = compare(part, whole)
     assert (found.verdict, found.outcomes) == ("incomplete", ())
