@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from attncheck.backends.mutants.catalogue import PREFIX
-from attncheck.reports.analysis.measured import paces
+from attncheck.reports.analysis.measured import measured_run, paces, subjects
 from attncheck.reports.analysis.recommendation import STANDINGS, need_answer, pace_words, recommend
 from attncheck.reports.analysis.support import REFUSED
 from attncheck.reports.site.pages import badge, history, verdict
@@ -46,6 +46,15 @@ def test_a_run_in_part_makes_no_green_verdict_and_a_case_is_right_only_if_output
     assert [each.standing for each in recommend(["sinks"], [part])] == ["not reached"]
     files = run_file(1, {"a": "passed"}, late=("b", "c"), needs=needs), run_file(2, {"b": "passed"}, late=("a",))
     assert [subject.counts["right"] for subject in subjects_of(*files)] == [2]
+
+
+def test_a_backend_that_a_run_in_part_reached_whole_is_right(run_of, make):
+    late = {"reasons": ["the case did not run, because earlier cases used up the time of the backend by --within"]}
+    records = [make("passed", backend="fast"), make("passed", backend="slow")]
+    records += [make("unavailable", backend="slow", check="cudagraph", **late)]
+    fast, slow = subjects([measured_run(run_of(records), "run", {})])
+    assert verdict(fast) == ("right", "good", "1 case right")
+    assert verdict(slow) == ("1 of 1 case, not all reached", "warn", "1 case right")
 
 
 def test_a_need_of_a_case_that_was_not_reached_is_no_missing_case(run_file, subjects_of):
