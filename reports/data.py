@@ -151,6 +151,7 @@ def _run(run: Run) -> _Json:
         **_identity(run),
         "verdict": values.verdict,
         "closing": values.closing(),
+        "not_reached": {name: {"cases": cases, "checks": checks} for name, (cases, checks) in values.left.items()},
         "errors": run.errors,
         "header": run.header.model_dump(mode="json"),
         "summary": [

@@ -544,7 +544,7 @@ class _Execution:
                         stopped = f"stopped {_DEVICE_LOST}{tally.rest}"
                 blind = tuple(map(str, self._examiner.blind))
                 is_short = bool(stopped) or any(map(is_not_reached, run.records))
-                unmet = tuple(expectations.unmet(stopped_early=is_short)) if expectations else ()
+                unmet = tuple(expectations.unmet(stopped_early=bool(stopped))) if expectations else ()
                 unseen = tuple(expectations.unseen()) if expectations and not is_short else ()
                 for error in (*blind, *unmet):
                     writer.fail(error)
@@ -557,7 +557,10 @@ class _Execution:
             return FinishedRun(path, self._header, tuple(run.records), stopped=stopped, ended_by=error)
 
     def _as_it_ended(self, stored: StoredRun) -> FinishedRun:
-        """Return the result of a run that is complete already, so that the command ends as that run did."""
+        """Return the result of a run that is complete already, or refuse a run in part."""
+        if any(map(is_not_reached, stored.records)):
+            advice = "repeat it with more time, or without --within, and with another --output"
+            raise SelectionError(f"--resume {stored.path}: it ended by --within, and its results are final; {advice}")
         expectations = self._expectations
         print_stderr(f"note: {stored.path} is complete: nothing is left to examine")
         lines = expectations.unmet() if expectations else ()
@@ -730,15 +733,14 @@ def _exit_code(finished: "FinishedRun", *, by_name: bool) -> int:
     if finished.stored.lacking:
         hint = "; complete it by --resume" if finished.can_be_resumed else ""
         raise SelectionError(f"the run is incomplete: {lacking_in_words(finished.stored)}{hint}")
-    if not finished.header.shard:  # other shards may have cases to examine
-        _refuse_empty_run(records, finished.header, by_name=by_name)
+    _refuse_empty_run(records, finished.header, by_name=by_name)
     return 0
 
 
 def _refuse_empty_run(records: "Sequence[Record]", header: "RunHeader", *, by_name: bool) -> None:
     """Raise SelectionError if the run, or with ``by_name`` one of its backends or providers, has no case examined.
 
-    Single backends of a family such as ``vllm:*`` may have none.
+    Single backends of a family such as ``vllm:*`` may have none, and those of a shard, unless their time was over.
 
     A case that was refused as declared (``refusals``) counts as examined only if no other check was requested.
     """
@@ -747,9 +749,12 @@ def _refuse_empty_run(records: "Sequence[Record]", header: "RunHeader", *, by_na
 
     only_refusals = header.checks == ("refusals",)
     summary = summarise([record for record in records if only_refusals or record.check != "refusals"])
-    of_family = {each.name for each in header.surveyed}
+    late = {record.backend for record in records if is_not_reached(record)}
+    spared = {each.name for each in header.surveyed}
+    if header.shard:
+        spared |= {each.name for each in header.backends} - late
     for backend in header.backends if by_name else ():
-        if backend.name in of_family:
+        if backend.name in spared:
             continue
         tally = summary.by_backend.get(backend.name)
         if tally is None or not tally.examined:
@@ -766,5 +771,5 @@ def _refuse_empty_run(records: "Sequence[Record]", header: "RunHeader", *, by_na
             refused = any(each.backend == backend.name and each.check == "refusals" for each in records)
             other = " by a check other than refusals" if refused and not only_refusals else ""
             raise SelectionError(f"no case of backend {backend.name!r} was examined{other}{why}")
-    if not summary.total.examined:
+    if not summary.total.examined and (late or not header.shard):
         raise SelectionError("nothing was examined; the table lists the reasons")

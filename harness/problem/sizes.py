@@ -1,4 +1,4 @@
-"""Sizes of a layer, and an estimates of the work and memory that a case needs. Imports no torch."""
+"""Sizes of a layer, and estimates of the work and memory that a case needs. Imports no torch."""
 
 from typing import TYPE_CHECKING
 

@@ -285,11 +285,12 @@ class Expectations:
                 self._live.append(entry)
         self._met: set[LocatedExpectation] = set()
         self._seen: set[LocatedExpectation] = set()
+        self._late: set[LocatedExpectation] = set()
         self._expired: dict[LocatedExpectation, int] = {}
 
     def apply(self, record: Record) -> Record:
         """Return the record, unchanged, with details added, or as an ``xfailed`` or ``xpassed`` one."""
-        if is_not_reached(record):
+        if self._is_late(record):
             return record
         excesses: list[str] = []
         for entry in self._live:
@@ -324,7 +325,7 @@ class Expectations:
 
     def recall(self, record: Record) -> None:
         """Count a record of an earlier part of the run, to which the expectations are already applied."""
-        if is_not_reached(record):
+        if self._is_late(record):
             return
         for entry in self._live:
             wanted = entry.expectation
@@ -333,11 +334,18 @@ class Expectations:
                 if isinstance(record, XFailed | XPassed) and record.reason.startswith(wanted.explanation):
                     self._met.add(entry)
 
+    def _is_late(self, record: Record) -> bool:
+        """Return whether a record was not reached; this excuses the entries about it."""
+        if not is_not_reached(record):
+            return False
+        self._late.update(entry for entry in self._live if entry.expectation.is_about(record))
+        return True
+
     def unmet(self, *, stopped_early: bool = False) -> list[str]:
         """Return a line for each entry that fails the run.
 
-        ``stopped_early``: whether the run is incomplete; then an unconfirmed entry fails it only if the entry has a
-        record.
+        ``stopped_early``: whether the run is incomplete. Then, and if a record that was not reached matches it, an
+        unconfirmed entry fails the run only if the entry has another record.
         """
         expired = [
             f"{entry}, but only until {entry.expectation.until}, and today is {self._today}: {plural(count, 'record')} "
@@ -350,7 +358,7 @@ class Expectations:
             if entry not in self._met
             and self._must_be_met(entry)
             and (entry.expectation.version is None or entry in self._seen)
-            and not (stopped_early and entry not in self._seen)
+            and (entry in self._seen or not (stopped_early or entry in self._late))
         ]
         return [*self._faults, *expired, *missed]
 

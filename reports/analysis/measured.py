@@ -144,7 +144,8 @@ class MeasuredBackend:
     """One backend of one run. ``words``: the number of cases with each result.
 
     ``marks``: ``interpreted`` and ``emulated``, if they apply to its results. ``cases``: by ``suite/id``.
-    ``unreached``: cases of a run that ended before them.
+    ``unreached``: cases that the run ended before, or whose outputs it had no time to compare.
+    ``is_whole``: whether no check is missing for this reason.
     """
 
     name: str
@@ -154,7 +155,8 @@ class MeasuredBackend:
     words: str
     findings: tuple[MeasuredFinding, ...]
     cases: Mapping[str, MeasuredCase]
-    unreached: tuple[str, ...]
+    unreached: frozenset[str]
+    is_whole: bool
 
     @property
     def is_examined(self) -> bool:
@@ -166,7 +168,7 @@ class MeasuredBackend:
 class MeasuredRun:
     """One run. ``key``: a file name for it. ``name``: of its run file. ``described``: shape and description by case.
 
-    ``capability``: the compute capability of a GPU, "" on a CPU. ``is_stopped``: whether it ended before its last case.
+    ``capability``: the compute capability of a GPU, "" on a CPU. ``is_stopped``: whether it left out a check.
     """
 
     key: str
@@ -202,7 +204,7 @@ def measured_run(run: Run, name: str, times: Mapping[tuple[str, str], Time]) -> 
         device=environment.device_name or environment.device,
         capability=environment.capability or "",
         versions=f"attncheck {environment.attncheck}, torch {environment.torch}{driver}",
-        is_stopped=not run.complete,
+        is_stopped=not run.complete or any(map(is_out_of_time, run.records)),
         backends=tuple(
             _backend(each, infos[each.backend], run, found, cases[each.backend], variants) for each in verdicts
         ),
@@ -288,7 +290,10 @@ def _backend(
     is_interpreted = "interpreted" in info.version or info.required_environment.get("TRITON_INTERPRET") == "1"
     is_emulated = any(row.backend == info.name and row.graph.recorder == "emulated" for row in found.levels)
     marks = (("interpreted",) if is_interpreted else ()) + (("emulated",) if is_emulated else ())
-    selected = [f"{case.suite}/{case.id}" for case in run.header.cases]
+    late = {record.case for record in run.records if record.backend == info.name and is_out_of_time(record)}
+    unreached = {name for name, case in cases.items() if name in late and case.counted.count == "left"}
+    if not run.complete:
+        unreached |= {f"{case.suite}/{case.id}" for case in run.header.cases} - set(cases)
     return MeasuredBackend(
         name=info.name,
         version=info.version,
@@ -297,7 +302,8 @@ def _backend(
         words=", ".join(phrases.result_counts(verdict.results)),
         findings=tuple(_finding(finding, run.header, variants) for finding in verdict.findings),
         cases={_title(name, variants): case for name, case in cases.items()},
-        unreached=() if run.complete else tuple(_title(name, variants) for name in selected if name not in cases),
+        unreached=frozenset(_title(name, variants) for name in unreached),
+        is_whole=run.complete and not late,
     )
 
 
@@ -349,7 +355,8 @@ class Subject:
         found: dict[str, MeasuredCase] = {}
         for _, backend in self.current:
             for name, case in backend.cases.items():
-                found[name] = found[name].or_older(case) if name in found else case
+                if name not in backend.unreached:
+                    found[name] = found[name].or_older(case) if name in found else case
         return found
 
     @cached_property
@@ -364,16 +371,16 @@ class Subject:
 
     @property
     def is_stopped(self) -> bool:
-        """Whether a run that counts ended before its last case, so that no verdict on the whole is known."""
-        return bool(self.unreached) or any(run.is_stopped and run.key in self.sources for run, _ in self.current)
+        """Whether a run that counts left out a check, so that no verdict on the whole is known."""
+        return bool(self.unreached) or any(not own.is_whole and run.key in self.sources for run, own in self.current)
 
     @property
     def coverage(self) -> str:
-        """The number of cases, ``78 cases``, or that a run was stopped: ``1 of 78 cases, run stopped``."""
+        """The number of cases, ``78 cases``, or, if a run left something out, ``1 of 78 cases, not all reached``."""
         if not self.is_stopped:
             return phrases.plural(len(self.cases), "case")
         every = len(self.cases) + len(self.unreached)
-        return f"{len(self.cases)} of {phrases.plural(every, 'case')}, run stopped"
+        return f"{len(self.cases)} of {phrases.plural(every, 'case')}, not all reached"
 
     @cached_property
     def findings(self) -> tuple[tuple[MeasuredFinding, MeasuredRun], ...]:

@@ -24,7 +24,7 @@ STANDINGS: Mapping[Standing, str] = {
     "right in each": "right for each alone; never tested together",
     "not declared": "not declared, right all the same",
     "refused": "refused",
-    "not reached": "not reached: the run was stopped",
+    "not reached": "not reached: the run ended before",
     "not examined": "not examined: no case shows it",
 }
 """Headings, in the order of all answers: what returns wrong output must be seen first."""
@@ -128,7 +128,7 @@ def need_answer(subject: Subject, need: str) -> NeedAnswer:
         words += f"; not reached{count}" if unreached else ""
         return NeedAnswer(STANDING_OF[row.verdict], row.verdict, words, _count(row))
     if unreached or (row is None and subject.is_stopped):
-        return NeedAnswer("not reached", "unreached", f"not reached{count}: the run was stopped", str(unreached or ""))
+        return NeedAnswer("not reached", "unreached", f"not reached{count}: the run ended before", str(unreached or ""))
     if row is not None:
         return NeedAnswer("not examined", "left", row.in_words)
     if need in subject.features:

@@ -5,13 +5,13 @@ rounds counts once, with its worst outcome (:mod:`attncheck.reports.analysis.sum
 """
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Any, Literal, NamedTuple, get_args
 
 from attncheck.reports.analysis.reasons import listed, without_first_figure
-from attncheck.reports.analysis.support import ANSWERED, REFUSALS, REFUSED
+from attncheck.reports.analysis.support import ANSWERED, REFUSALS, REFUSED, is_not_compared
 from attncheck.reports.run_file.records import (
     EXAMINED,
     FALLEN_SHORT,
@@ -204,18 +204,21 @@ def case_results(records: Iterable[Record]) -> Counter[CaseResult]:
     return Counter(map(_case_result, cases.values()))
 
 
-def not_reached(records: Iterable[Record]) -> dict[str, tuple[int, Counter[str]]]:
+def late_checks(records: Iterable[Record], is_late: Callable[[Record], bool]) -> dict[str, dict[str, list[str]]]:
+    """Return the checks that ``is_late`` finds without a result for want of time, by backend and case."""
+    late: dict[str, dict[str, list[str]]] = {}
+    for record in filter(is_late, records):
+        late.setdefault(record.backend, {}).setdefault(record.case, []).append(record.check)
+    return late
+
+
+def not_reached(records: Sequence[Record]) -> dict[str, tuple[int, Counter[str]]]:
     """Return what the time by ``--within`` left out, by backend.
 
     That is the number of cases of which no check ran, and by check the number of other cases that lack it.
     """
-    late: dict[str, dict[str, list[str]]] = {}
-    begun: set[tuple[str, str]] = set()
-    for record in records:
-        if is_not_reached(record):
-            late.setdefault(record.backend, {}).setdefault(record.case, []).append(record.check)
-        elif record.outcome in EXAMINED:
-            begun.add((record.backend, record.case))
+    late = late_checks(records, is_not_reached)
+    begun = {(record.backend, record.case) for record in records if record.outcome in EXAMINED}
     parts = {
         backend: [checks for case, checks in cases.items() if (backend, case) in begun]
         for backend, cases in late.items()
@@ -236,6 +239,8 @@ def _case_result(records: Sequence[Record]) -> CaseResult:
         return "right against expectation"
     if any(record.outcome == "xfailed" for record in records):
         return "failed as expected"
+    if is_not_compared(records):
+        return "not examined"
     passed = [record for record in records if isinstance(record, Passed)]
     if any(record.check != REFUSALS for record in passed):
         return "right"

@@ -228,18 +228,33 @@ def by_form(need: str) -> tuple[bool, str, tuple[bool, int, str]]:
     return bool(is_form), key, by_size(value)
 
 
-def _became(records: Iterable[Record]) -> str:
+def is_not_compared(records: Sequence[Record]) -> bool:
+    """Return whether a case lost every check that compares outputs for want of time, and nothing fell short.
+
+    Its other checks prove nothing about its outputs.
+    """
+    examined = [record for record in records if record.outcome in EXAMINED and not is_out_of_time(record)]
+    if not any(map(is_out_of_time, records)) or any(map(_is_short, examined)):
+        return False
+    return not any(record.check in ANSWERS or _tried(record) for record in examined)
+
+
+def _tried(record: Record) -> str:
+    """Return whether :data:`REFUSALS` found that an undeclared case is ``refused`` or ``answered``, else ""."""
+    notes = record.notes if record.check == REFUSALS and isinstance(record, Passed) else ()
+    kinds = (("refused", REFUSED), ("answered", ANSWERED))
+    return next((kind for kind, words in kinds for note in notes if note.startswith(words)), "")
+
+
+def _became(records: Sequence[Record]) -> str:
     """Return the count of a :class:`SupportRow` that one case of one backend belongs to."""
     examined = [record for record in records if record.outcome in EXAMINED and not is_out_of_time(record)]
-    if not examined:
+    if not examined or is_not_compared(records):
         return "left"
     if all(record.check == REFUSALS for record in examined):
         (claim,) = examined
-        notes = claim.notes if isinstance(claim, Passed) else ()
-        if any(note.startswith(REFUSED) for note in notes):
-            return "refused"
-        if any(note.startswith(ANSWERED) for note in notes):
-            return "answered"
+        if tried := _tried(claim):
+            return tried
         if isinstance(claim, XPassed):
             return "left"  # its record does not state whether it was refused or computed
         if _is_short(claim):

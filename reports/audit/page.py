@@ -7,6 +7,7 @@ and of batch. A backend without a measurement gets a row with the reason.
 import json
 import re
 import shlex
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import chain
@@ -14,6 +15,7 @@ from typing import Literal
 
 from attncheck.reports.analysis import phrases
 from attncheck.reports.analysis.graph_levels import LevelRow, level_rows
+from attncheck.reports.analysis.summary import late_checks
 from attncheck.reports.analysis.support import SupportRow, SupportVerdict
 from attncheck.reports.analysis.verdicts import run_findings
 from attncheck.reports.markdown import markup
@@ -80,13 +82,8 @@ def audited_features(run: Run) -> tuple[AuditedBackend, ...]:
 
 def left_cases(run: Run) -> dict[str, tuple[int, int]]:
     """Return, for each backend without time for all cases, how many it left in whole or part, and how many it has."""
-    cases: dict[str, set[str]] = {}
-    left: dict[str, set[str]] = {}
-    for record in run.records:
-        cases.setdefault(record.backend, set()).add(record.case)
-        if is_out_of_time(record):
-            left.setdefault(record.backend, set()).add(record.case)
-    return {backend: (len(late), len(cases[backend])) for backend, late in left.items()}
+    cases = Counter(backend for backend, _ in {(record.backend, record.case) for record in run.records})
+    return {backend: (len(late), cases[backend]) for backend, late in late_checks(run.records, is_out_of_time).items()}
 
 
 def _features(
@@ -318,7 +315,7 @@ def _left(run: Run) -> str:
         f"- {markup.code_cell(_own(name))}: {left} of {phrases.plural(cases, 'case')}"
         for name, (left, cases) in left_cases(run).items()
     ]
-    return "\n".join(["Not reached within the time limit, and not measured:", "", *lines]) if lines else ""
+    return "\n".join(["Not reached in time, so not measured in whole or in part:", "", *lines]) if lines else ""
 
 
 def _levels_beside(runs: Sequence[Run]) -> str:

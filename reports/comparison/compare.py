@@ -7,6 +7,7 @@ That protocol detects the smallest differences.
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Literal
 
@@ -31,7 +32,7 @@ from attncheck.reports.comparison.speed_changes import (
     compare_speeds,
     compare_suites,
 )
-from attncheck.reports.run_file.records import EXAMINED, Record
+from attncheck.reports.run_file.records import EXAMINED, Record, is_not_reached
 from attncheck.reports.run_file.store import Run, lacking_in_words
 from attncheck.reports.run_file.timings import PARTS, StepPart
 from attncheck.reports.speeds.speed import Speed, speeds
@@ -177,9 +178,12 @@ def is_one_file(base: Run, new: Run) -> bool:
 
 
 def _by_backend(run: Run) -> dict[str, dict[tuple[str, str], Record]]:
-    """Return, by backend, the worst record of each (``suite/id``, check); every backend of the header is a key."""
+    """Return, by backend (each of the header), the worst record of each (``suite/id``, check) that was reached."""
     found: dict[str, dict[tuple[str, str], Record]] = {info.name: {} for info in run.header.backends}
-    for worst in worst_rounds(run.records):
+    late = {(each.backend, each.case) for each in run.records if is_not_reached(each)}
+    late -= {(each.backend, each.case) for each in run.records if each.outcome in EXAMINED}
+    reached = [each for each in run.records if not is_not_reached(each) and (each.backend, each.case) not in late]
+    for worst in worst_rounds(reached):
         record = worst.record
         found.setdefault(record.backend, {})[record.case, record.check] = record
     return found
@@ -263,8 +267,19 @@ class RunComparison:
 
     @property
     def is_incomplete(self) -> bool:
-        """Whether anything is lost or a run was cut off; what is missing may be worse."""
-        return bool(self.lost) or not (self.base.complete and self.new.complete)
+        """Whether anything is lost or a run is not whole; what is missing may be worse."""
+        return bool(self.lost or self.not_whole)
+
+    @cached_property
+    def not_whole(self) -> tuple[str, ...]:
+        """A phrase for each run that was cut off or had no time for all checks (``--within``)."""
+        phrases = []
+        for side, run in (("BASE", self.base), ("NEW", self.new)):
+            if not run.complete:
+                phrases.append(f"the end of {side}")
+            if count := sum(map(is_not_reached, run.records)):
+                phrases.append(f"{plural(count, 'check')} not reached in {side}")
+        return tuple(phrases)
 
     @property
     def verdict(self) -> ComparisonVerdict:

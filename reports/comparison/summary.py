@@ -152,11 +152,8 @@ def one_sided(item: OneSidedCases, *, shown: int | None = None) -> str:
 
 
 def missing(comparison: RunComparison) -> tuple[str, ...]:
-    """Return a phrase for everything that NEW lacks and for each run that was cut off."""
-    cut = [
-        f"the end of {side}" for side, run in (("BASE", comparison.base), ("NEW", comparison.new)) if not run.complete
-    ]
-    return (*(one_sided(item, shown=_SHOWN_LOST) for item in comparison.lost), *cut)
+    """Return a phrase for everything that NEW lacks and for each run that is not whole."""
+    return (*(one_sided(item, shown=_SHOWN_LOST) for item in comparison.lost), *comparison.not_whole)
 
 
 def change_text(ratio: float) -> str:

@@ -66,7 +66,8 @@ def verdict(run: RunValues, *, whole: bool) -> list[Block]:
         )
         if each.backend in left:
             below.append(f"not reached in time: {phrases.not_reached(*left[each.backend], each.results.total())}")
-        below += _not_needed(each.not_needed, whole=whole)
+        else:  # a case that was not reached may need them
+            below += _not_needed(each.not_needed, whole=whole)
         below += [f"could be declared: {', '.join(each.could_declare)}"] if each.could_declare else []
         words = phrases.verdict_words(each.verdict, each.known, is_partial=each.backend in left)
         word = Span(words, is_bold=True, colour=_COLOURS.get(words, "yellow"), is_loud=True)

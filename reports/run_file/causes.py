@@ -42,6 +42,9 @@ BACKEND_TIME = "the time of the backend"
 WITHIN_TIME = f"{BACKEND_TIME} by --within"
 """The same, of the time that backends share."""
 
+NOT_REACHED = re.compile(rf"(?:the case did not run, because [\w ]+|stopped after \S+ s, since) {WITHIN_TIME}")
+"""First words of the reason of a check that this time did not reach."""
+
 UNKNOWN = "not known; "
 """First words of a meaning that describes the symptom and names no cause."""
 

@@ -16,7 +16,7 @@ from pydantic import Field, SerializerFunctionWrapHandler, TypeAdapter, model_se
 from pydantic_core import PydanticSerializationError
 
 from attncheck.reports.run_file.bits import Bits
-from attncheck.reports.run_file.causes import BACKEND_TIME, cause_of_end, cause_of_error, cause_of_failure
+from attncheck.reports.run_file.causes import BACKEND_TIME, NOT_REACHED, cause_of_end, cause_of_error, cause_of_failure
 from attncheck.reports.run_file.graph_levels import GraphLevels
 from attncheck.reports.run_file.header import CheckName, RunHeader
 from attncheck.reports.run_file.timings import RunFileValue, Timing, Whole
@@ -292,7 +292,7 @@ Record = Annotated[
 
 def is_not_reached(record: Record) -> bool:
     """Return whether a check has no result because the time by ``--within`` was over; it does not fail the run."""
-    return isinstance(record, Unavailable) and BACKEND_TIME in record.reasons[0]
+    return isinstance(record, Unavailable) and NOT_REACHED.match(record.reasons[0]) is not None
 
 
 def is_out_of_time(record: Record) -> bool:

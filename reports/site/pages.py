@@ -70,7 +70,7 @@ PRESETS: Mapping[str, tuple[str, ...]] = {
 
 SIGNS: Mapping[str, Sign] = {
     **{str(verdict): sign for verdict, sign in MEASURED_SIGNS.items()},
-    "unreached": Sign("\u2026", "warn", "not reached: the run was stopped"),
+    "unreached": Sign("\u2026", "warn", "not reached: the run ended before"),
 }
 """By verdict of a need."""
 
@@ -317,8 +317,8 @@ def history(subject: Subject) -> list[Period]:
     """Return the runs of a backend on a device, newest first; those with equal results together."""
 
     def result(each: tuple[MeasuredRun, MeasuredBackend]) -> tuple[object, ...]:
-        run, backend = each
-        return backend.version, backend.words, run.is_stopped, tuple(finding.words for finding in backend.findings)
+        _, backend = each
+        return backend.version, backend.words, backend.is_whole, tuple(finding.words for finding in backend.findings)
 
     groups = [list(members) for _, members in groupby(subject.runs, key=result)]
     return [Period([run for run, _ in members], members[0][1]) for members in groups]

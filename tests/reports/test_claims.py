@@ -317,7 +317,7 @@ def test_what_a_backend_had_no_time_for_is_left_and_neither_right_nor_wrong(run,
     )
     cut = replace(run, records=records)
     text = page.render(cut)
-    assert "within the time limit, and not measured:\n\n- `ONE`: 2 of 3 cases\n" in text
+    assert "Not reached in time, so not measured in whole or in part:\n\n- `ONE`: 2 of 3 cases\n" in text
     assert "| `ONE` (UNIFORM_BATCH) | timed_out in smoke/cut: the time of the backend was used up |" in text
     row = cells_of(cut, "| backend | layers | dtype", "| `ONE` | keys")
     assert row["dtype"] == "right: float16 (1), float32 (1); not reached in time: bfloat16"

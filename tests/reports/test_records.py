@@ -16,6 +16,7 @@ from attncheck.reports.run_file.records import (
     chosen_kernels_of,
     format_line,
     graph_of,
+    is_not_reached,
     parse_line,
     without_outcome,
 )
@@ -58,6 +59,12 @@ def test_another_outcome_keeps_the_question_and_what_was_measured(make):
     assert (again.key, again.needs, again.duration_s, again.graph) == (failed.key, ("sinks",), 0.5, LEVELS)
     assert chosen_kernels_of(again) == ("flash",)
     assert graph_of(XFailed(**without_outcome(make("errored")), underlying="errored", summary="", reason="")) is None
+
+
+def test_the_words_of_a_backend_alone_do_not_make_a_record_not_reached(make):
+    late = "the case did not run, because earlier cases used up the time of the backend by --within; give more time"
+    own = {late: True, f"my library: {late}": False, "the time of the backend by --within is too short for it": False}
+    assert {why: is_not_reached(make("unavailable", reasons=[why])) for why in own} == own
 
 
 def test_what_no_record_may_hold_is_refused(make):

@@ -1,5 +1,6 @@
 """Reports for people: everything that matters is there and stays text; the repro line; utilities of providers."""
 
+import json
 import re
 import subprocess
 from typing import get_args
@@ -10,6 +11,7 @@ from attncheck.reports.analysis.places import place_to_show
 from attncheck.reports.analysis.repro import repro_command
 from attncheck.reports.analysis.summary import summarise
 from attncheck.reports.analysis.utilities import function_rows, notes_by_heading
+from attncheck.reports.data import runs_document
 from attncheck.reports.document.blocks import BREAK, Code, Folded, Item, Items, SectionName, Span, Table
 from attncheck.reports.document.run import SECTIONS
 from attncheck.reports.document.run_values import RunValues
@@ -18,7 +20,7 @@ from attncheck.reports.markdown import text as md
 from attncheck.reports.markdown.run import ORDER as OF_MARKDOWN
 from attncheck.reports.run_file.header import BackendInfo, SuiteInfo
 from attncheck.reports.run_file.records import BUDGET_SHARE, Passed
-from attncheck.reports.run_file.store import read_run
+from attncheck.reports.run_file.store import Run, read_run
 from attncheck.reports.terminal import run as terminal
 from attncheck.reports.terminal import text as plain
 from attncheck.reports.terminal.columns import Style
@@ -309,17 +311,25 @@ def test_the_line_that_repeats_it_names_provider_function_and_suites(function, m
 
 
 def test_what_the_time_did_not_reach_is_counted_and_is_no_full_pass(header, make):
-    """Of three cases, one was examined whole, one lacks its graphs, and one was not begun."""
+    """Of four cases, one was examined whole, one lacks its graphs, one its outputs, and one was not begun."""
+    info = header.backends[0].model_copy(update={"features": ("sinks",)})
+    header = header.model_copy(update={"backends": (info, *header.backends[1:])})
     late = {"reasons": ["the case did not run, because earlier cases used up the time of the backend by --within"]}
     records = [make("passed", case_id=case, check="numerics") for case in ("whole", "part")]
     records += [make("passed", case_id="whole", check="cudagraph", graph=None)]
     records += [make("unavailable", case_id="part", check="cudagraph", **late)]
     records += [make("unavailable", case_id="none", check=check, **late) for check in ("numerics", "cudagraph")]
+    records += [make("passed", case_id="built", check="builder")]
+    records += [make("unavailable", case_id="built", check="numerics", **late)]
     text = terminal.render(header, records, width=200)
-    assert "reference: PASSED IN PART: 2 cases right, 1 not examined" in text
-    assert "not reached in time: 1 of 3 cases; of other cases, cudagraph of 1" in text
+    assert "reference: PASSED IN PART: 2 cases right, 2 not examined" in text
+    assert "not reached in time: 1 of 4 cases; of other cases, cudagraph of 1, numerics of 1" in text
     assert text.splitlines()[-1].startswith("passed in part: ")
-    records = [record for record in records if record.outcome == "passed"]
+    assert "needed by no examined case" not in text
+    (data,) = json.loads(runs_document([Run("run.jsonl", header, tuple(records))]))["runs"]
+    assert data["not_reached"] == {"reference": {"cases": 1, "checks": {"cudagraph": 1, "numerics": 1}}}
+    records = [record for record in records if record.outcome == "passed" and record.case_id != "built"]
     text = terminal.render(header, records, width=200)
     assert "reference: PASSED: 2 cases right" in text
+    assert "declared, but needed by no examined case: sinks" in text
     assert "not reached" not in text

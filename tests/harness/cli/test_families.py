@@ -104,3 +104,14 @@ def test_a_backend_that_uses_up_its_time_has_its_measured_part_and_what_it_left(
     assert f"not reached in time: {1 if code else 2} of 3 cases" in done.out
     assert ("Mine: PASSED IN PART: 1 case right" in done.out) == (code == 0)
     assert re.findall(r"^- `(.*)`: (.*)$", page, re.MULTILINE) == [("Mine", "2 of 3 cases")]
+
+
+def test_a_shard_without_time_for_anything_is_refused_and_so_is_its_resumption(typed, monkeypatch):
+    shared = TimeLimits.shared
+    monkeypatch.setattr(TimeLimits, "shared", lambda limits, _, backends, jobs: shared(limits, 0.0, backends, jobs))
+    words = "run reference --suite smoke --case decode --check numerics --device cpu --within 1s --shard 1/2"
+    done = typed(f"{words} --output run.jsonl")
+    assert (done.code, "no case of backend 'reference' was examined: the case did not run" in done.err) == (2, True)
+    done = typed(f"{words} --resume run.jsonl")
+    assert done.code == 2
+    assert "--resume run.jsonl: it ended by --within, and its results are final; repeat it with more time" in done.err

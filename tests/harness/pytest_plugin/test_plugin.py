@@ -3,12 +3,14 @@
 import re
 import xml.etree.ElementTree as ET
 from collections import defaultdict
+from types import SimpleNamespace
 
 import pytest
 
 import attncheck.backends.candidates.reference
 import attncheck.backends.candidates.torch_sdpa
 import attncheck.harness.api  # noqa: F401 (pytester forgets what is imported while it runs)
+from attncheck.harness.pytest_plugin import items
 from attncheck.harness.pytest_plugin.items import FewProcesses
 from attncheck.harness.run import selection
 from attncheck.harness.workers.pool import WorkerPool
@@ -317,10 +319,10 @@ def test_an_examination_is_shown_whole_where_an_assertion_fails(run, folder, ver
 
 def test_items_that_the_time_does_not_reach_are_skipped_and_those_that_find_most_come_first(run, folder, monkeypatch):
     monkeypatch.setattr(selection, "ranks", lambda: {("small/mixed", "numerics"): 0})
-    words = '"torch_sdpa", "small.yaml", cases=("decode", "mixed"), checks=("numerics", "refusals"), within="1e-6s"'
+    words = '"torch_sdpa", "small.yaml", cases=("decode", "mixed"), checks=("numerics", "refusals", "timing"), within="1e-6s"'
     folder.makepyfile(test_mine=f"import attncheck\ntest_mine = attncheck.backend_tests({words})\n")
     result = run("-v -rs")
-    result.assert_outcomes(passed=1, skipped=2)
+    result.assert_outcomes(passed=1, skipped=4)
     result.stdout.fnmatch_lines(
         [
             "test_mine.py::test_mine[[]mixed-numerics[]] PASSED*",
@@ -329,3 +331,18 @@ def test_items_that_the_time_does_not_reach_are_skipped_and_those_that_find_most
             "*not reached within 1e-6s",
         ]
     )
+
+
+def test_loading_takes_none_of_the_time(run, folder, monkeypatch):
+    clock = [0.0]
+    opened = items.Question._open
+
+    def open_slowly(question):
+        clock[0] += 100.0
+        return opened(question)
+
+    monkeypatch.setattr(items, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+    monkeypatch.setattr(items.Question, "_open", open_slowly)
+    words = '"torch_sdpa", "small.yaml", cases=("decode", "mixed"), checks=("numerics",), within="60s"'
+    folder.makepyfile(test_mine=f"import attncheck\ntest_mine = attncheck.backend_tests({words})\n")
+    run("").assert_outcomes(passed=2)

@@ -24,6 +24,7 @@ OWN = {
     "errored": {"stage": "forward", "error_type": "ValueError", "message": "no kernel"},
     "crashed": {"stage": "check numerics", "cause": "killed by SIGABRT", "output": "free(): invalid pointer"},
     "unsupported": {"reasons": ["no window"]},
+    "unavailable": {},
     "xfailed": {"underlying": "failed", "summary": "7 of 40 rows", "reason": "known: issue 17"},
 }
 
@@ -275,6 +276,14 @@ def test_of_a_run_that_stopped_early_only_what_it_saw_is_judged(expecting, recor
     resumed = expecting()
     resumed.recall(expecting().apply(record("failed")))  # of an earlier part of the run
     assert resumed.unmet() == []
+
+
+def test_what_was_not_reached_excuses_the_entries_about_it_alone(expecting, record):
+    late = {"reasons": ["the case did not run, because earlier cases used up the time of the backend by --within"]}
+    excused, mistaken = expecting(), expecting({"check": "lse"})
+    for expected in (excused, mistaken):
+        expected.apply(record("unavailable", **late))
+    assert (len(excused.unmet()), len(mistaken.unmet())) == (0, 1)
 
 
 # Written from a run

@@ -7,6 +7,7 @@ import pytest
 from attncheck.errors import QuestionError
 from attncheck.reports.comparison.changes import compare_outcomes
 from attncheck.reports.comparison.compare import ComparedCounts, ComparisonTerms, compare_runs
+from attncheck.reports.comparison.summary import closing
 from attncheck.reports.run_file.header import BackendInfo
 from attncheck.reports.run_file.records import OUTCOMES
 from attncheck.reports.run_file.store import Run
@@ -57,6 +58,21 @@ def test_what_base_did_not_examine_and_what_new_adds_is_no_loss(compare, make):
     found = compare(both, both[:-1])  # a case is compared where all matched backends have it
     assert found.compared == ComparedCounts(cases=1, of_cases=2, backends=2, of_backends=2)
     assert [(each.backend, each.cases) for each in found.lost] == [("fast", ("smoke/b",))]
+
+
+def test_a_run_in_part_is_compared_by_what_it_reached_and_is_incomplete(compare, make):
+    late = {"reasons": ["the case did not run, because earlier cases used up the time of the backend by --within"]}
+    whole = [make("passed", case_id=case, check=check) for case in "ab" for check in ("numerics", "cudagraph")]
+    part = [whole[0], make("unavailable", case_id="a", check="cudagraph", **late)]
+    part += [make("unavailable", case_id="b", check=check, **late) for check in ("numerics", "cudagraph")]
+    whole, part = ([*records, make("unsupported", case_id="b", check="lse")] for records in (whole, part))
+    found = compare(whole, part)
+    assert (found.verdict, found.outcomes) == ("incomplete", ())
+    assert (found.compared.cases, found.compared.of_cases) == (1, 2)
+    assert [(each.check, each.cases) for each in found.lost] == [("", ("smoke/b",)), ("cudagraph", ("smoke/a",))]
+    found = compare(part, whole)
+    assert (found.verdict, found.outcomes) == ("incomplete", ())
+    assert "missing: 3 checks not reached in BASE" in closing(found)
 
 
 def test_backends_of_two_names_are_compared_as_mapped(compare, rounds_of, around):

@@ -17,6 +17,7 @@ def run_file(tmp_path, header, make_record, write_run):
 
     ``device``, ``backend``, ``version``: of the run. ``finding``, ``concerns``: of its failures. ``times``: nanoseconds by case id,
     in ``processes``. ``machine``: fields of the environment. ``variant``: what the run set in the suite. ``needs``: by case id, or of all cases. ``stopped``: ids of cases that the run did not reach.
+    ``late``: the same of a complete run without time for all; of the first of them, only the builder was examined.
     """
 
     def write(
@@ -33,6 +34,7 @@ def run_file(tmp_path, header, make_record, write_run):
         times=None,
         processes=1,
         stopped=(),
+        late=(),
         machine=None,
         variant="",
         **fields,
@@ -53,13 +55,18 @@ def run_file(tmp_path, header, make_record, write_run):
                 latency = LATENCY | {"median_ns": time, "low_ns": 0.99 * time, "high_ns": 1.01 * time}
                 timed = {"check": "timing", "round": round_, "timing": {"latencies": [latency]}, "needs": own["needs"]}
                 records.append(make_record("passed", case_id=case, **(common | timed)))
-        selected = (*outcomes, *stopped)
+        for number, case in enumerate(late):
+            own = common | {"needs": needs[case] if isinstance(needs, dict) else needs}
+            reason = "the case did not run, because earlier cases used up the time of the backend by --within"
+            records.append(make_record("unavailable", case_id=case, reasons=[reason], **own))
+            records += [make_record("passed", case_id=case, **own | {"check": "builder"})] if number == 0 else []
+        selected = (*outcomes, *stopped, *late)
         described = header.model_copy(
             update={
                 "started": f"2026-01-{day:02}T00:00:00+00:00",
                 "environment": environment,
                 "backends": (BackendInfo(name=backend, ref=backend, version=version, features=features),),
-                "checks": ("numerics", "timing", "refusals", "poison", "cache_write"),
+                "checks": ("numerics", "timing", "refusals", "poison", "cache_write", "builder"),
                 "rounds": processes,
                 "suites": (SuiteInfo(name="smoke", ref=f"smoke{variant}", cases=len(selected)),),
                 "cases": tuple(CaseInfo(suite="smoke", id=case, shape="head size 64") for case in selected),

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from attncheck.backends.mutants.catalogue import PREFIX
-from attncheck.reports.analysis.measured import paces
+from attncheck.reports.analysis.measured import measured_run, paces, subjects
 from attncheck.reports.analysis.recommendation import STANDINGS, need_answer, pace_words, recommend
 from attncheck.reports.analysis.support import REFUSED
 from attncheck.reports.site.pages import badge, history, verdict
@@ -26,18 +26,42 @@ def test_a_known_fault_and_a_fault_beside_right_outputs_make_no_green_verdict(ru
 
 def test_a_stopped_run_makes_no_green_verdict_and_no_green_badge(run_file, subjects_of):
     (stopped,) = subjects_of(run_file(1, {"a": "passed"}, stopped=("b", "c")))
-    assert verdict(stopped) == ("1 of 3 cases, run stopped", "warn", "1 case right")
-    assert "1 of 3 cases, run stopped" in badge(stopped)
+    assert verdict(stopped) == ("1 of 3 cases, not all reached", "warn", "1 case right")
+    assert "1 of 3 cases, not all reached" in badge(stopped)
     # A later run that reaches the other cases completes the answer.
     files = run_file(1, {"a": "passed"}, stopped=("b",)), run_file(2, {"a": "passed", "b": "passed"})
     assert verdict(subjects_of(*files)[0]) == ("right", "good", "2 cases right")
+
+
+def test_a_run_in_part_makes_no_green_verdict_and_a_case_is_right_only_if_outputs_were_compared(run_file, subjects_of):
+    needs = {"a": ("lse",), "b": ("sinks",), "c": ("alibi",)}
+    (part,) = subjects_of(run_file(1, {"a": "passed"}, late=("b", "c"), needs=needs))
+    assert verdict(part) == ("1 of 3 cases, not all reached", "warn", "1 case right")
+    assert "#1b6b35" not in badge(part)
+    assert [need_answer(part, *own).standing for own in needs.values()] == [
+        "right",
+        "not reached",
+        "not reached",
+    ]
+    assert [each.standing for each in recommend(["sinks"], [part])] == ["not reached"]
+    files = run_file(1, {"a": "passed"}, late=("b", "c"), needs=needs), run_file(2, {"b": "passed"}, late=("a",))
+    assert [subject.counts["right"] for subject in subjects_of(*files)] == [2]
+
+
+def test_a_backend_that_a_run_in_part_reached_whole_is_right(run_of, make):
+    late = {"reasons": ["the case did not run, because earlier cases used up the time of the backend by --within"]}
+    records = [make("passed", backend="fast"), make("passed", backend="slow")]
+    records += [make("unavailable", backend="slow", check="cudagraph", **late)]
+    fast, slow = subjects([measured_run(run_of(records), "run", {})])
+    assert verdict(fast) == ("right", "good", "1 case right")
+    assert verdict(slow) == ("1 of 1 case, not all reached", "warn", "1 case right")
 
 
 def test_a_need_of_a_case_that_was_not_reached_is_no_missing_case(run_file, subjects_of):
     needs = {"a": ("lse",), "b": ("sinks",)}
     other = run_file(1, {"a": "passed", "b": "passed"}, backend="other", needs=needs)
     mine, _ = subjects_of(other, run_file(1, {"a": "passed"}, needs=needs, stopped=("b",)))
-    assert need_answer(mine, "sinks").words == "not reached (1): the run was stopped"
+    assert need_answer(mine, "sinks").words == "not reached (1): the run ended before"
     assert need_answer(mine, "alibi").standing == "not reached"
     assert need_answer(mine, "lse").standing == "right"
 
