@@ -257,8 +257,7 @@ class ComparedRows:
     @property
     def moved(self) -> Tensor:
         """Bool ``[t]``: the rows whose output differs in any bit."""
-        was = self.first.output[self.rows.to(self.first.output.device)]
-        return differing_rows(was, self.seen.output[: len(self.rows)].to(was.device))
+        return differing_rows(self.first.output[self.rows], self.seen.output[: len(self.rows)])
 
 
 @dataclass(frozen=True)
@@ -275,16 +274,18 @@ class RightRows:
     @classmethod
     def of(cls, problem: Problem, truth: Truth, first: Observation, conventions: Conventions) -> "RightRows":
         """Return the rows of the first step that are within the budgets."""
+        first = first.judged_on(truth.out.device)
         output, lse = _shares(problem, truth, first, conventions)
         lse_is_right = torch.ones_like(output, dtype=torch.bool) if lse is None else lse <= 1
         return cls(problem, truth, conventions, first, output <= 1, lse_is_right)
 
     def compare(self, seen: Observation, how: Arrangement | None = None) -> ComparedRows:
         """Return the rows of a later step beside those of the first. ``how``: as for :meth:`wrong_in`."""
-        truth, rows = self.truth, torch.arange(len(self.truth.out))
+        truth, place = self.truth, self.truth.out.device
+        seen, rows = seen.judged_on(place), torch.arange(len(truth.out), device=place)
         if how is not None:
-            rows = how.rows_of(self.problem)
-            truth = truth.of_rows(rows.to(truth.out.device))
+            rows = how.rows_of(self.problem).to(place)
+            truth = truth.of_rows(rows)
         return ComparedRows(rows, self.first, seen, *_shares(self.problem, truth, seen, self.conventions))
 
     def wrong_in(self, seen: Observation, how: Arrangement | None = None) -> Broken | None:
@@ -301,7 +302,7 @@ class RightRows:
                 continue
             judged = shares
             if how is not None:
-                index = compared.rows.to(shares.device)[:, None].expand_as(shares)
+                index = compared.rows[:, None].expand_as(shares)
                 judged = torch.zeros_like(self.truth.lse).scatter_reduce_(0, index, shares, "amax")
             judged = judged.masked_fill(~is_right, 0.0)
             if bool((judged > 1).any()):
@@ -314,7 +315,7 @@ class RightRows:
         return self._other_bits(compared) if exact else None
 
     def _other_bits(self, compared: ComparedRows) -> Broken | None:
-        wrong = compared.rows[compared.moved.cpu()]
+        wrong = compared.rows[compared.moved]
         if not len(wrong):
             return None
         first = int(wrong[0])
@@ -331,9 +332,9 @@ def _shares(
 ) -> tuple[Tensor, Tensor | None]:
     """Return the errors of output and LSE in budgets, ``[t, H]``; infinite in rows that were not written.
 
-    ``truth``: that of the rows of ``seen``.
+    ``truth``: that of the rows of ``seen``, on the same device.
     """
-    place, count = truth.out.device, len(truth.out)
-    output = output_shares(truth, seen).masked_fill(seen.unwritten[:count, None].to(place), torch.inf)
+    count = len(truth.out)
+    output = output_shares(truth, seen).masked_fill(seen.unwritten[:count, None], torch.inf)
     lse = comparable_lse(problem, seen, conventions)
-    return output, None if lse is None else lse_shares(lse[:count].to(place), truth.lse, truth.budget.lse)
+    return output, None if lse is None else lse_shares(lse[:count], truth.lse, truth.budget.lse)

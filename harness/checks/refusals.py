@@ -520,11 +520,11 @@ def _judge(
     finding = check_numerics(problem, truth, seen, explains=False)
     if isinstance(finding, Holds):
         return None
-    rows = len(truth.out)
+    output = seen.output[: len(truth.out)].double()
     is_first = (
         first is not None
         and not other.heads
-        and torch.allclose(seen.output[:rows].double(), first.output[:rows].double(), equal_nan=True)
+        and torch.allclose(output, first.output[: len(output)].to(output), equal_nan=True)
     )
     kept = f"{other.name} of the layer is ignored{ALTERNATIVE}{_KEPT}" if other.name else _KEPT
     return replace(

@@ -62,12 +62,19 @@ class GuardedBuffer:
         self._real = self.rows[:real]
         mark_unwritten(self._real)
 
+    def find_unwritten(self) -> None:
+        """Set ``unwritten``, bool ``[rows]``: True if some element still holds the pattern written before the call."""
+        self.unwritten = still_unwritten(self.rows).flatten(1).any(dim=1)
+
     def on(self, device: torch.device) -> "GuardedBuffer":
-        """Return the buffer as it is now, on ``device``: on its own, with the same memory, else with a copy."""
+        """Return the buffer as it is now, on ``device``: itself on its own, else with one copy of what it holds."""
+        if device.type == self.memory.device.type:
+            return self
         other = copy(self)
-        other.memory = self.memory.to(device)
+        held = torch.cat([self.memory.view(torch.uint8), self.unwritten.view(torch.uint8)]).to(device)
+        other.memory = held[: self.memory.nbytes].view(self.memory.dtype)
+        other.unwritten = held[self.memory.nbytes :].view(torch.bool)
         other.rows = other.memory.as_strided(self.rows.shape, self.rows.stride(), self.rows.storage_offset())
-        other._real = other.rows[: len(self._real)]
         return other
 
     def handed_out(self) -> Tensor:
@@ -85,10 +92,6 @@ class GuardedBuffer:
     def touched(self) -> bool:
         """Return whether any real row was written, or lost its memory."""
         return not has_its_memory(self.memory) or not bool(still_unwritten(self._real).all())
-
-    def unwritten_rows(self) -> Tensor:
-        """Return bool ``[rows]``: True if some element still holds the pattern written before the call."""
-        return still_unwritten(self.rows).flatten(1).any(dim=1)
 
 
 def read_result(returned: object, buffer: GuardedBuffer, *, must_be_buffer: bool) -> tuple[Tensor, tuple[str, ...]]:

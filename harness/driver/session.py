@@ -84,7 +84,7 @@ class BegunStep:
     """A session's part of a step that has begun.
 
     ``lent``: the calls as the backend gets them. ``before``: the cache's memory before the first call. ``has_images``:
-    whether the cache's memory and the inputs are compared afterwards. ``results``: results of the calls made so far.
+    whether the cache's memory and the inputs are compared afterwards. ``results``: each reads that of a call made.
     """
 
     step: Step
@@ -92,7 +92,7 @@ class BegunStep:
     kv_cache: Tensor | None
     before: Tensor | None
     has_images: bool
-    results: list[CallResult] = field(default_factory=list)
+    results: list[Callable[[], CallResult]] = field(default_factory=list)
 
     @property
     def calls(self) -> tuple[ForwardCall, ...]:
@@ -112,23 +112,24 @@ class OutputBuffers:
     lse: GuardedBuffer | None
     scale: Tensor | None
 
+    @property
+    def guarded(self) -> dict[str, GuardedBuffer]:
+        """The buffers that are guarded, by their keyword."""
+        return {"output": self.out} | ({} if self.lse is None else {"output_lse": self.lse})
+
     def refill(self, num_rows: int) -> None:
         """Mark all buffers as unwritten, for a call of ``num_rows`` real rows."""
-        self.out.refill(num_rows)
-        if self.lse is not None:
-            self.lse.refill(num_rows)
+        for buffer in self.guarded.values():
+            buffer.refill(num_rows)
 
     def require_memory(self) -> None:
         """Raise StageError if a call of ``forward`` resized the memory of a buffer."""
-        require_memory(self.out.memory, "output", "forward")
-        if self.lse is not None:
-            require_memory(self.lse.memory, "output_lse", "forward")
+        for name, buffer in self.guarded.items():
+            require_memory(buffer.memory, name, "forward")
 
     def handed_out(self) -> dict[str, Tensor]:
         """Return the output keywords of ``forward``; the buffers are aliases of the same memory."""
-        keywords = {"output": self.out.handed_out()}
-        if self.lse is not None:
-            keywords["output_lse"] = self.lse.handed_out()
+        keywords = {name: buffer.handed_out() for name, buffer in self.guarded.items()}
         if self.scale is not None:
             keywords["output_scale"] = self.scale
         return keywords
@@ -163,7 +164,7 @@ class BackendLayer:
     def store_new_rows(self, pool: KVPool, step: Step) -> None:
         """Write the new rows of ``step`` to the cache, if the layer stores keys and its impl has no writer."""
         if self.writes and not self.impl.brings_writer and step.key is not None and step.value is not None:
-            slots = step.slot_mapping
+            slots = step.slot_mapping.clone()
             pool.write((slots, step.key[: len(slots)].clone(), step.value[: len(slots)].clone()))
 
     def bind(
@@ -205,27 +206,32 @@ class BackendLayer:
                 require_memory(tensor, name, "forward")
         return returned
 
-    def result_of(self, call: ForwardCall, returned: object, buffers: OutputBuffers) -> CallResult:
-        """Return the result of ``call``: the output buffer, or ``returned`` if the contract allows another tensor."""
+    def result_of(self, call: ForwardCall, returned: object, buffers: OutputBuffers) -> Callable[[], CallResult]:
+        """Return a function that reads the result of ``call`` once its step has ended: later calls may change it."""
+        for buffer in buffers.guarded.values():
+            buffer.find_unwritten()
         given, protocol = read_result(returned, buffers.out, must_be_buffer=self.backend.accept_output_buffer)
-        out = buffers.out.on(self.judged_on)
-        lse = None if buffers.lse is None else buffers.lse.on(self.judged_on)
-        rows = out.rows if given is buffers.out.rows else given.to(self.judged_on)
-        if rows is out.rows:
-            unwritten = out.unwritten_rows()
-            if (ignored := getattr(self.impl, "ignored_result", "")) and bool(unwritten[: call.num_rows].any()):
-                protocol = (*protocol, ignored)
-        else:
-            unwritten = torch.zeros(len(rows), dtype=torch.bool, device=rows.device)
-        return CallResult(
-            call=call,
-            output=rows,
-            lse=None if lse is None else lse.rows,
-            unwritten=unwritten,
-            lse_unwritten=None if lse is None else lse.unwritten_rows(),
-            breaches=tuple(name for name, buffer in (("output", out), ("LSE", lse)) if buffer and buffer.breached()),
-            protocol=protocol,
-        )
+        ignored = getattr(self.impl, "ignored_result", "")
+
+        def result() -> CallResult:
+            buffers.require_memory()
+            out = buffers.out.on(self.judged_on)
+            lse = None if buffers.lse is None else buffers.lse.on(self.judged_on)
+            is_buffer = given is buffers.out.rows
+            unwritten = out.unwritten if is_buffer else torch.zeros_like(out.unwritten)
+            is_ignored = ignored and bool(unwritten[: call.num_rows].any())
+            guarded = {"output": out, "LSE": lse}
+            return CallResult(
+                call=call,
+                output=out.rows if is_buffer else given.to(self.judged_on),
+                lse=None if lse is None else lse.rows,
+                unwritten=unwritten,
+                lse_unwritten=None if lse is None else lse.unwritten,
+                breaches=tuple(name for name, buffer in guarded.items() if buffer and buffer.breached()),
+                protocol=(*protocol, ignored) if is_ignored else protocol,
+            )
+
+        return result
 
 
 class Session:
@@ -429,8 +435,8 @@ class Session:
         begun.results.append(self.layer.result_of(call, returned, buffers))
 
     def finish(self, begun: BegunStep) -> Observation:
-        """Return the observation of a step whose calls have all been made."""
-        results = begun.results
+        """Return the observation of a step whose calls have all been made. Raises StageError."""
+        results = [result() for result in begun.results]
         seen = merged(results, self.backend.conventions) if self._is_merged else placed(results)
         seen = in_problem_order(seen, begun.step)
         if not begun.has_images:

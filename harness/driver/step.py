@@ -629,7 +629,10 @@ def same(was: object, now: object) -> bool:
     if was is now:
         return True
     if isinstance(was, Tensor):
-        return is_like(now, was) and _same_numbers(was, cast(Tensor, now))
+        if not is_like(now, was):
+            return False
+        now = cast(Tensor, now)
+        return torch.equal(was, now) or bool(((was == now) | (torch.isnan(was) & torch.isnan(now))).all())
     if type(was) is not type(now):
         return False
     if isinstance(was, np.ndarray) and isinstance(now, np.ndarray):
@@ -637,12 +640,6 @@ def same(was: object, now: object) -> bool:
     if isinstance(was, list | tuple) and isinstance(now, list | tuple):
         return len(was) == len(now) and all(map(same, was, now))
     return bool(was == now)
-
-
-def _same_numbers(was: Tensor, now: Tensor) -> bool:
-    if torch.equal(was, now):
-        return True
-    return bool(((was == now) | (torch.isnan(was) & torch.isnan(now))).all())
 
 
 # Persistent input buffers of a model runner: every step uses the same addresses with new contents.
@@ -690,7 +687,7 @@ class PersistentInputs:
                 own[: len(new)].copy_(new, non_blocking=True)
 
     def behind(self, earlier: ForwardCall, call: ForwardCall) -> Iterator[tuple[str, Tensor, Tensor]]:
-        """Yield what each buffer holds behind the front that ``call`` uses: its name, what it was, and what it is.
+        """Yield the bytes of each buffer behind the front that ``call`` uses: its name, what it was, and what it is.
 
         ``earlier``: a copy of the buffers. A call of fewer requests or rows must not write there.
         """
@@ -698,7 +695,7 @@ class PersistentInputs:
         for name, now in _named_tensors(self.largest).items():
             if name in lent and _fits(now, lent[name]):
                 front = len(lent[name])
-                yield name, was[name][front:], now[front:]
+                yield name, _bytes_of(was[name][front:]), _bytes_of(now[front:])
 
     def spans(self) -> dict[str, tuple[int, int]]:
         """Return the :func:`span` of query, key, value and each metadata tensor, by name."""

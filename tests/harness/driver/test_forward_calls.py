@@ -253,11 +253,13 @@ def test_fused_operands_share_memory_and_others_do_not():
 def test_writes_beside_the_rows_of_a_buffer_are_found_in_any_form(form):
     for shape in ((5, 3, 4), (5, 3)):
         buffer = GuardedBuffer(shape, 4, torch.float32, CPU, form)
-        assert bool(buffer.unwritten_rows()[:4].all())
+        buffer.find_unwritten()
+        assert bool(buffer.unwritten[:4].all())
         assert not buffer.touched()
         buffer.handed_out()[:] = 2.0
         assert buffer.touched()
-        assert not bool(buffer.unwritten_rows().any())
+        buffer.find_unwritten()
+        assert not bool(buffer.unwritten.any())
         assert not buffer.breached()
         behind = buffer.rows.as_strided(
             shape, buffer.rows.stride(), buffer.rows.storage_offset() + buffer.rows.stride(0)

@@ -14,6 +14,7 @@ from attncheck.harness.driver.step import (
     changed_inputs,
     copied_calls,
     forward_calls_of,
+    lend_in_place,
     make_step,
     span,
 )
@@ -209,6 +210,18 @@ def test_a_smaller_step_has_the_front_of_it_and_a_larger_one_keeps_its_own(make_
     lent.load_rows(large)
     assert list(changed_inputs(large, call)) == []
     assert torch.equal(small.query, call_of(small_case).query)
+
+
+def test_memory_behind_a_smaller_step_is_compared_by_bytes(make_case):
+    """There -0 is a change of 0; in the step's own rows it is none."""
+    large, small = call_of(make_case((4, 130), (1, 60))), call_of(make_case((3, 40), (1, 20)))
+    small.query[0] = large.query[4] = 0.0
+    lent = lend_in_place([PersistentInputs(large)], [small])
+    assert lent.changed() == []
+    large.query[0] = -0.0
+    assert lent.changed() == []
+    large.query[4] = -0.0
+    assert lent.changed() == ["query"]
 
 
 def test_copies_share_memory_among_themselves_as_the_originals_do(make_case):

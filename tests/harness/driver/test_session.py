@@ -194,6 +194,24 @@ def test_padding_requests_get_the_seq_len_a_backend_needs(make_case):
     assert lens == [[5, 1, 1]]
 
 
+def test_a_step_is_what_it_was_after_a_codec_spoiled_its_slots(make_case):
+    class Codec(CrossedCodec):
+        spoils = False
+
+        def write(self, kv_cache, slots, key, value):
+            super().write(kv_cache, slots, key, value)
+            if self.spoils:
+                slots.zero_()
+
+    members = {"kv_cache_codec": staticmethod(lambda *of: Codec(*of, crosses=False))}
+    tried = session(variant(impl(brings_writer=False).get_impl_cls(), **members), make_case())
+    step = tried.prepared().step
+    slots = step.slot_mapping.clone()
+    tried.pool.codec.spoils = True
+    tried.run()
+    assert torch.equal(step.slot_mapping, slots)
+
+
 def test_a_step_is_what_it_was_after_its_inputs_were_spoiled(make_case):
     def attend(self, *args):
         ReferenceImpl.attend(self, *args)
