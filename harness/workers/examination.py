@@ -5,7 +5,7 @@ import queue
 import re
 import threading
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -32,7 +32,7 @@ from attncheck.harness.workers.process import (
     WorkerProcess,
 )
 from attncheck.harness.workers.schedule import LOOK_EVERY_S, BackendQuestion
-from attncheck.harness.workers.sharing import SharedDevice, Turn
+from attncheck.harness.workers.sharing import SharedDevice, Turn, is_client
 from attncheck.harness.workers.worker import CaseServer, Examined, Stage
 from attncheck.reports.run_file.causes import cause_of_end, cause_of_error
 from attncheck.reports.run_file.graph_levels import CUDAGRAPH
@@ -220,28 +220,38 @@ _TRIES = 2
 _MOST_TRIED = 8
 """Maximum number of findings in a run whose cases are tried again."""
 
+_MOST_DOUBTED = 2
+"""Ends of a backend's processes for which the other clients of MPS may be the cause."""
+
 _OUTPUT_BYTES = 4096
 """Bytes of output in the record of a failure; that of a crash has more, with the stack."""
 
 
 @dataclass(frozen=True)
 class Unsettled:
-    """How a process ended during a case. ``earlier``: its questions before; ``goes_on``: other checks are still due."""
+    """How a process ended during a case.
+
+    ``earlier``: its questions before. ``goes_on``: it lost the device, and other checks are still due. ``was_client``:
+    it used MPS.
+    """
 
     stopped: Stopped
     earlier: tuple[BackendQuestion, ...]
     goes_on: bool
+    was_client: bool
 
 
 class ProcessExaminer:
     """Examines questions within ``limits``, in several threads.
 
-    ``num_repeated``: cases that were examined again alone, since another process may have been the cause.
+    ``repeated``: how many cases of each backend, by its name, were examined again alone, since another process may have
+    been the cause.
     """
 
     def __init__(self, limits: TimeLimits) -> None:
         self._limits = limits
-        self.num_repeated = 0
+        self.repeated: Counter[str] = Counter()
+        self._num_doubted: Counter[str] = Counter()
         self._unstartable: dict[str, str] = {}
         self._spent: defaultdict[str, float] = defaultdict(float)
         self._tried: set[tuple[str, str]] = set()
@@ -265,8 +275,17 @@ class ProcessExaminer:
             if place.unsettled is None or _is_doubtful(place.unsettled, turn, device):
                 place.doubted, place.unsettled = place.unsettled, None
                 with self._lock:
-                    self.num_repeated += 1
+                    self.repeated[place.question.backend.info.name] += 1
             self._examine_in(alone, place, workers)
+            if place.doubted is not None and place.doubted.was_client:
+                self._count_doubted(place.question.backend.ref, device)
+
+    def _count_doubted(self, ref: str, device: SharedDevice) -> None:
+        """Count an end of a client of MPS that was doubtful. After two, the next end is due to the backend itself."""
+        with self._lock:
+            self._num_doubted[ref] += 1
+            if self._num_doubted[ref] >= _MOST_DOUBTED:
+                device.separate(ref)
 
     def _examine_in(self, turn: Turn, place: Place, workers: WorkerPool) -> None:
         """Make the checks that are due; after a turn with others, those that must be made alone are left."""
@@ -333,6 +352,7 @@ class ProcessExaminer:
         case = place.question.case
         due, device = place.due, workers.device
         process = workers.process(ref) or workers.restart(ref)
+        was_client = is_client(process.inherited | process.environment)
         earlier = tuple(process.examined)
         can_repeat = device.can_repeat and not turn.is_alone
 
@@ -360,14 +380,19 @@ class ProcessExaminer:
             goes_on = True  # a new process makes the remaining checks
             end = Stopped(record.stage, ProcessEnd(record.cause, record.output + process.output(case.key)))
         workers.discard(ref)
-        left = None if isinstance(end, WorkerError) else Unsettled(end, earlier, goes_on)
-        if turn.is_over or (can_repeat if left is None else self._is_left(left, turn, place, device)):
-            place.unsettled = None if turn.is_over else left
-            turn.is_over = True
+        if was_client:
             device.count_end()
-        elif left is not None:
+        if isinstance(end, WorkerError):
+            turn.is_over = turn.is_over or (can_repeat and _names_device(end.fault.error))
+            return end
+        left = Unsettled(end, earlier, goes_on, was_client)
+        if turn.is_over:
+            place.unsettled = None
+        elif self._is_left(left, turn, place, device):
+            place.unsettled, turn.is_over = left, True
+        else:
             self._settle(place, workers, left)
-        return end if isinstance(end, WorkerError) else None
+        return None
 
     def _is_left(self, left: Unsettled, turn: Turn, place: Place, device: SharedDevice) -> bool:
         """Return whether the end of a process is settled in a turn alone.
@@ -377,7 +402,7 @@ class ProcessExaminer:
         ref = place.question.backend.ref
         if turn.is_alone or (left.stopped.end.limit_s is not None and self._left(place).seconds <= 0):
             return False
-        if (ref, _cause_of(left.stopped)) in self._confirmed and not device.is_client(ref):
+        if (ref, _cause_of(left.stopped)) in self._confirmed and not left.was_client:
             return False
         return device.can_repeat or _is_doubtful(left, turn, device)
 
@@ -463,12 +488,14 @@ def _cause_of(stopped: Stopped) -> str:
 def _is_doubtful(left: Unsettled, turn: Turn, device: SharedDevice) -> bool:
     """Return whether another process of the device may be why one ended in ``turn``; call it when the others are over.
 
-    Others may slow it down, or lose the GPU with it. A process of a shared GPU that died by itself is doubtful only if
-    another one has ended, too.
+    Others may slow it down, or take the host's memory. If one client of MPS loses the GPU, others lose it or die.
     """
-    if device.is_gpu and device.have_others_ended(turn):
+    end = left.stopped.end
+    if left.was_client and device.have_others_ended(turn):
         return True
-    return turn.is_shared and (left.stopped.end.limit_s is not None or (device.is_gpu and left.goes_on))
+    if device.can_repeat and _MEMORY.search(end.cause):
+        return True
+    return turn.is_shared and (end.limit_s is not None or (left.was_client and left.goes_on))
 
 
 _MEMORY = re.compile(r"out of memory|OutOfMemory|the case needs about", re.IGNORECASE)
@@ -476,6 +503,10 @@ _DEVICE = re.compile(
     r"(?:CUDA|HIP) error|\[(?:CUDA|HIP)\]|No CUDA GPUs|(?:CUDA|HIP)_?ERROR|(?:CUBLAS|CUDNN)_STATUS", re.IGNORECASE
 )
 """Words of messages about errors of the GPU."""
+
+
+def _names_device(message: str) -> bool:
+    return _MEMORY.search(message) is not None or _DEVICE.search(message) is not None
 
 
 def _lacks_memory(record: Record) -> bool:

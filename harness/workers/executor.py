@@ -296,8 +296,12 @@ class Supervisor(SlotExecutor):
     @property
     def notes(self) -> tuple[str, ...]:
         """See :class:`SlotExecutor`."""
-        repeated = self._examiner.num_repeated
-        words = f"{plural(repeated, 'case')} examined again alone, since other processes used the device meanwhile"
+        repeated = self._examiner.repeated
+        names = ", ".join(f"{num} of {name}" for name, num in sorted(repeated.items()))
+        words = (
+            f"{plural(repeated.total(), 'case')} examined again alone, since other processes used the device "
+            f"meanwhile: {names}"
+        )
         return (*self._notes, *([words] if repeated else []))
 
     def run(self) -> Generator[Record, None, None]:

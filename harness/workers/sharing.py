@@ -96,12 +96,12 @@ class SharedDevice:
         self._without_mps.add(ref)
 
     def count_end(self) -> None:
-        """Count a process that has ended, or lost the device."""
+        """Count a client of MPS that has ended, or lost the device."""
         with self._changed:
             self._ends += 1
 
     def have_others_ended(self, turn: Turn) -> bool:
-        """Return whether another process than that of ``turn``, which has ended, ended since the turn alone before."""
+        """Return whether another client of MPS than that of ``turn``, which has ended, ended since the turn alone before."""
         return self._ends > turn.ends + 1
 
     def give_up_mps(self, turn: Turn) -> bool:
@@ -186,6 +186,7 @@ _PIPES, _LOGS, _VISIBLE = "CUDA_MPS_PIPE_DIRECTORY", "CUDA_MPS_LOG_DIRECTORY", "
 _OF_USER = Path("/tmp/nvidia-mps/control")  # noqa: S108 (where CUDA looks for the daemon)
 
 _KEEPER = f"""\
+trap '' PIPE
 {_PROGRAM} -d </dev/null >/dev/null 2>&1 || exit 1
 echo started
 read -r _
@@ -198,6 +199,11 @@ _STARTING_S, _ENDING_S = 10.0, 20.0
 def has_mps() -> bool:
     """Return whether this machine has the program of MPS, and the user runs no daemon."""
     return shutil.which(_PROGRAM) is not None and _PIPES not in os.environ and not _OF_USER.exists()
+
+
+def is_client(variables: Mapping[str, str]) -> bool:
+    """Return whether a process with these environment variables uses MPS, of this run or of the user."""
+    return _PIPES in variables or _OF_USER.exists()
 
 
 def refuse_missing_mps(device: str) -> None:

@@ -20,6 +20,7 @@ SERVICE = """\
 #!/bin/sh
 [ "$1" = -d ] && words=start || read -r words
 echo "$words $CUDA_MPS_PIPE_DIRECTORY" >> "$SERVICE_LOG"
+[ "$1" != -d ] || sleep "${SERVICE_S:-0}"
 """
 BACKENDS = """\
 import os
@@ -135,6 +136,14 @@ def service():
     return [line.split()[0] for line in log.read_text().splitlines()] if log.exists() else []
 
 
+def wait_for_end_of_mps():
+    """Wait until the latest daemon was ended, and check that each one was."""
+    deadline = time.monotonic() + 30
+    while service()[-2:] != ["quit", "quit"] and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert service() == ["start", "quit", "quit"] * (len(service()) // 3)
+
+
 @pytest.mark.parametrize("jobs", [4, pytest.param(8, marks=pytest.mark.slow)])
 def test_records_are_those_of_one_process_and_mps_is_there_for_the_run(command, jobs):
     """The first run has one process, and no MPS."""
@@ -187,10 +196,18 @@ def test_mps_ends_with_an_interrupted_run(command, number):
     assert service() == ["start"]
     process.send_signal(number)
     process.communicate(timeout=60)
-    deadline = time.monotonic() + 30
-    while service()[-2:] != ["quit", "quit"] and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert service() == ["start", "quit", "quit"] * (len(service()) // 3)
+    wait_for_end_of_mps()
+
+
+def test_mps_ends_with_a_run_that_is_killed_while_it_starts(folder):
+    line = "from attncheck.harness.workers.sharing import Mps; Mps.start()"
+    process = subprocess.Popen([sys.executable, "-c", line], env=os.environ | {"SERVICE_S": "0.5"})
+    while service() != ["start"]:
+        assert process.poll() is None
+        time.sleep(0.01)
+    process.kill()
+    process.wait()
+    wait_for_end_of_mps()
 
 
 @pytest.mark.parametrize(

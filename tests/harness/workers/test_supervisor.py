@@ -1,6 +1,7 @@
 """Cases of several backends through their processes: what each loses when one of them dies, and what none notices."""
 
 import threading
+import time
 from collections import Counter
 from pathlib import Path
 
@@ -97,6 +98,7 @@ class FakePool:
 class FakeProcess:
     def __init__(self, pool, ref):
         self.has_ended, self.examined = False, pool.examined
+        self.inherited, self.environment = {}, pool.device.variables(ref)
         self._pool, self._ref = pool, ref
 
     def output(self, case=None, limit=0):
@@ -367,9 +369,9 @@ def test_a_fault_of_ours_in_a_process_that_does_not_come_up_again_ends_the_run(m
 class Shared(FakePool):
     """Processes on a device that another slot uses; its turns overlap all that are not alone."""
 
-    def __init__(self, *, is_gpu=True, **scripts):
+    def __init__(self, *, is_gpu=True, mps=None, **scripts):
         super().__init__(**scripts)
-        self.device = SharedDevice(2, is_gpu=is_gpu)
+        self.device = SharedDevice(2, is_gpu=is_gpu, start_mps=mps)
         self.device.add(self)
         self.num_ended = 0
 
@@ -384,16 +386,16 @@ class Shared(FakePool):
         return super().answers(ref, question, number)
 
 
-def examined_through(pool, *cases):
+def examined_through(pool, *cases, limits=TimeLimits()):
     """The outcomes of ``cases`` of backend ``a``, by case, and how many were examined again alone."""
     backend = BackendDescription(info=BackendInfo(name="a", ref="a", features=("lse",)))
-    examiner, found = ProcessExaminer(TimeLimits()), []
+    examiner, found = ProcessExaminer(limits), []
     for case in cases:
         question = BackendQuestion(backend, case, CHECKS)
         place = Place(question, Circumstances(0, ENVIRONMENT.digest, attncheck.__version__), list(CHECKS))
         examiner.examine(place, pool)
         found.append([record.outcome for record in place.waiting()])
-    return found, examiner.num_repeated
+    return found, examiner.repeated.total()
 
 
 def raised(message, error_type="AcceleratorError"):
@@ -443,6 +445,58 @@ def test_a_process_that_dies_by_itself_is_tried_again_alone_as_ever(make_case):
     found, num_repeated = examined_through(pool, make_case(), make_case(name="next"))
     assert found == [["passed"] * 2, ["crashed", "passed"]]
     assert (num_repeated, pool.num_ended) == (0, 1)
+
+
+class FakeMps:
+    variables = {"CUDA_MPS_PIPE_DIRECTORY": "/mps"}
+
+    def close(self):
+        pass
+
+
+LSE = [passed("lse"), Examined()]
+"""After the loss of the device in the first check, another process makes the second one."""
+
+
+def test_without_mps_a_lost_gpu_is_due_to_the_backend_that_loses_it(make_case):
+    pool = Shared(a=[lost("numerics"), WELL, LSE])
+    assert examined_through(pool, make_case()) == ([["crashed", "passed"]], 0)
+
+
+def test_the_third_loss_of_a_client_of_mps_is_its_own(make_case):
+    """Two losses that do not recur alone may be due to another client; then the backend is no client any more."""
+    loss = lost("numerics")
+    pool = Shared(mps=FakeMps, a=[loss, WELL, loss, WELL, loss, WELL, LSE])
+    pool.alive.clear()  # its processes start as clients
+    found, num_repeated = examined_through(pool, *(make_case(name=name) for name in ("first", "second", "third")))
+    assert found == [["passed"] * 2, ["passed"] * 2, ["crashed", "passed"]]
+    assert num_repeated == 2
+
+
+def test_a_client_may_die_because_another_one_did_whose_time_was_used_up(make_case):
+    """The other one, which hangs, is settled at once; its end counts nevertheless."""
+    device = SharedDevice(2, is_gpu=True, start_mps=FakeMps)
+
+    class Beside(FakePool):
+        def answers(self, ref, question, number):
+            answers = super().answers(ref, question, number)
+            if answers is death:
+                examined_through(hanging, make_case(), limits=TimeLimits(backend_s=0.001))
+            return answers
+
+    class Hanging(FakePool):
+        def answers(self, ref, question, number):
+            time.sleep(0.01)
+            return super().answers(ref, question, number)
+
+    death = [Stage(name="check numerics"), DEATH]
+    hanging, dying = Hanging(a=[[Stage(name="check numerics"), LATE]]), Beside(a=[death, WELL])
+    for pool in (hanging, dying):
+        pool.share(device)
+        pool.alive.clear()
+        pool.end_all = pool.alive.clear
+        device.add(pool)
+    assert examined_through(dying, make_case()) == ([["passed"] * 2], 1)
 
 
 class Gpus(FakePool):
