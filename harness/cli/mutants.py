@@ -305,7 +305,7 @@ def _examine_group(group: ExaminedGroup, options: RunOptions, folder: Path, stop
     except BrokenProcessPool:
         if stopped.is_set():
             raise
-        run_options = replace(run_options, in_process=False, output=folder / "apart.jsonl")
+        run_options = replace(run_options, in_process=False, jobs=1, output=folder / "apart.jsonl")
         reason = _apart(run_options)
     run = read_run(run_options.output) if not reason and run_options.output is not None else None
     return replace(group, run=run, reason=reason)

@@ -104,6 +104,29 @@ def request_records(
         return error
 
 
+def started(workers: WorkerPool, ref: str, turn: Turn) -> WorkerProcess:
+    """Return the process of ``ref``; start it if it is missing, once more if it may start without MPS only.
+
+    Raises:
+        QuestionError, WorkerError, OSError, StoppedError: see :meth:`WorkerPool.restart`.
+    """
+    device = workers.device
+    while (process := workers.process(ref)) is None:
+        was_client = device.is_client(ref)
+        try:
+            return workers.restart(ref)
+        except (QuestionError, WorkerError, OSError):
+            workers.discard(ref)
+            if workers.is_stopped:
+                raise
+            has_given_up = device.give_up_mps(turn) or (was_client and not device.is_client(ref))
+            if was_client:
+                device.count_end()
+            if not has_given_up:
+                raise
+    return process
+
+
 def _is_about(record: Record, due: Mapping[str, Mapping[str, object]]) -> bool:
     fields = due.get(record.check)
     return fields is not None and all(getattr(record, name) == value for name, value in fields.items())
@@ -111,8 +134,8 @@ def _is_about(record: Record, due: Mapping[str, Mapping[str, object]]) -> bool:
 
 # A kernel may corrupt memory long before its process dies, so that a later case seems to be the cause.
 
-_BUDGET_S = 600.0
-"""Seconds after which the search among the earlier cases stops."""
+_BUDGET_S, _BUDGET_ALONE_S = 600.0, 60.0
+"""Seconds after which the search among the earlier cases stops; fewer on a shared GPU, where all other slots wait."""
 
 
 Replay = Callable[[Sequence["BackendQuestion"]], tuple[Record, ...] | None]
@@ -136,16 +159,17 @@ def find_recurrence(
     question: "BackendQuestion",
     earlier: Sequence["BackendQuestion"],
     clock: Callable[[], float] = time.monotonic,
+    budget_s: float = _BUDGET_S,
 ) -> Recurrence:
     """Try the case again, first alone in a new process; if that succeeds, after the earlier cases.
 
     ``earlier``: the known questions to the process that ended before ``question``. If all together make a process
-    end again, a bisection searches for the single one that does so.
+    end again, a bisection searches for the single one that does so, for up to ``budget_s`` seconds.
 
     Raises:
         QuestionError, WorkerError, OSError: from ``replay``, if no process can be started.
     """
-    deadline = clock() + _BUDGET_S
+    deadline = clock() + budget_s
     first = replay([question])
     if first is None:
         return Recurrence("always")
@@ -293,7 +317,11 @@ class ProcessExaminer:
         rest = self._left(place)
         if rest.seconds <= 0 and place.unsettled is None:
             used = "earlier cases used up" if self._spent[backend.ref] else "the start of the run left nothing of"
-            cause = f"the case did not run, because {used} {rest.words}; give more time, or select fewer cases"
+            if turn.is_alone:
+                cause = f"the case has only a doubtful result beside other processes, and {used} {rest.words}"
+            else:
+                cause = f"the case did not run, because {used} {rest.words}"
+            cause += "; give more time, or select fewer cases"
             place.end(Stopped("", ProcessEnd(cause, limit_s=self._limits.backend_s)), place.due)
             return
         if backend.ref in self._unstartable and workers.process(backend.ref) is None:
@@ -301,18 +329,18 @@ class ProcessExaminer:
             return
         place.began = time.monotonic()
         try:
-            error = self._examine(turn, place, workers)
-        except (QuestionError, OSError) as refused:
-            turn.is_over = workers.device.can_repeat and not turn.is_alone
-            if turn.is_over:
-                workers.device.give_up_mps(turn)
-            else:
+            fault = self._examine(turn, place, workers)
+        except (QuestionError, WorkerError, OSError) as refused:
+            turn.is_over = workers.device.is_shared_gpu and not turn.is_alone
+            if not turn.is_over:
+                if isinstance(refused, WorkerError):
+                    raise
                 cause = f"its process has ended, and no other could be started: {refused}"
                 self._unstartable[backend.ref] = cause
                 place.end(Stopped("the start", ProcessEnd(cause)), place.due)
         else:
-            if error is not None:
-                raised = Raised(OURSELVES, WorkerError.__name__, error.fault.error, error.fault.traceback)
+            if fault is not None:
+                raised = Raised(OURSELVES, WorkerError.__name__, fault.fault.error, fault.fault.traceback)
                 for check in place.due:
                     place.records.put(record_of(place.circumstances, case, backend, check, raised, 0.0))
                 place.due.clear()
@@ -328,7 +356,7 @@ class ProcessExaminer:
         replaced once, since the backend may have corrupted it.
 
         Raises:
-            QuestionError, OSError: a new process is needed and cannot be started.
+            QuestionError, WorkerError, OSError: a new process is needed and cannot be started.
         """
         faults: list[WorkerError] = []
         if place.unsettled is not None:
@@ -345,21 +373,22 @@ class ProcessExaminer:
         """Add the records of the checks that are due; return how attncheck failed in the process, if it did.
 
         Raises:
-            QuestionError, OSError: a new process is needed and cannot be started.
+            QuestionError, WorkerError, OSError: a new process is needed and cannot be started.
             StoppedError: the pool was stopped.
         """
         ref = place.question.backend.ref
         case = place.question.case
         due, device = place.due, workers.device
-        process = workers.process(ref) or workers.restart(ref)
+        process = started(workers, ref, turn)
         was_client = is_client(process.inherited | process.environment)
         earlier = tuple(process.examined)
-        can_repeat = device.can_repeat and not turn.is_alone
+        can_repeat = device.is_shared_gpu and not turn.is_alone
 
         def take(record: Record) -> None:
             error = _error_of_device(record)
             if can_repeat and not turn.is_over:
-                turn.is_over = _lacks_memory(record) or bool(error and (ref, error) not in self._confirmed)
+                lacks_memory = _MEMORY.search(record.model_dump_json(exclude={"figures"})) is not None
+                turn.is_over = lacks_memory or bool(error and (ref, error) not in self._confirmed)
             elif turn.is_alone and error:
                 self._confirmed.add((ref, error))
             if record.check in due and not turn.is_over:  # not if it was already made before a fault
@@ -383,7 +412,7 @@ class ProcessExaminer:
         if was_client:
             device.count_end()
         if isinstance(end, WorkerError):
-            turn.is_over = turn.is_over or (can_repeat and _names_device(end.fault.error))
+            turn.is_over = turn.is_over or (can_repeat and _is_of_gpu(end.fault.error))
             return end
         left = Unsettled(end, earlier, goes_on, was_client)
         if turn.is_over:
@@ -404,7 +433,7 @@ class ProcessExaminer:
             return False
         if (ref, _cause_of(left.stopped)) in self._confirmed and not left.was_client:
             return False
-        return device.can_repeat or _is_doubtful(left, turn, device)
+        return device.is_shared_gpu or _is_doubtful(left, turn, device)
 
     def _settle(self, place: Place, workers: WorkerPool, left: Unsettled) -> None:
         """Add the record of the check that ended the process, and of the remaining ones unless the case goes on.
@@ -445,15 +474,20 @@ class ProcessExaminer:
             return Recurrence("always")  # this was the second try
         replay = partial(self._replay, place, workers)
         try:
-            return find_recurrence(replay, place.question, left.earlier)
-        except (QuestionError, WorkerError, OSError):  # the next case reports it
+            budget_s = _BUDGET_ALONE_S if workers.device.is_shared_gpu else _BUDGET_S
+            return find_recurrence(replay, place.question, left.earlier, budget_s=budget_s)
+        except (QuestionError, WorkerError, OSError):  # the next case reports it, or no time is left
             workers.discard(ref)
             return None
 
     def _replay(
         self, place: Place, workers: WorkerPool, questions: Sequence[BackendQuestion]
     ) -> tuple[Record, ...] | None:
-        """Send ``questions`` to a new process, as a :data:`Replay` does."""
+        """Send ``questions`` to a new process, as a :data:`Replay` does.
+
+        Raises:
+            TimeoutError: the time of the backend is used up, so that the end of the process shows nothing.
+        """
         ref = place.question.backend.ref
         workers.discard(ref)
         process = workers.restart(ref)
@@ -464,6 +498,8 @@ class ProcessExaminer:
             end = request_records(process, question, place.circumstances, limit_of, records.append)
             if not isinstance(end, Examined) or end.lost is not None:
                 workers.discard(ref)
+                if self._left(place).seconds <= 0:
+                    raise TimeoutError
                 is_shown = question is questions[-1] and not isinstance(end, WorkerError)
                 return None if is_shown else ()
         return tuple(_with_output(record, process, place.question.case) for record in records)
@@ -493,7 +529,7 @@ def _is_doubtful(left: Unsettled, turn: Turn, device: SharedDevice) -> bool:
     end = left.stopped.end
     if left.was_client and device.have_others_ended(turn):
         return True
-    if device.can_repeat and _MEMORY.search(end.cause):
+    if device.is_shared_gpu and _MEMORY.search(end.cause):
         return True
     return turn.is_shared and (end.limit_s is not None or (left.was_client and left.goes_on))
 
@@ -505,12 +541,8 @@ _DEVICE = re.compile(
 """Words of messages about errors of the GPU."""
 
 
-def _names_device(message: str) -> bool:
+def _is_of_gpu(message: str) -> bool:
     return _MEMORY.search(message) is not None or _DEVICE.search(message) is not None
-
-
-def _lacks_memory(record: Record) -> bool:
-    return _MEMORY.search(record.model_dump_json(exclude={"figures"})) is not None
 
 
 def _error_of_device(record: Record) -> str:

@@ -166,7 +166,7 @@ class WorkerPool:
     def share(self, device: SharedDevice) -> None:
         """Start processes on ``device`` from now on, which others use, too."""
         self.device = device
-        device.add(self)
+        device.add(self.end_all)
 
     def twin(self, gpu: Gpu | None = None, device: SharedDevice | None = None) -> "WorkerPool":
         """Return a pool for one more process of each backend described here; it is closed with this one.

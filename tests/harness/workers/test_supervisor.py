@@ -371,8 +371,8 @@ class Shared(FakePool):
 
     def __init__(self, *, is_gpu=True, mps=None, **scripts):
         super().__init__(**scripts)
-        self.device = SharedDevice(2, is_gpu=is_gpu, start_mps=mps)
-        self.device.add(self)
+        self.device = SharedDevice(is_shared_gpu=is_gpu, start_mps=mps)
+        self.device.add(self.end_all)
         self.num_ended = 0
 
     def end_all(self):
@@ -475,7 +475,7 @@ def test_the_third_loss_of_a_client_of_mps_is_its_own(make_case):
 
 def test_a_client_may_die_because_another_one_did_whose_time_was_used_up(make_case):
     """The other one, which hangs, is settled at once; its end counts nevertheless."""
-    device = SharedDevice(2, is_gpu=True, start_mps=FakeMps)
+    device = SharedDevice(is_shared_gpu=True, start_mps=FakeMps)
 
     class Beside(FakePool):
         def answers(self, ref, question, number):
@@ -494,8 +494,7 @@ def test_a_client_may_die_because_another_one_did_whose_time_was_used_up(make_ca
     for pool in (hanging, dying):
         pool.share(device)
         pool.alive.clear()
-        pool.end_all = pool.alive.clear
-        device.add(pool)
+        device.add(pool.alive.clear)
     assert examined_through(dying, make_case()) == ([["passed"] * 2], 1)
 
 
