@@ -24,7 +24,7 @@ from attncheck.harness.device import accelerator_of
 class Turn:
     """A question, or the start of a process, on a device.
 
-    ``ends``: of processes on the device, up to the latest turn alone before. ``is_shared``: another turn overlaps.
+    ``ends``: of clients of MPS, up to the latest turn alone before. ``is_shared``: another turn overlaps.
     ``is_alone``: no other process uses the device. ``is_over``: the rest is examined again alone.
     """
 
@@ -67,7 +67,7 @@ class SharedDevice:
         return self._mps is not None and not self._is_given_up
 
     def add(self, end_processes: Callable[[], None]) -> None:
-        """Call ``end_processes`` before a turn alone. It returns when its processes have ended; they may start again."""
+        """Call ``end_processes`` before each turn alone; it returns when its processes have ended."""
         self._ends_processes.append(end_processes)
 
     def variables(self, ref: str) -> Mapping[str, str]:
@@ -88,7 +88,7 @@ class SharedDevice:
             self._ends += 1
 
     def have_others_ended(self, turn: Turn) -> bool:
-        """Return whether another client of MPS than that of ``turn``, which has ended, ended since the turn alone before."""
+        """Return whether a client of MPS ended since the turn alone before, besides that of ``turn``."""
         return self._ends > turn.ends + 1
 
     def give_up_mps(self, turn: Turn) -> bool:

@@ -386,10 +386,10 @@ class Shared(FakePool):
         return super().answers(ref, question, number)
 
 
-def examined_through(pool, *cases, limits=TimeLimits()):
+def examined_through(pool, *cases, **limits):
     """The outcomes of ``cases`` of backend ``a``, by case, and how many were examined again alone."""
     backend = BackendDescription(info=BackendInfo(name="a", ref="a", features=("lse",)))
-    examiner, found = ProcessExaminer(limits), []
+    examiner, found = ProcessExaminer(TimeLimits(**limits)), []
     for case in cases:
         question = BackendQuestion(backend, case, CHECKS)
         place = Place(question, Circumstances(0, ENVIRONMENT.digest, attncheck.__version__), list(CHECKS))
@@ -448,7 +448,8 @@ def test_a_process_that_dies_by_itself_is_tried_again_alone_as_ever(make_case):
 
 
 class FakeMps:
-    variables = {"CUDA_MPS_PIPE_DIRECTORY": "/mps"}
+    def __init__(self):
+        self.variables = {"CUDA_MPS_PIPE_DIRECTORY": "/mps"}
 
     def close(self):
         pass
@@ -481,7 +482,7 @@ def test_a_client_may_die_because_another_one_did_whose_time_was_used_up(make_ca
         def answers(self, ref, question, number):
             answers = super().answers(ref, question, number)
             if answers is death:
-                examined_through(hanging, make_case(), limits=TimeLimits(backend_s=0.001))
+                examined_through(hanging, make_case(), backend_s=0.001)
             return answers
 
     class Hanging(FakePool):
