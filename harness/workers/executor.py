@@ -361,12 +361,14 @@ class Supervisor(SlotExecutor):
         """Yield the slots for ``num_questions``; the slots of each GPU share it, with MPS if it is worth its start."""
         workers = self._workers
         jobs = max(min(self.jobs, num_questions), 1)
-        gpus: Sequence[Gpu | None] = workers.gpus[:jobs] or (None,)
+        chosen = workers.chosen
+        gpus: Sequence[Gpu | None] = (chosen.gpus[:jobs] if chosen else ()) or (None,)
+        has_mps = chosen is not None and chosen.has_mps
         with contextlib.ExitStack() as opened:
             devices = []
             for index, gpu in enumerate(gpus):
                 num_slots = len(range(index, jobs, len(gpus)))
-                is_served = workers.has_mps and num_slots > 1 and num_questions >= _LEAST_FOR_MPS
+                is_served = has_mps and num_slots > 1 and num_questions >= _LEAST_FOR_MPS
                 devices.append(
                     SharedDevice(
                         is_shared_gpu=self._plan.device != "cpu" and num_slots > 1,

@@ -34,7 +34,7 @@ from attncheck.harness.workers.process import ProcessEndedError, RefusedError, W
 from attncheck.harness.workers.protocol import HarnessFailure
 from attncheck.harness.workers.schedule import BackendQuestion
 from attncheck.harness.workers.sharing import SharedDevice
-from attncheck.harness.workers.worker import Examined, Stage
+from attncheck.harness.workers.worker import DeviceChosen, Examined, Stage
 from attncheck.reports.run_file.header import BackendInfo
 from attncheck.reports.run_file.records import Crashed, Errored, Passed, RecordBase, TimedOut
 
@@ -47,8 +47,8 @@ CHECKS = ("numerics", "lse")
 class FakePool:
     """A fake of the processes: each case gets the next script of its backend; ``restarts``: which starts fail."""
 
-    gpus: tuple[Gpu, ...] = ()
-    has_mps = is_stopped = False
+    chosen = None
+    is_stopped = False
 
     def __init__(self, restarts=None, **scripts):
         self.scripts, self._restarts = scripts, restarts or []
@@ -504,7 +504,8 @@ class Gpus(FakePool):
 
     def __init__(self, together):
         super().__init__(a=[WELL], b=[WELL], c=[WELL])
-        self.gpus = (Gpu("GPU-0"), Gpu("GPU-1"))
+        gpus = (Gpu("GPU-0"), Gpu("GPU-1"))
+        self.chosen = DeviceChosen(device="cuda", notes=(), environment=ENVIRONMENT, gpus=gpus)
         self.twins = []
         self._together = together
 
