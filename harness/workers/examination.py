@@ -318,7 +318,7 @@ class ProcessExaminer:
         if rest.seconds <= 0 and place.unsettled is None:
             used = "earlier cases used up" if self._spent[backend.ref] else "the start of the run left nothing of"
             if turn.is_alone:
-                cause = f"the case has only a doubtful result beside other processes, and {used} {rest.words}"
+                cause = f"beside other processes the case had no certain result, and {rest.words} is used up"
             else:
                 cause = f"the case did not run, because {used} {rest.words}"
             cause += "; give more time, or select fewer cases"

@@ -162,7 +162,7 @@ class SharedDevice:
         if self._mps is None and self._start_mps is not None:
             self._mps = self._start_mps()
             if self._mps is None:
-                self._note("MPS is not used: it does not start")
+                self._note("MPS does not start, so processes continue without it")
 
 
 # The daemon of MPS leaves the session of the process that starts it, and would survive it. So a shell starts it, waits

@@ -215,7 +215,7 @@ def test_mps_ends_with_a_run_that_is_killed_while_it_starts(folder):
 @pytest.mark.parametrize(
     ("script", "note"),
     [
-        ("exit 1", "MPS is not used: it does not start"),
+        ("exit 1", "MPS does not start, so processes continue without it"),
         (
             'touch "$CUDA_MPS_PIPE_DIRECTORY/lost"',
             "MPS is used no more: a process of a backend did not start with it",

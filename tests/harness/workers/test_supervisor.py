@@ -26,7 +26,7 @@ from attncheck.harness.run.outcomes import (
 from attncheck.harness.run.preparation import Gpu
 from attncheck.harness.run.run import Run
 from attncheck.harness.run.selection import select_cases
-from attncheck.harness.workers.examination import Place, ProcessExaminer
+from attncheck.harness.workers.examination import Place, ProcessExaminer, started
 from attncheck.harness.workers.executor import Supervisor
 from attncheck.harness.workers.limits import TimeLimits
 from attncheck.harness.workers.pool import WorkerPool
@@ -497,6 +497,51 @@ def test_a_client_may_die_because_another_one_did_whose_time_was_used_up(make_ca
         pool.alive.clear()
         device.add(pool.alive.clear)
     assert examined_through(dying, make_case()) == ([["passed"] * 2], 1)
+
+
+@pytest.mark.parametrize(("error", "repeated"), [("ValueError: ours", 0), ("CUDA error: invalid argument", 1)])
+def test_a_fault_of_ours_beside_others_is_tried_in_its_turn_unless_the_gpu_is_its_cause(make_case, error, repeated):
+    fault = WorkerError("a", HarnessFailure(error=error, traceback="Traceback"))
+    pool = Shared(a=[[fault], WELL])
+    assert examined_through(pool, make_case()) == ([["passed"] * 2], repeated)
+
+
+@pytest.mark.parametrize("error", [FAULT, OSError("no process")])
+def test_a_start_that_fails_beside_others_is_repeated_alone(make_case, error):
+    pool = Shared(a=[WELL])
+    pool.alive.clear()
+    pool._restarts = [error]
+    assert examined_through(pool, make_case()) == ([["passed"] * 2], 1)
+
+
+def test_where_mps_was_given_up_meanwhile_a_start_is_tried_again_without_it():
+    class Refusing(Shared):
+        def restart(self, ref):
+            if self.device.uses_mps:
+                self.device.give_up_mps(turn)
+                raise OSError("refused")
+            return super().restart(ref)
+
+    pool = Refusing(mps=FakeMps, a=[])
+    pool.alive.clear()
+    with pool.device.turn() as turn:
+        assert started(pool, "a", turn)._ref == "a"
+
+
+def test_the_end_of_a_try_shows_nothing_once_the_time_of_the_backend_is_used_up(make_case):
+    class Slow(FakePool):
+        def answers(self, ref, question, number):
+            time.sleep(0.1 * (len(self.sent) - 1))
+            return super().answers(ref, question, number)
+
+    pool = Slow(a=[[Stage(name="check numerics"), DEATH], [Stage(name="check numerics"), LATE]])
+    backend = BackendDescription(info=BackendInfo(name="a", ref="a", features=("lse",)))
+    place = Place(
+        BackendQuestion(backend, make_case(), CHECKS), Circumstances(0, ENVIRONMENT.digest, "1"), list(CHECKS)
+    )
+    ProcessExaminer(TimeLimits(backend_s=0.1)).examine(place, pool)
+    assert [record.recurrence for record in place.waiting()] == ["", ""]
+    assert pool.scripts["a"] == []
 
 
 class Gpus(FakePool):
