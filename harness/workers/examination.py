@@ -412,7 +412,9 @@ class ProcessExaminer:
         if was_client:
             device.count_end()
         if isinstance(end, WorkerError):
-            turn.is_over = turn.is_over or (can_repeat and _is_of_gpu(end.fault.error))
+            error = end.fault.error
+            if can_repeat and (_MEMORY.search(error) or _DEVICE.search(error)):
+                turn.is_over = True
             return end
         left = Unsettled(end, earlier, goes_on, was_client)
         if turn.is_over:
@@ -539,10 +541,6 @@ _DEVICE = re.compile(
     r"(?:CUDA|HIP) error|\[(?:CUDA|HIP)\]|No CUDA GPUs|(?:CUDA|HIP)_?ERROR|(?:CUBLAS|CUDNN)_STATUS", re.IGNORECASE
 )
 """Words of messages about errors of the GPU."""
-
-
-def _is_of_gpu(message: str) -> bool:
-    return _MEMORY.search(message) is not None or _DEVICE.search(message) is not None
 
 
 def _error_of_device(record: Record) -> str:
