@@ -257,12 +257,13 @@ def _warm(run: "Run", pool: "WorkerPool") -> None:
     examiner = pool.examiner(run)
     records = list(examiner.compile())
     lost = {record.case for record in records if isinstance(record, Ended)}
-    num_examined = len({record.case for record in records} - lost)
+    cases = {record.case for record in records}
+    jobs = max(1, min(examiner.jobs, len(cases)))
     added = (f"{cache.library} {cache.contents().kernels - held}" for cache, held in zip(caches, before, strict=True))
     lost_words = f", {plural(len(lost), 'case')} lost with their process" if lost else ""
     typer.echo(
-        f"{run.backends[0].name}: {plural(num_examined, 'case')}{lost_words}, {time.monotonic() - began:.1f} s, "
-        f"processes at once: {examiner.jobs}; kernels added: {', '.join(added)}"
+        f"{run.backends[0].name}: {plural(len(cases - lost), 'case')}{lost_words}, {time.monotonic() - began:.1f} s, "
+        f"processes at once: {jobs}; kernels added: {', '.join(added)}"
     )
 
 

@@ -305,7 +305,7 @@ def _examine_group(group: ExaminedGroup, options: RunOptions, folder: Path, stop
     except BrokenProcessPool:
         if stopped.is_set():
             raise
-        run_options = replace(run_options, in_process=False, output=folder / "apart.jsonl")
+        run_options = replace(run_options, in_process=False, jobs=1, output=folder / "apart.jsonl")
         reason = _apart(run_options)
     run = read_run(run_options.output) if not reason and run_options.output is not None else None
     return replace(group, run=run, reason=reason)
@@ -469,7 +469,7 @@ def choose_mutants(
 def _examine_mutants(
     chosen: Sequence[Mutant], options: RunOptions, jobs: int | None, output: Path | None
 ) -> KillMatrix:
-    from attncheck.harness.workers.pool import most_processes
+    from attncheck.harness.workers.pool import default_jobs
 
     options.select()  # raise errors of the options before any process starts
     if output is not None:
@@ -479,7 +479,7 @@ def _examine_mutants(
     done = 0
     with tempfile.TemporaryDirectory(prefix="attncheck-mutants-") as folder:
         groups = groups_of(chosen)
-        for group in examine_groups(groups, options, jobs or most_processes(), Path(folder)):
+        for group in examine_groups(groups, options, jobs or default_jobs(), Path(folder)):
             if group.run is None:
                 missing |= dict.fromkeys(group.refs, group.reason)
             else:

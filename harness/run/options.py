@@ -395,8 +395,7 @@ class RunOptions:
         None,
         "--within TIME",
         "Time limit of the run, such as 60s or 2m: the cases and checks that find most come first, and what is not "
-        "reached does not fail the run. Backends share the time, and run at once on a GPU. 0: no limit, but they share "
-        "the GPU. Default: backends run one after another, without a limit.",
+        "reached does not fail the run. The backends share the time. Default: no limit, like 0.",
         places=("run",),
         read=_deadline,
     )

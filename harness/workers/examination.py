@@ -5,7 +5,7 @@ import queue
 import re
 import threading
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -32,7 +32,7 @@ from attncheck.harness.workers.process import (
     WorkerProcess,
 )
 from attncheck.harness.workers.schedule import LOOK_EVERY_S, BackendQuestion
-from attncheck.harness.workers.sharing import SharedDevice, Turn
+from attncheck.harness.workers.sharing import SharedDevice, Turn, is_client
 from attncheck.harness.workers.worker import CaseServer, Examined, Stage
 from attncheck.reports.run_file.causes import cause_of_end, cause_of_error
 from attncheck.reports.run_file.graph_levels import CUDAGRAPH
@@ -104,6 +104,29 @@ def request_records(
         return error
 
 
+def started(workers: WorkerPool, ref: str, turn: Turn) -> WorkerProcess:
+    """Return the process of ``ref``; start it if it is missing, once more if it may start without MPS only.
+
+    Raises:
+        QuestionError, WorkerError, OSError, StoppedError: see :meth:`WorkerPool.restart`.
+    """
+    device = workers.device
+    while (process := workers.process(ref)) is None:
+        was_client = device.is_client(ref)
+        try:
+            return workers.restart(ref)
+        except (QuestionError, WorkerError, OSError):
+            workers.discard(ref)
+            if workers.is_stopped:
+                raise
+            has_given_up = device.give_up_mps(turn) or (was_client and not device.is_client(ref))
+            if was_client:
+                device.count_end()
+            if not has_given_up:
+                raise
+    return process
+
+
 def _is_about(record: Record, due: Mapping[str, Mapping[str, object]]) -> bool:
     fields = due.get(record.check)
     return fields is not None and all(getattr(record, name) == value for name, value in fields.items())
@@ -111,8 +134,8 @@ def _is_about(record: Record, due: Mapping[str, Mapping[str, object]]) -> bool:
 
 # A kernel may corrupt memory long before its process dies, so that a later case seems to be the cause.
 
-_BUDGET_S = 600.0
-"""Seconds after which the search among the earlier cases stops."""
+_BUDGET_S, _BUDGET_ALONE_S = 600.0, 60.0
+"""Seconds after which the search among the earlier cases stops; fewer on a shared GPU, where all other slots wait."""
 
 
 Replay = Callable[[Sequence["BackendQuestion"]], tuple[Record, ...] | None]
@@ -136,16 +159,17 @@ def find_recurrence(
     question: "BackendQuestion",
     earlier: Sequence["BackendQuestion"],
     clock: Callable[[], float] = time.monotonic,
+    budget_s: float = _BUDGET_S,
 ) -> Recurrence:
     """Try the case again, first alone in a new process; if that succeeds, after the earlier cases.
 
     ``earlier``: the known questions to the process that ended before ``question``. If all together make a process
-    end again, a bisection searches for the single one that does so.
+    end again, a bisection searches for the single one that does so, for up to ``budget_s`` seconds.
 
     Raises:
         QuestionError, WorkerError, OSError: from ``replay``, if no process can be started.
     """
-    deadline = clock() + _BUDGET_S
+    deadline = clock() + budget_s
     first = replay([question])
     if first is None:
         return Recurrence("always")
@@ -220,28 +244,38 @@ _TRIES = 2
 _MOST_TRIED = 8
 """Maximum number of findings in a run whose cases are tried again."""
 
+_MOST_DOUBTED = 2
+"""Ends of a backend's processes for which the other clients of MPS may be the cause."""
+
 _OUTPUT_BYTES = 4096
 """Bytes of output in the record of a failure; that of a crash has more, with the stack."""
 
 
 @dataclass(frozen=True)
 class Unsettled:
-    """How a process ended during a case. ``earlier``: its questions before; ``goes_on``: other checks are still due."""
+    """How a process ended during a case.
+
+    ``earlier``: its questions before. ``goes_on``: it lost the device, and other checks are still due. ``was_client``:
+    it used MPS.
+    """
 
     stopped: Stopped
     earlier: tuple[BackendQuestion, ...]
     goes_on: bool
+    was_client: bool
 
 
 class ProcessExaminer:
     """Examines questions within ``limits``, in several threads.
 
-    ``num_repeated``: cases that were examined again alone, since another process may have been the cause.
+    ``repeated``: how many cases of each backend, by its name, were examined again alone, since another process may have
+    been the cause.
     """
 
     def __init__(self, limits: TimeLimits) -> None:
         self._limits = limits
-        self.num_repeated = 0
+        self.repeated: Counter[str] = Counter()
+        self._num_doubted: Counter[str] = Counter()
         self._unstartable: dict[str, str] = {}
         self._spent: defaultdict[str, float] = defaultdict(float)
         self._tried: set[tuple[str, str]] = set()
@@ -265,8 +299,17 @@ class ProcessExaminer:
             if place.unsettled is None or _is_doubtful(place.unsettled, turn, device):
                 place.doubted, place.unsettled = place.unsettled, None
                 with self._lock:
-                    self.num_repeated += 1
+                    self.repeated[place.question.backend.info.name] += 1
             self._examine_in(alone, place, workers)
+            if place.doubted is not None and place.doubted.was_client:
+                self._count_doubted(place.question.backend.ref, device)
+
+    def _count_doubted(self, ref: str, device: SharedDevice) -> None:
+        """Count an end of a client of MPS that was doubtful. After two, the next end is due to the backend itself."""
+        with self._lock:
+            self._num_doubted[ref] += 1
+            if self._num_doubted[ref] >= _MOST_DOUBTED:
+                device.separate(ref)
 
     def _examine_in(self, turn: Turn, place: Place, workers: WorkerPool) -> None:
         """Make the checks that are due; after a turn with others, those that must be made alone are left."""
@@ -274,7 +317,11 @@ class ProcessExaminer:
         rest = self._left(place)
         if rest.seconds <= 0 and place.unsettled is None:
             used = "earlier cases used up" if self._spent[backend.ref] else "the start of the run left nothing of"
-            cause = f"the case did not run, because {used} {rest.words}; give more time, or select fewer cases"
+            if turn.is_alone:
+                cause = f"beside other processes the case had no certain result, and {rest.words} is used up"
+            else:
+                cause = f"the case did not run, because {used} {rest.words}"
+            cause += "; give more time, or select fewer cases"
             place.end(Stopped("", ProcessEnd(cause, limit_s=self._limits.backend_s)), place.due)
             return
         if backend.ref in self._unstartable and workers.process(backend.ref) is None:
@@ -282,18 +329,18 @@ class ProcessExaminer:
             return
         place.began = time.monotonic()
         try:
-            error = self._examine(turn, place, workers)
-        except (QuestionError, OSError) as refused:
-            turn.is_over = workers.device.can_repeat and not turn.is_alone
-            if turn.is_over:
-                workers.device.give_up_mps(turn)
-            else:
+            fault = self._examine(turn, place, workers)
+        except (QuestionError, WorkerError, OSError) as refused:
+            turn.is_over = workers.device.is_shared_gpu and not turn.is_alone
+            if not turn.is_over:
+                if isinstance(refused, WorkerError):
+                    raise
                 cause = f"its process has ended, and no other could be started: {refused}"
                 self._unstartable[backend.ref] = cause
                 place.end(Stopped("the start", ProcessEnd(cause)), place.due)
         else:
-            if error is not None:
-                raised = Raised(OURSELVES, WorkerError.__name__, error.fault.error, error.fault.traceback)
+            if fault is not None:
+                raised = Raised(OURSELVES, WorkerError.__name__, fault.fault.error, fault.fault.traceback)
                 for check in place.due:
                     place.records.put(record_of(place.circumstances, case, backend, check, raised, 0.0))
                 place.due.clear()
@@ -309,7 +356,7 @@ class ProcessExaminer:
         replaced once, since the backend may have corrupted it.
 
         Raises:
-            QuestionError, OSError: a new process is needed and cannot be started.
+            QuestionError, WorkerError, OSError: a new process is needed and cannot be started.
         """
         faults: list[WorkerError] = []
         if place.unsettled is not None:
@@ -326,20 +373,22 @@ class ProcessExaminer:
         """Add the records of the checks that are due; return how attncheck failed in the process, if it did.
 
         Raises:
-            QuestionError, OSError: a new process is needed and cannot be started.
+            QuestionError, WorkerError, OSError: a new process is needed and cannot be started.
             StoppedError: the pool was stopped.
         """
         ref = place.question.backend.ref
         case = place.question.case
         due, device = place.due, workers.device
-        process = workers.process(ref) or workers.restart(ref)
+        process = started(workers, ref, turn)
+        was_client = is_client(process.inherited | process.environment)
         earlier = tuple(process.examined)
-        can_repeat = device.can_repeat and not turn.is_alone
+        can_repeat = device.is_shared_gpu and not turn.is_alone
 
         def take(record: Record) -> None:
             error = _error_of_device(record)
             if can_repeat and not turn.is_over:
-                turn.is_over = _lacks_memory(record) or bool(error and (ref, error) not in self._confirmed)
+                lacks_memory = _MEMORY.search(record.model_dump_json(exclude={"figures"})) is not None
+                turn.is_over = lacks_memory or bool(error and (ref, error) not in self._confirmed)
             elif turn.is_alone and error:
                 self._confirmed.add((ref, error))
             if record.check in due and not turn.is_over:  # not if it was already made before a fault
@@ -360,14 +409,21 @@ class ProcessExaminer:
             goes_on = True  # a new process makes the remaining checks
             end = Stopped(record.stage, ProcessEnd(record.cause, record.output + process.output(case.key)))
         workers.discard(ref)
-        left = None if isinstance(end, WorkerError) else Unsettled(end, earlier, goes_on)
-        if turn.is_over or (can_repeat if left is None else self._is_left(left, turn, place, device)):
-            place.unsettled = None if turn.is_over else left
-            turn.is_over = True
+        if was_client:
             device.count_end()
-        elif left is not None:
+        if isinstance(end, WorkerError):
+            error = end.fault.error
+            if can_repeat and (_MEMORY.search(error) or _DEVICE.search(error)):
+                turn.is_over = True
+            return end
+        left = Unsettled(end, earlier, goes_on, was_client)
+        if turn.is_over:
+            place.unsettled = None
+        elif self._is_left(left, turn, place, device):
+            place.unsettled, turn.is_over = left, True
+        else:
             self._settle(place, workers, left)
-        return end if isinstance(end, WorkerError) else None
+        return None
 
     def _is_left(self, left: Unsettled, turn: Turn, place: Place, device: SharedDevice) -> bool:
         """Return whether the end of a process is settled in a turn alone.
@@ -377,9 +433,9 @@ class ProcessExaminer:
         ref = place.question.backend.ref
         if turn.is_alone or (left.stopped.end.limit_s is not None and self._left(place).seconds <= 0):
             return False
-        if (ref, _cause_of(left.stopped)) in self._confirmed and not device.is_client(ref):
+        if (ref, _cause_of(left.stopped)) in self._confirmed and not left.was_client:
             return False
-        return device.can_repeat or _is_doubtful(left, turn, device)
+        return device.is_shared_gpu or _is_doubtful(left, turn, device)
 
     def _settle(self, place: Place, workers: WorkerPool, left: Unsettled) -> None:
         """Add the record of the check that ended the process, and of the remaining ones unless the case goes on.
@@ -420,15 +476,20 @@ class ProcessExaminer:
             return Recurrence("always")  # this was the second try
         replay = partial(self._replay, place, workers)
         try:
-            return find_recurrence(replay, place.question, left.earlier)
-        except (QuestionError, WorkerError, OSError):  # the next case reports it
+            budget_s = _BUDGET_ALONE_S if workers.device.is_shared_gpu else _BUDGET_S
+            return find_recurrence(replay, place.question, left.earlier, budget_s=budget_s)
+        except (QuestionError, WorkerError, OSError):  # the next case reports it, or no time is left
             workers.discard(ref)
             return None
 
     def _replay(
         self, place: Place, workers: WorkerPool, questions: Sequence[BackendQuestion]
     ) -> tuple[Record, ...] | None:
-        """Send ``questions`` to a new process, as a :data:`Replay` does."""
+        """Send ``questions`` to a new process, as a :data:`Replay` does.
+
+        Raises:
+            TimeoutError: the time of the backend is used up, so that the end of the process shows nothing.
+        """
         ref = place.question.backend.ref
         workers.discard(ref)
         process = workers.restart(ref)
@@ -439,6 +500,8 @@ class ProcessExaminer:
             end = request_records(process, question, place.circumstances, limit_of, records.append)
             if not isinstance(end, Examined) or end.lost is not None:
                 workers.discard(ref)
+                if self._left(place).seconds <= 0:
+                    raise TimeoutError
                 is_shown = question is questions[-1] and not isinstance(end, WorkerError)
                 return None if is_shown else ()
         return tuple(_with_output(record, process, place.question.case) for record in records)
@@ -463,12 +526,14 @@ def _cause_of(stopped: Stopped) -> str:
 def _is_doubtful(left: Unsettled, turn: Turn, device: SharedDevice) -> bool:
     """Return whether another process of the device may be why one ended in ``turn``; call it when the others are over.
 
-    Others may slow it down, or lose the GPU with it. A process of a shared GPU that died by itself is doubtful only if
-    another one has ended, too.
+    Others may slow it down, or take the host's memory. If one client of MPS loses the GPU, others lose it or die.
     """
-    if device.is_gpu and device.have_others_ended(turn):
+    end = left.stopped.end
+    if left.was_client and device.have_others_ended(turn):
         return True
-    return turn.is_shared and (left.stopped.end.limit_s is not None or (device.is_gpu and left.goes_on))
+    if device.is_shared_gpu and _MEMORY.search(end.cause):
+        return True
+    return turn.is_shared and (end.limit_s is not None or (left.was_client and left.goes_on))
 
 
 _MEMORY = re.compile(r"out of memory|OutOfMemory|the case needs about", re.IGNORECASE)
@@ -476,10 +541,6 @@ _DEVICE = re.compile(
     r"(?:CUDA|HIP) error|\[(?:CUDA|HIP)\]|No CUDA GPUs|(?:CUDA|HIP)_?ERROR|(?:CUBLAS|CUDNN)_STATUS", re.IGNORECASE
 )
 """Words of messages about errors of the GPU."""
-
-
-def _lacks_memory(record: Record) -> bool:
-    return _MEMORY.search(record.model_dump_json(exclude={"figures"})) is not None
 
 
 def _error_of_device(record: Record) -> str:

@@ -19,7 +19,7 @@ from attncheck.harness.run.outcomes import BackendDescription, Circumstances, ab
 from attncheck.harness.run.preparation import Gpu
 from attncheck.harness.run.run import Costs
 from attncheck.harness.run.selection import RoundQuestions, RunPlan, rotated, timed_questions
-from attncheck.harness.workers.examination import Place, ProcessExaminer
+from attncheck.harness.workers.examination import Place, ProcessExaminer, started
 from attncheck.harness.workers.pool import SMALL_BYTES, WorkerPool
 from attncheck.harness.workers.process import WorkerError
 from attncheck.harness.workers.schedule import LOOK_EVERY_S, BackendQuestion, Chosen, Schedule, untimed
@@ -166,7 +166,8 @@ class ProcessSlot:
             if process is not None and process.has_ended:
                 self._workers.discard(ref)  # it ended before its first case, so no case is lost
             if chosen.following is not None:
-                with contextlib.suppress(OSError):  # it is raised again when the backend is begun
+                # An error is raised again when the backend is begun.
+                with self._workers.device.turn(), contextlib.suppress(OSError):
                     self._workers.prepare(chosen.following)
             self._at_work = self._workers
             return True
@@ -174,7 +175,12 @@ class ProcessSlot:
             self._twin = self._twin or self._workers.twin()
         self._at_work = workers = self._own or self._twin
         assert workers is not None
-        return _starts(workers, ref) or self._is_first
+        with workers.device.turn() as turn:
+            try:
+                started(workers, ref, turn)
+            except (QuestionError, WorkerError, OSError):
+                return self._is_first
+        return True
 
     def examine(self, place: Place) -> bool:
         """Examine one question through the process of its backend."""
@@ -185,26 +191,14 @@ class ProcessSlot:
     def leave(self, ref: str) -> None:
         """Let the process end by itself."""
         assert self._at_work is not None
-        self._at_work.finish(ref)
+        with self._at_work.device.turn():
+            self._at_work.finish(ref)
         self._at_work = None
 
     def stop(self) -> None:
         """End the process."""
         if (workers := self._at_work) is not None:
             workers.stop()
-
-
-def _starts(workers: WorkerPool, ref: str) -> bool:
-    """Start the process of ``ref`` in a turn of its device if it is missing; return whether it has started."""
-    with workers.device.turn() as turn:
-        while workers.process(ref) is None:
-            try:
-                workers.restart(ref)
-            except (QuestionError, WorkerError, OSError):
-                workers.discard(ref)
-                if workers.is_stopped or not workers.device.give_up_mps(turn):
-                    return False
-    return True
 
 
 # Records are yielded in the order of a run with a single process. The check `timing` comes last, in rounds: while one
@@ -296,8 +290,12 @@ class Supervisor(SlotExecutor):
     @property
     def notes(self) -> tuple[str, ...]:
         """See :class:`SlotExecutor`."""
-        repeated = self._examiner.num_repeated
-        words = f"{plural(repeated, 'case')} examined again alone, since other processes used the device meanwhile"
+        repeated = self._examiner.repeated
+        names = ", ".join(f"{num} of {name}" for name, num in sorted(repeated.items()))
+        words = (
+            f"{plural(repeated.total(), 'case')} examined again alone, since other processes used the device "
+            f"meanwhile: {names}"
+        )
         return (*self._notes, *([words] if repeated else []))
 
     def run(self) -> Generator[Record, None, None]:
@@ -363,16 +361,17 @@ class Supervisor(SlotExecutor):
         """Yield the slots for ``num_questions``; the slots of each GPU share it, with MPS if it is worth its start."""
         workers = self._workers
         jobs = max(min(self.jobs, num_questions), 1)
-        gpus: Sequence[Gpu | None] = workers.gpus[:jobs] or (None,)
+        chosen = workers.chosen
+        gpus: Sequence[Gpu | None] = (chosen.gpus[:jobs] if chosen else ()) or (None,)
+        has_mps = chosen is not None and chosen.has_mps
         with contextlib.ExitStack() as opened:
             devices = []
             for index, gpu in enumerate(gpus):
                 num_slots = len(range(index, jobs, len(gpus)))
-                is_served = workers.has_mps and num_slots > 1 and num_questions >= _LEAST_FOR_MPS
+                is_served = has_mps and num_slots > 1 and num_questions >= _LEAST_FOR_MPS
                 devices.append(
                     SharedDevice(
-                        num_slots,
-                        is_gpu=self._plan.device != "cpu",
+                        is_shared_gpu=self._plan.device != "cpu" and num_slots > 1,
                         start_mps=partial(Mps.start, gpu.variables if gpu else {}) if is_served else None,
                         note=lambda words: self._notes.update({words: None}),
                     )

@@ -28,7 +28,7 @@ from attncheck.harness.workers.process import (
 )
 from attncheck.harness.workers.protocol import HarnessFailure
 from attncheck.harness.workers.sharing import SharedDevice
-from attncheck.harness.workers.worker import Assignment, CaseServer, Imports
+from attncheck.harness.workers.worker import Assignment, CaseServer, DeviceChosen, Imports
 from attncheck.reports.run_file.header import BackendInfo, Environment
 
 if TYPE_CHECKING:
@@ -123,10 +123,8 @@ class WorkerPool:
         """
         self._settings = settings or WorkerSettings()
         self.limits = self._settings.limits
-        self.gpus: tuple[Gpu, ...] = ()
-        self.has_mps = False
+        self.chosen: DeviceChosen | None = None
         self.device = SharedDevice()
-        self.on_each_gpu = 1
         self._gpu: Gpu | None = None
         self._inherited = passed_environment(os.environ, self._settings.pass_env)
         self._show, self._spare, self._start_worker = show, spare, Starter(start)
@@ -166,7 +164,7 @@ class WorkerPool:
     def share(self, device: SharedDevice) -> None:
         """Start processes on ``device`` from now on, which others use, too."""
         self.device = device
-        device.add(self)
+        device.add(self.end_all)
 
     def twin(self, gpu: Gpu | None = None, device: SharedDevice | None = None) -> "WorkerPool":
         """Return a pool for one more process of each backend described here; it is closed with this one.
@@ -222,7 +220,7 @@ class WorkerPool:
         """Return the device of the run, notes on the choice, and the environment there, from one of the processes.
 
         ``wanted``: by the user; ``wishes``: of the suites. Skips processes that ended, or in which attncheck failed.
-        Sets ``gpus`` to the GPUs that processes may use in parallel.
+        Sets ``chosen`` to the whole answer.
 
         Raises:
             QuestionError: the device that the user wants does not exist, or no process lives long enough to answer.
@@ -240,7 +238,7 @@ class WorkerPool:
                     raise
                 self.discard(process.ref)  # a new process reports the failure when it describes the backend
             else:
-                self.gpus, self.on_each_gpu, self.has_mps = chosen.gpus, chosen.processes, chosen.has_mps
+                self.chosen = chosen
                 return chosen.device, chosen.notes, chosen.environment
         raise QuestionError(f"a process without a backend ended before it named the device: {cause}")
 
@@ -298,8 +296,11 @@ class WorkerPool:
         from attncheck.harness.workers.executor import Supervisor
 
         options = run.options
-        most = most_processes() if run.plan.device == "cpu" else most_processes(len(self.gpus) or 1, self.on_each_gpu)
-        jobs = options.jobs or most
+        chosen = self.chosen
+        if chosen is None or chosen.device == "cpu":
+            jobs = options.jobs or default_jobs()
+        else:
+            jobs = options.jobs or default_jobs(len(chosen.gpus) or 1, chosen.processes)
         if options.deadline is not None:
             loaded = sum(each.is_loaded for each in run.backends)
             self.limits = self.limits.shared(options.deadline - time.monotonic(), loaded, jobs)
@@ -442,7 +443,7 @@ SMALL_BYTES = 2**30
 """Bytes up to which a case may run beside any other one."""
 
 
-def most_processes(gpus: int = 1, on_each: int = _MOST) -> int:
+def default_jobs(gpus: int = 1, on_each: int = _MOST) -> int:
     """Return how many processes may examine cases at once on a CPU or on ``gpus`` GPUs; at least 1.
 
     The limits are the cores, and the free memory of the host. ``on_each``: how many each GPU has memory for.

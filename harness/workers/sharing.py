@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol, Self
+from typing import Self
 
 from attncheck.errors import QuestionError
 from attncheck.harness.device import accelerator_of
@@ -20,18 +20,11 @@ from attncheck.harness.device import accelerator_of
 # What may be due to another process is examined again alone: the other slots wait, and their processes have ended.
 
 
-class Processes(Protocol):
-    """Processes on a device that can be ended between two questions; they start again for the next one."""
-
-    def end_all(self) -> None:
-        """End them, and return when they have ended."""
-
-
 @dataclass(eq=False)
 class Turn:
     """A question, or the start of a process, on a device.
 
-    ``ends``: of processes on the device, up to the latest turn alone before. ``is_shared``: another turn overlaps.
+    ``ends``: of clients of MPS, up to the latest turn alone before. ``is_shared``: another turn overlaps.
     ``is_alone``: no other process uses the device. ``is_over``: the rest is examined again alone.
     """
 
@@ -42,66 +35,60 @@ class Turn:
 
 
 class SharedDevice:
-    """A GPU, or the CPU, that ``num_slots`` slots use. Each question is a turn beside others, or alone.
+    """A GPU, or the CPU, that slots use. Each question is a turn beside others, or alone.
 
-    ``is_gpu``: whether others' processes end before a turn alone. ``start_mps``: starts MPS for the GPU, or returns
-    None; None if it is not used. ``note``: called with a sentence for the user.
+    ``is_shared_gpu``: a GPU that several processes use. A case may then be examined again alone, and the processes end
+    before. ``start_mps``: starts MPS for the GPU, or returns None; None if it is not used. ``note``: called with a
+    sentence for the user.
     """
 
     def __init__(
         self,
-        num_slots: int = 1,
         *,
-        is_gpu: bool = False,
+        is_shared_gpu: bool = False,
         start_mps: "Callable[[], Mps | None] | None" = None,
         note: Callable[[str], None] = lambda _: None,
     ) -> None:
-        self.num_slots, self.is_gpu = num_slots, is_gpu
+        self.is_shared_gpu = is_shared_gpu
         self._start_mps, self._note = start_mps, note
-        self._mps = start_mps() if start_mps else None
-        if start_mps and self._mps is None:
-            note("MPS is not used: it does not start")
+        self._mps: Mps | None = None
+        self._begin_mps()
         self._is_given_up = False
         self._without_mps: set[str] = set()
-        self._processes: list[Processes] = []
+        self._ends_processes: list[Callable[[], None]] = []
         self._turns: set[Turn] = set()
         self._ends = self._ends_before = 0
         self._num_waiting, self._is_alone = 0, False
         self._changed = threading.Condition()
 
     @property
-    def can_repeat(self) -> bool:
-        """Whether several processes use this GPU, so that a case may have to be examined again alone."""
-        return self.is_gpu and self.num_slots > 1
-
-    @property
     def uses_mps(self) -> bool:
         """Whether processes that start now use MPS."""
         return self._mps is not None and not self._is_given_up
 
-    def add(self, processes: Processes) -> None:
-        """Take ``processes`` as some of this device."""
-        self._processes.append(processes)
+    def add(self, end_processes: Callable[[], None]) -> None:
+        """Call ``end_processes`` before each turn alone; it returns when its processes have ended."""
+        self._ends_processes.append(end_processes)
 
     def variables(self, ref: str) -> Mapping[str, str]:
         """Return the environment variables with which a process of the backend ``ref`` starts now."""
-        return self._mps.variables if self._mps and self.is_client(ref) and not self._is_alone else {}
+        return self._mps.variables if self._mps and self.is_client(ref) else {}
 
     def is_client(self, ref: str) -> bool:
-        """Return whether the processes of the backend ``ref`` use MPS."""
-        return self.uses_mps and ref not in self._without_mps
+        """Return whether processes of the backend ``ref`` that start now use MPS."""
+        return self.uses_mps and ref not in self._without_mps and not self._is_alone
 
     def separate(self, ref: str) -> None:
         """Start the processes of the backend ``ref`` without MPS from now on, since its faults would end others."""
         self._without_mps.add(ref)
 
     def count_end(self) -> None:
-        """Count a process that has ended, or lost the device."""
+        """Count a client of MPS that has ended, or lost the device."""
         with self._changed:
             self._ends += 1
 
     def have_others_ended(self, turn: Turn) -> bool:
-        """Return whether another process than that of ``turn``, which has ended, ended since the turn alone before."""
+        """Return whether a client of MPS ended since the turn alone before, besides that of ``turn``."""
         return self._ends > turn.ends + 1
 
     def give_up_mps(self, turn: Turn) -> bool:
@@ -148,7 +135,7 @@ class SharedDevice:
             yield Turn(self._ends, is_alone=True)
             if had_mps:  # the next processes are to use it
                 self._end_processes()
-                self._start_again()
+                self._begin_mps()
         finally:
             with self._changed:
                 self._num_waiting -= 1
@@ -161,9 +148,9 @@ class SharedDevice:
         self._end_mps()
 
     def _end_processes(self) -> None:
-        if self.is_gpu:
+        if self.is_shared_gpu:
             with ThreadPoolExecutor() as threads:  # the end of a process on a GPU takes long
-                list(threads.map(lambda each: each.end_all(), self._processes))
+                list(threads.map(lambda end: end(), self._ends_processes))
 
     def _end_mps(self) -> None:
         """End MPS. After the end of a client, its server may be lost, or a kernel of the client goes on in it."""
@@ -171,11 +158,11 @@ class SharedDevice:
             self._mps.close()
             self._mps = None
 
-    def _start_again(self) -> None:
+    def _begin_mps(self) -> None:
         if self._mps is None and self._start_mps is not None:
             self._mps = self._start_mps()
             if self._mps is None:
-                self._note("MPS is used no more: it does not start again")
+                self._note("MPS does not start, so processes continue without it")
 
 
 # The daemon of MPS leaves the session of the process that starts it, and would survive it. So a shell starts it, waits
@@ -186,6 +173,7 @@ _PIPES, _LOGS, _VISIBLE = "CUDA_MPS_PIPE_DIRECTORY", "CUDA_MPS_LOG_DIRECTORY", "
 _OF_USER = Path("/tmp/nvidia-mps/control")  # noqa: S108 (where CUDA looks for the daemon)
 
 _KEEPER = f"""\
+trap '' PIPE
 {_PROGRAM} -d </dev/null >/dev/null 2>&1 || exit 1
 echo started
 read -r _
@@ -198,6 +186,11 @@ _STARTING_S, _ENDING_S = 10.0, 20.0
 def has_mps() -> bool:
     """Return whether this machine has the program of MPS, and the user runs no daemon."""
     return shutil.which(_PROGRAM) is not None and _PIPES not in os.environ and not _OF_USER.exists()
+
+
+def is_client(variables: Mapping[str, str]) -> bool:
+    """Return whether a process with these environment variables uses MPS, of this run or of the user."""
+    return _PIPES in variables or _OF_USER.exists()
 
 
 def refuse_missing_mps(device: str) -> None:

@@ -20,6 +20,7 @@ SERVICE = """\
 #!/bin/sh
 [ "$1" = -d ] && words=start || read -r words
 echo "$words $CUDA_MPS_PIPE_DIRECTORY" >> "$SERVICE_LOG"
+[ "$1" != -d ] || sleep "${SERVICE_S:-0}"
 """
 BACKENDS = """\
 import os
@@ -135,13 +136,21 @@ def service():
     return [line.split()[0] for line in log.read_text().splitlines()] if log.exists() else []
 
 
-@pytest.mark.parametrize("jobs", [4, pytest.param(8, marks=pytest.mark.slow)])
-def test_records_are_those_of_one_process_and_mps_is_there_for_the_run(command, jobs):
+def wait_for_end_of_mps():
+    """Wait until the latest daemon was ended, and check that each one was."""
+    deadline = time.monotonic() + 30
+    while service()[-2:] != ["quit", "quit"] and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert service() == ["start", "quit", "quit"] * (len(service()) // 3)
+
+
+@pytest.mark.slow
+def test_records_are_those_of_one_process_and_mps_is_there_for_the_run(command):
     """The first run has one process, and no MPS."""
     words = "reference torch_sdpa --jobs"
     _, expected = finished(command(f"{words} 1", "1.jsonl"), "1.jsonl")
     assert service() == []
-    printed, found = finished(command(f"{words} {jobs}"))
+    printed, found = finished(command(f"{words} 8"))
     assert found == expected
     assert len(found) == 20
     assert "alone" not in printed
@@ -149,6 +158,7 @@ def test_records_are_those_of_one_process_and_mps_is_there_for_the_run(command, 
     assert service() == ["start", "quit", "quit"]
 
 
+@pytest.mark.slow
 def test_a_lost_gpu_costs_only_the_backend_that_loses_it(command):
     Path("alone").touch()
     _, expected = finished(command("./shared.py:Beside", "alone.jsonl"), "alone.jsonl")
@@ -160,7 +170,8 @@ def test_a_lost_gpu_costs_only_the_backend_that_loses_it(command):
         assert record["outcome"] == ("crashed" if rows in crashed else "passed")
         assert record.get("cause", "").startswith(crashed.get(rows, ""))
         assert record.get("recurrence") in (None, "always")
-    assert "3 cases examined again alone" in printed  # Beside loses the GPU once, and lacks memory once
+    # Beside loses the GPU once, and lacks memory once.
+    assert re.search(r"3 cases examined again alone, .*: 1 of Bad, 2 of Beside$", printed, re.MULTILINE)
     assert service() == ["start", "quit", "quit"] * (len(service()) // 3)
     assert len(service()) > 3  # it starts anew after a loss
 
@@ -187,16 +198,24 @@ def test_mps_ends_with_an_interrupted_run(command, number):
     assert service() == ["start"]
     process.send_signal(number)
     process.communicate(timeout=60)
-    deadline = time.monotonic() + 30
-    while service()[-2:] != ["quit", "quit"] and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert service() == ["start", "quit", "quit"] * (len(service()) // 3)
+    wait_for_end_of_mps()
+
+
+def test_mps_ends_with_a_run_that_is_killed_while_it_starts(folder):
+    line = "from attncheck.harness.workers.sharing import Mps; Mps.start()"
+    process = subprocess.Popen([sys.executable, "-c", line], env=os.environ | {"SERVICE_S": "0.5"})
+    while service() != ["start"]:
+        assert process.poll() is None
+        time.sleep(0.01)
+    process.kill()
+    process.wait()
+    wait_for_end_of_mps()
 
 
 @pytest.mark.parametrize(
     ("script", "note"),
     [
-        ("exit 1", "MPS is not used: it does not start"),
+        ("exit 1", "MPS does not start, so processes continue without it"),
         (
             'touch "$CUDA_MPS_PIPE_DIRECTORY/lost"',
             "MPS is used no more: a process of a backend did not start with it",

@@ -13,6 +13,7 @@ from attncheck.harness.run.preparation import Gpu
 from attncheck.harness.run.run import Run
 from attncheck.harness.run.selection import select_cases
 from attncheck.harness.workers.pool import WorkerPool
+from attncheck.harness.workers.worker import DeviceChosen
 from attncheck.reports.run_file.header import BackendInfo
 from attncheck.reports.run_file.store import read_run
 
@@ -67,8 +68,9 @@ def supervised(monkeypatch):
         backend = BackendDescription(info=BackendInfo(name="reference", ref="reference"))
         plan = RunPlan(cases=selection.cases, device=device)
         pool = WorkerPool()
-        pool.gpus, pool.on_each_gpu = tuple(Gpu(str(index)) for index in range(gpus)), on_each
-        pool.examiner(Run(RunOptions(**options), selection, plan, environment_of("cpu"), (backend,)))
+        environment, alike = environment_of("cpu"), tuple(Gpu(str(index)) for index in range(gpus))
+        pool.chosen = DeviceChosen(device=device, notes=(), environment=environment, gpus=alike, processes=on_each)
+        pool.examiner(Run(RunOptions(**options), selection, plan, environment, (backend,)))
         assert "deadline" not in options or 890 < pool.limits.backend_s <= 900
         return given.pop()
 

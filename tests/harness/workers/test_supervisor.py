@@ -1,6 +1,7 @@
 """Cases of several backends through their processes: what each loses when one of them dies, and what none notices."""
 
 import threading
+import time
 from collections import Counter
 from pathlib import Path
 
@@ -25,7 +26,7 @@ from attncheck.harness.run.outcomes import (
 from attncheck.harness.run.preparation import Gpu
 from attncheck.harness.run.run import Run
 from attncheck.harness.run.selection import select_cases
-from attncheck.harness.workers.examination import Place, ProcessExaminer
+from attncheck.harness.workers.examination import Place, ProcessExaminer, started
 from attncheck.harness.workers.executor import Supervisor
 from attncheck.harness.workers.limits import TimeLimits
 from attncheck.harness.workers.pool import WorkerPool
@@ -33,7 +34,7 @@ from attncheck.harness.workers.process import ProcessEndedError, RefusedError, W
 from attncheck.harness.workers.protocol import HarnessFailure
 from attncheck.harness.workers.schedule import BackendQuestion
 from attncheck.harness.workers.sharing import SharedDevice
-from attncheck.harness.workers.worker import Examined, Stage
+from attncheck.harness.workers.worker import DeviceChosen, Examined, Stage
 from attncheck.reports.run_file.header import BackendInfo
 from attncheck.reports.run_file.records import Crashed, Errored, Passed, RecordBase, TimedOut
 
@@ -46,8 +47,8 @@ CHECKS = ("numerics", "lse")
 class FakePool:
     """A fake of the processes: each case gets the next script of its backend; ``restarts``: which starts fail."""
 
-    gpus: tuple[Gpu, ...] = ()
-    has_mps = is_stopped = False
+    chosen = None
+    is_stopped = False
 
     def __init__(self, restarts=None, **scripts):
         self.scripts, self._restarts = scripts, restarts or []
@@ -97,6 +98,7 @@ class FakePool:
 class FakeProcess:
     def __init__(self, pool, ref):
         self.has_ended, self.examined = False, pool.examined
+        self.inherited, self.environment = {}, pool.device.variables(ref)
         self._pool, self._ref = pool, ref
 
     def output(self, case=None, limit=0):
@@ -367,10 +369,10 @@ def test_a_fault_of_ours_in_a_process_that_does_not_come_up_again_ends_the_run(m
 class Shared(FakePool):
     """Processes on a device that another slot uses; its turns overlap all that are not alone."""
 
-    def __init__(self, *, is_gpu=True, **scripts):
+    def __init__(self, *, is_gpu=True, mps=None, **scripts):
         super().__init__(**scripts)
-        self.device = SharedDevice(2, is_gpu=is_gpu)
-        self.device.add(self)
+        self.device = SharedDevice(is_shared_gpu=is_gpu, start_mps=mps)
+        self.device.add(self.end_all)
         self.num_ended = 0
 
     def end_all(self):
@@ -384,16 +386,16 @@ class Shared(FakePool):
         return super().answers(ref, question, number)
 
 
-def examined_through(pool, *cases):
+def examined_through(pool, *cases, **limits):
     """The outcomes of ``cases`` of backend ``a``, by case, and how many were examined again alone."""
     backend = BackendDescription(info=BackendInfo(name="a", ref="a", features=("lse",)))
-    examiner, found = ProcessExaminer(TimeLimits()), []
+    examiner, found = ProcessExaminer(TimeLimits(**limits)), []
     for case in cases:
         question = BackendQuestion(backend, case, CHECKS)
         place = Place(question, Circumstances(0, ENVIRONMENT.digest, attncheck.__version__), list(CHECKS))
         examiner.examine(place, pool)
         found.append([record.outcome for record in place.waiting()])
-    return found, examiner.num_repeated
+    return found, examiner.repeated.total()
 
 
 def raised(message, error_type="AcceleratorError"):
@@ -445,12 +447,110 @@ def test_a_process_that_dies_by_itself_is_tried_again_alone_as_ever(make_case):
     assert (num_repeated, pool.num_ended) == (0, 1)
 
 
+class FakeMps:
+    def __init__(self):
+        self.variables = {"CUDA_MPS_PIPE_DIRECTORY": "/mps"}
+
+    def close(self):
+        pass
+
+
+LSE = [passed("lse"), Examined()]
+"""After the loss of the device in the first check, another process makes the second one."""
+
+
+def test_without_mps_a_lost_gpu_is_due_to_the_backend_that_loses_it(make_case):
+    pool = Shared(a=[lost("numerics"), WELL, LSE])
+    assert examined_through(pool, make_case()) == ([["crashed", "passed"]], 0)
+
+
+def test_the_third_loss_of_a_client_of_mps_is_its_own(make_case):
+    """Two losses that do not recur alone may be due to another client; then the backend is no client any more."""
+    loss = lost("numerics")
+    pool = Shared(mps=FakeMps, a=[loss, WELL, loss, WELL, loss, WELL, LSE])
+    pool.alive.clear()  # its processes start as clients
+    found, num_repeated = examined_through(pool, *(make_case(name=name) for name in ("first", "second", "third")))
+    assert found == [["passed"] * 2, ["passed"] * 2, ["crashed", "passed"]]
+    assert num_repeated == 2
+
+
+def test_a_client_may_die_because_another_one_did_whose_time_was_used_up(make_case):
+    """The other one, which hangs, is settled at once; its end counts nevertheless."""
+    device = SharedDevice(is_shared_gpu=True, start_mps=FakeMps)
+
+    class Beside(FakePool):
+        def answers(self, ref, question, number):
+            answers = super().answers(ref, question, number)
+            if answers is death:
+                examined_through(hanging, make_case(), backend_s=0.001)
+            return answers
+
+    class Hanging(FakePool):
+        def answers(self, ref, question, number):
+            time.sleep(0.01)
+            return super().answers(ref, question, number)
+
+    death = [Stage(name="check numerics"), DEATH]
+    hanging, dying = Hanging(a=[[Stage(name="check numerics"), LATE]]), Beside(a=[death, WELL])
+    for pool in (hanging, dying):
+        pool.share(device)
+        pool.alive.clear()
+        device.add(pool.alive.clear)
+    assert examined_through(dying, make_case()) == ([["passed"] * 2], 1)
+
+
+@pytest.mark.parametrize(("error", "repeated"), [("ValueError: ours", 0), ("CUDA error: invalid argument", 1)])
+def test_a_fault_of_ours_beside_others_is_tried_in_its_turn_unless_the_gpu_is_its_cause(make_case, error, repeated):
+    fault = WorkerError("a", HarnessFailure(error=error, traceback="Traceback"))
+    pool = Shared(a=[[fault], WELL])
+    assert examined_through(pool, make_case()) == ([["passed"] * 2], repeated)
+
+
+@pytest.mark.parametrize("error", [FAULT, OSError("no process")])
+def test_a_start_that_fails_beside_others_is_repeated_alone(make_case, error):
+    pool = Shared(a=[WELL])
+    pool.alive.clear()
+    pool._restarts = [error]
+    assert examined_through(pool, make_case()) == ([["passed"] * 2], 1)
+
+
+def test_where_mps_was_given_up_meanwhile_a_start_is_tried_again_without_it():
+    class Refusing(Shared):
+        def restart(self, ref):
+            if self.device.uses_mps:
+                self.device.give_up_mps(turn)
+                raise OSError("refused")
+            return super().restart(ref)
+
+    pool = Refusing(mps=FakeMps, a=[])
+    pool.alive.clear()
+    with pool.device.turn() as turn:
+        assert started(pool, "a", turn)._ref == "a"
+
+
+def test_the_end_of_a_try_shows_nothing_once_the_time_of_the_backend_is_used_up(make_case):
+    class Slow(FakePool):
+        def answers(self, ref, question, number):
+            time.sleep(0.1 * (len(self.sent) - 1))
+            return super().answers(ref, question, number)
+
+    pool = Slow(a=[[Stage(name="check numerics"), DEATH], [Stage(name="check numerics"), LATE]])
+    backend = BackendDescription(info=BackendInfo(name="a", ref="a", features=("lse",)))
+    place = Place(
+        BackendQuestion(backend, make_case(), CHECKS), Circumstances(0, ENVIRONMENT.digest, "1"), list(CHECKS)
+    )
+    ProcessExaminer(TimeLimits(backend_s=0.1)).examine(place, pool)
+    assert [record.recurrence for record in place.waiting()] == ["", ""]
+    assert pool.scripts["a"] == []
+
+
 class Gpus(FakePool):
     """Processes on GPUs; each question is answered once ``together`` has been reached by all processes at work."""
 
     def __init__(self, together):
         super().__init__(a=[WELL], b=[WELL], c=[WELL])
-        self.gpus = (Gpu("GPU-0"), Gpu("GPU-1"))
+        gpus = (Gpu("GPU-0"), Gpu("GPU-1"))
+        self.chosen = DeviceChosen(device="cuda", notes=(), environment=ENVIRONMENT, gpus=gpus)
         self.twins = []
         self._together = together
 

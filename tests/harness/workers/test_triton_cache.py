@@ -186,17 +186,11 @@ def test_on_a_file_system_without_locks_kernels_are_compiled_without(monkeypatch
     assert Search().ends_within(10)
 
 
-@pytest.mark.parametrize("by_variable", [True, False])
-def test_the_users_own_cache_manager_stays(monkeypatch, by_variable):
+def test_the_users_own_cache_manager_stays():
     class Own(FileCacheManager):
         pass
 
-    if by_variable:
-        monkeypatch.setattr(sys.modules[__name__], "Own", Own, raising=False)
-        monkeypatch.setenv("TRITON_CACHE_MANAGER", f"{__name__}:Own")
-        del knobs.cache.manager_class
-    else:
-        knobs.cache.manager_class = Own
+    knobs.cache.manager_class = Own
     triton_cache.compile_once()
     assert knobs.cache.manager_class is Own
     assert type(get_cache_manager(KERNEL)) is Own
