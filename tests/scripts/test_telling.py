@@ -29,7 +29,9 @@ def test_a_mutant_counts_once_the_first_pair_that_catches_it_has_ended(telling):
     assert telling.caught_after(CAUGHT, taken) == {"1": 2, "3": 4, "10": 5, "30": 5, "60": 5, "300": 5}
 
 
-def test_dearer_checks_examine_what_cheaper_ones_do_not_catch_and_late_mutants_are_left_out(telling, monkeypatch):
+def test_dearer_checks_examine_what_cheaper_ones_do_not_catch_and_a_late_mutant_counts_by_its_entry(
+    telling, monkeypatch
+):
     """Each mutant is examined alone. The time ends with `late`; `broken` cannot be loaded."""
     names = ("cheap", "dear", "missed", "broken", "late", "last")
     catching = {"cheap": "numerics", "dear": "cudagraph", "late": "numerics"}
@@ -48,7 +50,12 @@ def test_dearer_checks_examine_what_cheaper_ones_do_not_catch_and_late_mutants_a
             yield SimpleNamespace(refs=group.refs, run=run)
 
     monkeypatch.setattr(telling, "_examined", examine)
-    mutants = [SimpleNamespace(name=name, base_ref="right") for name in names]
+    entries = {"late": ("smoke/prefill", "lse")}
+    mutants = [
+        SimpleNamespace(name=name, base_ref="right", case=case, check=check)
+        for name in names
+        for case, check in [entries.get(name, (None, None))]
+    ]
     monkeypatch.setattr(telling, "comparable_mutants", lambda: list(mutants))
     monkeypatch.setattr(telling.random.Random, "shuffle", lambda self, values: None)
     monkeypatch.setattr(telling, "_PER_PROCESS", 1)
@@ -62,7 +69,8 @@ def test_dearer_checks_examine_what_cheaper_ones_do_not_catch_and_late_mutants_a
         ("broken", cheapest),
         ("late", cheapest),
     ]
-    assert measured["mutants"] == ["cheap", "dear", "missed"]
-    assert measured["left_out"] == ["broken", "last", "late"]
-    assert measured["order"] == ["prefill numerics", "prefill cudagraph"]
-    assert measured["in_this_order"]["3"] == 2
+    assert measured["examined"] == ["cheap", "dear", "missed"]
+    assert measured["mutants"] == ["cheap", "dear", "late", "missed"]
+    assert measured["left_out"] == ["broken", "last"]
+    assert sorted(measured["order"]) == ["prefill cudagraph", "prefill lse", "prefill numerics"]
+    assert measured["in_this_order"]["10"] == 3
