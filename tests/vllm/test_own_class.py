@@ -24,7 +24,7 @@ def test_what_is_written_passes(shell, folder):
 def test_its_test_passes(shell, folder):
     code, printed = shell("VLLM_LOGGING_LEVEL=ERROR python -m pytest -q test_mine.py", folder)
     assert code == 0, printed
-    assert "1 passed" in printed
+    assert " passed" in printed
 
 
 def test_an_attention_that_is_wrong_is_found(shell, folder, tmp_path):
