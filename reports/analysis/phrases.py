@@ -234,7 +234,7 @@ def verdict_counts(each: BackendVerdict) -> str:
 def not_reached(whole: int, checks: Mapping[str, int], cases: int) -> str:
     """Return what was not reached: ``41 of 94 cases; of other cases, cudagraph of 12, invariance of 3``.
 
-    ``whole``: the number of cases of which no check ran. ``checks``: how many others lack each check.
+    ``whole``: how many cases had no check. ``checks``: by check, how many other cases lack it.
     """
     lacking = ", ".join(f"{check} of {count}" for check, count in checks.items())
     parts = [f"{whole} of {plural(cases, 'case')}"] if whole else []

@@ -215,7 +215,7 @@ def late_checks(records: Iterable[Record], is_late: Callable[[Record], bool]) ->
 def not_reached(records: Sequence[Record]) -> dict[str, tuple[int, Counter[str]]]:
     """Return what the time by ``--within`` left out, by backend.
 
-    That is the number of cases of which no check ran, and by check the number of other cases that lack it.
+    Each value has the number of cases without any check, and a counter: by check, the other cases without it.
     """
     late = late_checks(records, is_not_reached)
     begun = {(record.backend, record.case) for record in records if record.outcome in EXAMINED}
