@@ -31,16 +31,12 @@ WAYS = ("function", "classes")
 
 
 def expected_files() -> set[str]:
-    """Return the path inside the wheel of every file that belongs in it."""
+    """Return the path inside the wheel of every file that belongs in it: all that git has of the rooms."""
     root = {f"attncheck/{path.name}" for path in (ROOT / "src" / "attncheck").iterdir() if path.is_file()}
-    sources = [path for room in ROOMS for kind in ("*.py", "*.pyi") for path in (ROOT / room).rglob(kind)]
-    modules = {f"attncheck/{path.relative_to(ROOT)}" for path in sources}
-    suites = {f"attncheck/cases/suites/{path.name}" for path in (ROOT / "cases" / "suites").glob("*.*")}
-    templates = (path for page in ("html", "site") for path in (ROOT / "reports" / page / "templates").glob("*"))
-    page = {f"attncheck/{path.relative_to(ROOT)}" for path in templates}
-    mutants = {f"attncheck/backends/mutants/{path.name}" for path in (ROOT / "backends" / "mutants").glob("*.yaml")}
+    tracked = subprocess.run(["git", "ls-files", "-z", *ROOMS], cwd=ROOT, capture_output=True, text=True, check=True)
+    rooms = {f"attncheck/{name}" for name in tracked.stdout.split("\0") if name}
     expected = {f"attncheck/expected/{path.name}" for path in (ROOT / "docs" / "expected").glob("*.yaml")}
-    return root | modules | suites | mutants | page | expected
+    return root | rooms | expected
 
 
 def check_files(wheel: Path) -> None:
