@@ -4,9 +4,12 @@ A file is recognised by its keys as a case file or as a configuration of vLLM's 
 holds workloads of FlashInfer-Bench.
 """
 
-from collections.abc import Iterable, Sequence
+import json
+from collections.abc import Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
+from functools import cache
 from pathlib import Path
+from types import MappingProxyType
 
 from attncheck.cases.flashinfer_bench import definition_fault, is_flashinfer_definition, read_flashinfer_bench
 from attncheck.cases.keys import read_defaults, split_variant
@@ -92,3 +95,15 @@ def select(cases: Iterable[Case], patterns: Sequence[str]) -> tuple[Case, ...]:
         return any(fnmatchcase(name, glob) for name in names for glob in (pattern, f"{pattern}.*"))
 
     return tuple(case for case in cases if not patterns or any(is_meant(case, pattern) for pattern in patterns))
+
+
+TELLING = Path(__file__).with_name("telling.json")
+"""The cases and checks of ``smoke`` that catch the most mutants a second, in order, by ``benchmarks/telling.py``."""
+
+
+@cache
+def telling_ranks() -> Mapping[tuple[str, str], int]:
+    """Return the place in the order of each pair of a case key (``suite/id``) and a check that ``telling.json`` has."""
+    listed = json.loads(TELLING.read_text(encoding="utf-8"))
+    pairs = (pair.split() for pair in listed["order"])
+    return MappingProxyType({(f"{listed['suite']}/{case}", check): place for place, (case, check) in enumerate(pairs)})

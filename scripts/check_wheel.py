@@ -33,7 +33,8 @@ WAYS = ("function", "classes")
 def expected_files() -> set[str]:
     """Return the path inside the wheel of every file that belongs in it: all that git has of the rooms."""
     root = {f"attncheck/{path.name}" for path in (ROOT / "src" / "attncheck").iterdir() if path.is_file()}
-    tracked = subprocess.run(["git", "ls-files", "-z", *ROOMS], cwd=ROOT, capture_output=True, text=True, check=True)
+    words = ["git", "ls-files", "-z", *ROOMS]
+    tracked = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=True)
     rooms = {f"attncheck/{name}" for name in tracked.stdout.split("\0") if name}
     expected = {f"attncheck/expected/{path.name}" for path in (ROOT / "docs" / "expected").glob("*.yaml")}
     return root | rooms | expected

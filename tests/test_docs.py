@@ -21,8 +21,7 @@ import yaml
 from attncheck.backends.conventions import Conventions
 from attncheck.backends.mutants.catalogue import Mutant, catalogue
 from attncheck.backends.registry import FAMILIES, builtin_names, known_names, load
-from attncheck.cases.loader import load_suite, suite_names
-from attncheck.cases.telling import FILE, ranks
+from attncheck.cases.loader import TELLING, load_suite, suite_names, telling_ranks
 from attncheck.harness.checks.cudagraph.probes import probes_of
 from attncheck.harness.checks.findings import TimingSettings
 from attncheck.harness.checks.timing import check
@@ -253,7 +252,7 @@ def test_the_order_of_within_is_made_from_the_suite_and_the_mutants_that_there_a
     """If this fails, make the order and its table again: CONTRIBUTING.md has the command."""
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
     telling, detection = import_module("telling"), import_module("detection")
-    measured = json.loads(FILE.read_text(encoding="utf-8"))
+    measured = json.loads(TELLING.read_text(encoding="utf-8"))
     suite = load_suite(measured["suite"])
     assert measured["digest"] == suite.hash
     assert measured["cases"] == [case.id for case in suite.cases]
@@ -262,7 +261,7 @@ def test_the_order_of_within_is_made_from_the_suite_and_the_mutants_that_there_a
         each.name for each in detection.comparable_mutants()
     )
     known = {(case.key, check) for case in suite.cases for check in checks_of(case, None, "cpu")}
-    assert ranks().keys() <= known
+    assert telling_ranks().keys() <= known
     assert telling.table(measured) in text_of("running.md")
 
 

@@ -1,12 +1,10 @@
-"""The command ``run``: its execution, executors and progress."""
+"""The command ``run``: its executors, its execution, and what it prints."""
 
 import contextlib
 import faulthandler
 import gc
 import io
-import math
 import os
-import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -18,9 +16,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import typer
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, Task, TextColumn, TimeElapsedColumn
-from rich.text import Text
 
 from attncheck.errors import BackendLoadError, ClusterError, SelectionError, WriteError
 from attncheck.harness.cli.common import (
@@ -35,6 +30,7 @@ from attncheck.harness.cli.common import (
     use_color,
 )
 from attncheck.harness.cli.options import Given, read_config, read_options
+from attncheck.harness.cli.progress import Tally, display, ignore
 from attncheck.harness.cli.reports import read_reports, write_reports
 from attncheck.harness.cli.run_files import (
     found_in,
@@ -47,7 +43,6 @@ from attncheck.harness.cli.run_files import (
     report_command,
     resume_command,
 )
-from attncheck.harness.host import kernel_count
 from attncheck.harness.run.options import RunOptions
 from attncheck.harness.run.outcomes import DeviceLostError
 from attncheck.harness.run.preparation import first_refs
@@ -57,16 +52,13 @@ from attncheck.harness.workers.limits import only_passed, passed_environment, va
 from attncheck.harness.workers.pool import WorkerPool, imports_of
 from attncheck.harness.workers.process import WorkerProcess
 from attncheck.harness.workers.ray import RayCluster
-from attncheck.reports.analysis.phrases import plural, what_happened
+from attncheck.reports.analysis.phrases import plural
 from attncheck.reports.run_file.header import MOST, RunHeader, SurveyedBackend
 from attncheck.reports.run_file.records import (
-    EXAMINED,
     FALLEN_SHORT,
-    Ended,
     Record,
     RunFooter,
     is_not_reached,
-    is_out_of_time,
 )
 from attncheck.reports.run_file.store import Run as StoredRun
 from attncheck.reports.run_file.store import count_outcomes, lacking_in_words, now
@@ -134,164 +126,6 @@ def _left(surveyed: Sequence[SurveyedBackend]) -> Iterator[str]:
     yield from (f"not examined: {', '.join(own)}: {reason}" for reason, own in names.items())
 
 
-# Progress of a run on stderr: a bar on a terminal, else a line every ten seconds.
-
-LINE_EVERY_S = 10.0
-PRINTED_AT_ONCE = 10
-"""Number of failed records that are printed as they arrive; the report lists all of them."""
-
-
-class Tally:
-    """Counts how many cases of the run have begun, and how many records failed.
-
-    A case counts once for each process of a backend that gets it: once per round for ``timing``, and once for all other
-    checks together, or for each part of them with ``--within``. A case that is not examined in round 0 counts for all
-    rounds, since later ones skip it. Records of one part must arrive together: only the latest one is remembered.
-    """
-
-    def __init__(self, cases: int, rounds: int) -> None:
-        self.cases = cases
-        self.done = self.short = 0
-        self._began = time.monotonic()
-        self._rounds = rounds
-        self._latest: tuple[str, str, str, int, bool] | None = None
-        self._spent = {True: [0.0], False: [0.0]}  # seconds of the records of checks, by whether they failed
-
-    def see(self, record: Record) -> None:
-        """Count one record."""
-        is_timed = record.check == TIMING
-        question = (record.backend, record.suite, record.case_id, record.round, is_timed)
-        if question != self._latest:
-            self._latest = question
-            is_spared = is_timed and record.round == 0 and record.outcome not in EXAMINED
-            self.done += self._rounds if is_spared else 1
-        self.short += record.outcome in FALLEN_SHORT
-        if record.outcome in EXAMINED:
-            self._spent[record.outcome in FALLEN_SHORT].append(record.duration_s)
-
-    @property
-    def rest(self) -> str:
-        """The half of a sentence about the cases that have not begun; empty if there are none."""
-        return "; the remaining cases were not examined" if self.done < self.cases else ""
-
-    @property
-    def left(self) -> str:
-        """The estimated time left, as ``about 2 min left``, if no further check fails and is explained.
-
-        Empty in the first 10 seconds and the first 5 % of the cases.
-        """
-        elapsed = time.monotonic() - self._began
-        if elapsed < LINE_EVERY_S or not self.cases / 20 <= self.done < self.cases:
-            return ""
-        seconds = elapsed / self.done * (self.cases - self.done)
-        right = self._spent[False]
-        both = self._spent[False] + self._spent[True]
-        if sum(right):
-            seconds *= min((sum(right) / len(right)) / (sum(both) / len(both)), 1.0)
-        if seconds < 60:
-            return f"about {max(round(seconds, -1), 10):.0f} s left"
-        minutes = round(seconds / 60)
-        return f"about {minutes} min left" if minutes < 100 else f"about {minutes / 60:.0f} h left"
-
-
-_LOOK_EVERY_S = 2.0
-"""Least seconds between two looks at the caches, which may hold thousands of files."""
-
-
-class CompiledKernels:
-    """Counts the kernels that are added to the caches on disk from now on, by all processes of this machine."""
-
-    def __init__(self, count: Callable[[], int] = kernel_count) -> None:
-        self._count = count
-        self._first = self._latest = count()
-        self._grew_s = -math.inf
-        self._next_look_s = 0.0
-
-    @property
-    def words(self) -> str:
-        """``compiling, 12 kernels so far``, if some were added since the last look, or within ten seconds; else empty.
-
-        The total is unknown: which kernels a case needs shows only when it runs.
-        """
-        began = time.monotonic()
-        if began >= self._next_look_s:
-            found = self._count()
-            if found > self._latest:
-                self._grew_s = began
-            self._latest = found
-            self._next_look_s = began + max(_LOOK_EVERY_S, 20 * (time.monotonic() - began))
-        if began - self._grew_s > LINE_EVERY_S:
-            return ""
-        return f"compiling, {plural(self._latest - self._first, 'kernel')} so far"
-
-
-class ProgressLines:
-    """Prints the first records that fail, and the progress every ten seconds.
-
-    What one end of the process prevents shares a line. ``verbose``: print a line for each record, whatever its outcome.
-    """
-
-    def __init__(self, tally: Tally, kernels: CompiledKernels | None = None, *, verbose: bool = False) -> None:
-        """``kernels``: None if compiling is not mentioned."""
-        self._tally = tally
-        self._kernels = kernels
-        self._verbose = verbose
-        self._printed = 0
-        self._latest_end: tuple[str, str, str] | None = None
-        self._last_line_s = time.monotonic()
-
-    def see(self, record: Record) -> None:
-        """Print a record that the tally has counted, if it is due."""
-        is_short = record.outcome in FALLEN_SHORT
-        where = "" if is_out_of_time(record) else record.case
-        end = (record.backend, where, record.cause) if isinstance(record, Ended) else None
-        is_same_end = end is not None and end == self._latest_end
-        self._latest_end = end
-        if self._verbose and not is_short:
-            line = f"{record.outcome}  {record.backend}  {record.case}  {record.check}  {record.duration_s:.2f} s"
-            print_stderr(line)
-        elif is_short and (self._verbose or (self._printed < PRINTED_AT_ONCE and not is_same_end)):
-            self._printed += 1
-            print_stderr(f"{record.outcome}  {record.backend}  {record.case}  {record.check}: {what_happened(record)}")
-        if time.monotonic() - self._last_line_s >= LINE_EVERY_S:
-            self._last_line_s = time.monotonic()
-            done = f"case {self._tally.done} of {self._tally.cases}, {self._tally.short} did not pass"
-            compiling = self._kernels.words if self._kernels else ""
-            print_stderr(", ".join(part for part in (done, compiling, self._tally.left) if part))
-
-
-class _CompilingColumn(ProgressColumn):
-    def __init__(self, kernels: CompiledKernels) -> None:
-        super().__init__()
-        self._kernels = kernels
-
-    def render(self, _task: Task) -> Text:
-        return Text(self._kernels.words)
-
-
-@contextmanager
-def progress_bar(tally: Tally, kernels: CompiledKernels | None = None, *, is_timed: bool, color: bool) -> Iterator[See]:
-    """Yield what redraws a bar on stderr for each record, once the tally has counted it.
-
-    ``kernels``: None if compiling is not mentioned. ``is_timed``: whether the run takes timings; then the bar is
-    redrawn only between them.
-    """
-    described = TextColumn("{task.description}", markup=False)
-    columns = [BarColumn(20), MofNCompleteColumn(), TimeElapsedColumn(), described]
-    columns += [_CompilingColumn(kernels)] if kernels else []
-    screen = Console(stderr=True, no_color=None if color else True)
-    with Progress(*columns, console=screen, transient=True, auto_refresh=not is_timed) as progress:
-        task = progress.add_task("", total=tally.cases)
-
-        def see(record: Record) -> None:
-            short = f"{tally.short} did not pass" if tally.short else ""
-            parts = (f"{record.backend}  {record.case}", short, tally.left)
-            description = ", ".join(part for part in parts if part)
-            progress.update(task, completed=max(tally.done - 1, 0), description=description, refresh=is_timed)
-
-        yield see
-
-
 # Where the cases of a run are examined: in processes on this machine, on a Ray cluster, or in this process.
 
 
@@ -331,23 +165,6 @@ def open_executor(options: RunOptions, selection: Selection, spare: WorkerProces
         if options.backend_refs is not None:
             pool.start(first_refs(options.backend_refs, selection.suites))
         yield pool
-
-
-def _display(options: RunOptions, tally: Tally, device: str, *, is_timed: bool) -> AbstractContextManager[See]:
-    """Return the progress that suits stderr: a bar on a terminal, else lines; nothing inside a debugger."""
-    if options.verbose:
-        return nullcontext(ProgressLines(tally, verbose=True).see)
-    if options.in_process:
-        return nullcontext(_ignore)
-    # Nothing walks through folders while times are taken.
-    kernels = None if device == "cpu" or is_timed else CompiledKernels()
-    if sys.stderr.isatty():
-        return progress_bar(tally, kernels, is_timed=is_timed, color=options.color)
-    return nullcontext(ProgressLines(tally, kernels).see)
-
-
-def _ignore(_found: object) -> None:
-    """Do nothing with a header, a record or a result."""
 
 
 # Executes one run: selects, prepares, examines, and writes each record to the run file as it arrives.
@@ -399,8 +216,8 @@ class FinishedRun:
 
 def execute_run(
     options: RunOptions,
-    begin: Callable[[RunHeader], None] = _ignore,
-    end: Callable[[FinishedRun], None] = _ignore,
+    begin: Callable[[RunHeader], None] = ignore,
+    end: Callable[[FinishedRun], None] = ignore,
     spare: WorkerProcess | None = None,
     see: See | None = None,
 ) -> FinishedRun:
@@ -526,8 +343,8 @@ class _Execution:
         functions: Iterable[Record] = ()
         if self._providers is not None:
             functions = starmap(self._providers.examine, product(self._providers.infos, self._functions))
-        display = (
-            _display(options, tally, run.plan.device, is_timed=self._is_timed) if see is None else nullcontext(see)
+        progress = (
+            display(options, tally, run.plan.device, is_timed=self._is_timed) if see is None else nullcontext(see)
         )
         path: Path | None = None
         stopped = ""
@@ -535,7 +352,7 @@ class _Execution:
             with open_run(options.output, options.folder, self._header, options.keep, self._earlier) as writer:
                 path = writer.path
                 begin(self._header)
-                with display as shown:
+                with progress as shown:
                     try:
                         sees = (tally.see, writer.add, shown)
                         if run.examine(self._examiner, *sees, functions=functions, expectations=expectations):
@@ -633,7 +450,7 @@ def run_command(
             print_foreign(f"{time.monotonic() - began:.1f} s, {where}")
             write_reports(reports, finished.stored)
 
-    finished = execute_run(options, _ignore if options.quiet else _print_opening, print_result, spare)
+    finished = execute_run(options, ignore if options.quiet else _print_opening, print_result, spare)
     if finished.ended_by is not None:
         raise finished.ended_by
     return _exit_code(finished, by_name="backends" in given or "providers" in given)
@@ -719,7 +536,6 @@ def _exit_code(finished: "FinishedRun", *, by_name: bool) -> int:
         SelectionError: a case could not be examined, or a named backend or the whole run had no case examined.
     """
     from attncheck.harness.run.outcomes import OURSELVES
-    from attncheck.reports.run_file.records import FALLEN_SHORT
 
     records = finished.records
     ours = [record for record in records if record.outcome == "errored" and record.stage == OURSELVES]

@@ -11,9 +11,8 @@ from typing import Literal, TypeVar
 
 from attncheck.backends.declarations import FUNCTION_PATHS, needs_of
 from attncheck.cases.keys import with_defaults
-from attncheck.cases.loader import load_suite, select, suite_names
+from attncheck.cases.loader import load_suite, select, suite_names, telling_ranks
 from attncheck.cases.model import Case, Suite
-from attncheck.cases.telling import ranks
 from attncheck.errors import CaseFileError, SelectionError, SeveralMistakesError, UnknownNameError, shorten
 from attncheck.harness.checks.findings import TimingSettings
 from attncheck.harness.problem.sizes import needed_bytes
@@ -559,7 +558,7 @@ def telling_first(questions: Sequence[Question]) -> tuple[Question, ...]:
 
     All others follow in their order. Checks of one case that follow one another stay one question.
     """
-    order = ranks()
+    order = telling_ranks()
     pairs = [(case, check) for case, checks in questions for check in checks]
     pairs.sort(key=lambda pair: order.get((pair[0].key, pair[1]), len(order)))  # stable: others keep their order
     return tuple(

@@ -14,7 +14,6 @@ from typing import Literal
 from attncheck.errors import QuestionError, UnknownNameError
 from attncheck.reports.analysis.phrases import plural
 from attncheck.reports.analysis.summary import worst_rounds
-from attncheck.reports.comparison.bits import BitsPair, compare_bits
 from attncheck.reports.comparison.changes import (
     EnvironmentChange,
     OutcomeChange,
@@ -32,7 +31,7 @@ from attncheck.reports.comparison.speed_changes import (
     compare_speeds,
     compare_suites,
 )
-from attncheck.reports.run_file.records import EXAMINED, Record, is_not_reached
+from attncheck.reports.run_file.records import EXAMINED, Record, bits_of, budget_share, is_not_reached
 from attncheck.reports.run_file.store import Run, lacking_in_words
 from attncheck.reports.run_file.timings import PARTS, StepPart
 from attncheck.reports.speeds.speed import Speed, speeds
@@ -48,6 +47,41 @@ __all__ = [
 ]
 
 ARROW = "->"
+
+
+@dataclass(frozen=True)
+class BitsPair:
+    """One case of a pair of backends, whose inputs are equal in both runs.
+
+    ``rows_moved``: the rows with other bits, of ``rows``; None if only that they differ is known. ``shares``: the worst
+    error of each, as a share of the budget; None if ``numerics`` has no figure.
+    """
+
+    backend: str
+    case: str
+    rows: int
+    rows_moved: int | None
+    shares: tuple[float | None, float | None]
+
+
+def compare_bits(answers: Iterable[tuple[str, Record, Record]]) -> tuple[BitsPair, ...]:
+    """Return the pairs of records with digests. ``answers``: (label of the backend, record in BASE, record in NEW)."""
+    answers = list(answers)
+    shares = {
+        (backend, base.case): (budget_share(base), budget_share(new))
+        for backend, base, new in answers
+        if base.check == "numerics"
+    }
+    pairs = []
+    for backend, base, new in answers:
+        one, other = bits_of(base), bits_of(new)
+        if one is None or other is None or base.seed != new.seed:
+            continue
+        of_case = shares.get((backend, base.case), (None, None))
+        rows = int(getattr(base, "figures", {}).get("rows", 0))
+        pairs.append(BitsPair(backend, base.case, rows, one.differing_rows(other), of_case))
+    return tuple(pairs)
+
 
 _Questions = Mapping[tuple[str, str], Record]
 """The worst record of each case (``suite/id``) and check of one backend."""

@@ -10,8 +10,8 @@ from contextlib import nullcontext
 import pytest
 from inline_snapshot import snapshot
 
-from attncheck.harness.cli import run
-from attncheck.harness.cli.run import CompiledKernels, ProgressLines, Tally, progress_bar
+from attncheck.harness.cli import progress
+from attncheck.harness.cli.progress import CompiledKernels, ProgressLines, Tally, progress_bar
 from attncheck.reports.run_file.records import Crashed, Failed, Passed, Unsupported
 
 
@@ -38,7 +38,7 @@ def lines(capsys, monkeypatch):
 
     def lines(records, cases, rounds=1, *, seconds=0.0, verbose=False):
         clock = itertools.count(step=seconds)
-        monkeypatch.setattr(run.time, "monotonic", lambda: next(clock))
+        monkeypatch.setattr(progress.time, "monotonic", lambda: next(clock))
         tally = Tally(cases, rounds)
         printer = ProgressLines(tally, verbose=verbose)
         for each in records:
@@ -55,7 +55,7 @@ def test_lines_state_the_first_failures_at_once_and_every_record_if_verbose(line
     records = [record(number, failed=number % 2 == 0) for number in range(30)]
     found = lines(records, 30)
     assert found[0] == "failed  b[1]  s/case0  numerics: 1 of 2 rows"
-    assert len(found) == run.PRINTED_AT_ONCE
+    assert len(found) == progress.PRINTED_AT_ONCE
     found = lines(records, 30, verbose=True)
     assert len(found) == 30
     assert found[:2] == snapshot(
@@ -103,7 +103,7 @@ def test_a_case_counts_in_every_round_it_is_timed_in_and_once_for_all_else(lines
 )
 def test_the_time_left_is_estimated_once_there_is_a_pace(cases, seconds_a_case, expected, monkeypatch):
     now = 0.0
-    monkeypatch.setattr(run.time, "monotonic", lambda: now)
+    monkeypatch.setattr(progress.time, "monotonic", lambda: now)
     tally = Tally(cases, 1)
     times_left = []
     for number in range(len(expected)):
@@ -118,7 +118,7 @@ def test_kernels_are_counted_while_some_are_compiled(is_terminal, monkeypatch):
     screen = Terminal() if is_terminal else io.StringIO()
     monkeypatch.setattr(sys, "stderr", screen)
     now = 0.0
-    monkeypatch.setattr(run.time, "monotonic", lambda: now)
+    monkeypatch.setattr(progress.time, "monotonic", lambda: now)
     kernels = CompiledKernels(lambda: {0: 40, 11: 41}.get(now, 43))  # in the caches, also those of earlier runs
     tally = Tally(3000, 1)
     printer = ProgressLines(tally, kernels)
@@ -139,7 +139,7 @@ def test_kernels_are_counted_while_some_are_compiled(is_terminal, monkeypatch):
 
 def test_the_time_of_explaining_failures_is_not_expected_of_the_cases_left(monkeypatch):
     now = 0.0
-    monkeypatch.setattr(run.time, "monotonic", lambda: now)
+    monkeypatch.setattr(progress.time, "monotonic", lambda: now)
     tally = Tally(100, 1)
     for number in range(10):
         seconds = 61.0 if number < 5 else 1.0

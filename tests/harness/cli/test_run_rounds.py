@@ -7,7 +7,8 @@ import pytest
 from inline_snapshot import snapshot
 
 from attncheck.harness.checks.findings import TimingSettings
-from attncheck.harness.cli.run import ProgressLines, execute_run
+from attncheck.harness.cli.progress import ProgressLines
+from attncheck.harness.cli.run import execute_run
 from attncheck.harness.run.options import OPTIONS, RunOptions
 from attncheck.harness.run.selection import DEFAULT_ROUNDS
 from attncheck.reports.run_file.records import timing_of

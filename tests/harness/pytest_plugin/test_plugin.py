@@ -318,7 +318,7 @@ def test_an_examination_is_shown_whole_where_an_assertion_fails(run, folder, ver
 
 
 def test_items_that_the_time_does_not_reach_are_skipped_and_those_that_find_most_come_first(run, folder, monkeypatch):
-    monkeypatch.setattr(selection, "ranks", lambda: {("small/mixed", "numerics"): 0})
+    monkeypatch.setattr(selection, "telling_ranks", lambda: {("small/mixed", "numerics"): 0})
     words = '"torch_sdpa", "small.yaml", cases=("decode", "mixed"), checks=("numerics", "refusals", "timing"), within="1e-6s"'
     folder.makepyfile(test_mine=f"import attncheck\ntest_mine = attncheck.backend_tests({words})\n")
     result = run("-v -rs")
