@@ -86,7 +86,7 @@ def test_a_backend_that_uses_up_its_time_has_its_measured_part_and_what_it_left(
     """
     monkeypatch.setattr(outcomes_module, "_HANG_S", hang_s)
     first = {("smoke/decode.float16", "numerics"): 0, ("smoke/decode.float32", "numerics"): 1}
-    monkeypatch.setattr(selection_module, "ranks", lambda: first)
+    monkeypatch.setattr(selection_module, "telling_ranks", lambda: first)
     shared = TimeLimits.shared  # the time of loading does not count
     monkeypatch.setattr(TimeLimits, "shared", lambda limits, _, backends, jobs: shared(limits, 5.0, backends, jobs))
     (folder / "mine.py").write_text(BACKEND)

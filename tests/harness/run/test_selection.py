@@ -326,7 +326,7 @@ def test_most_backends_decide_and_the_suite_where_as_many_take_its_own(suite):
 def test_what_finds_most_comes_first_and_all_else_in_its_order(monkeypatch):
     """Checks of a case that follow one another are one question; a case may come twice."""
     listed = {("smoke/c", "numerics"): 0, ("smoke/a", "cudagraph"): 1, ("smoke/a", "lse"): 2, ("mine/a", "lse"): 3}
-    monkeypatch.setattr(selection_module, "ranks", lambda: listed)
+    monkeypatch.setattr(selection_module, "telling_ranks", lambda: listed)
     a, b, c = (replace(case, suite="smoke", id=name) for case, name in zip(SMOKE, "abc", strict=False))
     checks = ("numerics", "lse", "cudagraph")
     found = telling_first(tuple((case, checks) for case in (a, b, c)))
