@@ -76,7 +76,7 @@ class HubBackend(FlashAttnBackend):
             "version": staticmethod(lambda: kernel.version),
             "kernels_of": argument,
             "supported_devices": (kernel.device,),
-            "get_name": staticmethod(lambda: f"hf:{argument}".upper()),
+            "get_name": staticmethod(f"hf:{argument}".upper),
             "get_impl_cls": staticmethod(lambda: impl),
             "get_builder_cls": staticmethod(lambda: builder),
         }

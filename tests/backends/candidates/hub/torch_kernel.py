@@ -55,7 +55,7 @@ def flash_attn_varlen_func(
     *,
     block_table=None,
 ):
-    options = dict(softmax_scale=softmax_scale, causal=causal, window_size=window_size, softcap=softcap)
+    options = {"softmax_scale": softmax_scale, "causal": causal, "window_size": window_size, "softcap": softcap}
     out, lse = torch.zeros_like(q), torch.full((q.shape[1], len(q)), torch.inf)
     starts, ends = cu_seqlens_q.tolist(), cu_seqlens_k.tolist()
     for request in range(len(starts) - 1):
