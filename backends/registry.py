@@ -3,7 +3,8 @@
 A reference has one of four forms, tried in this order:
 
 - ``torch_sdpa``: a registered name, built in or from an entry point of the group ``attncheck.backends``;
-- ``name:argument``: a registered name that takes an argument, such as the backend to choose within a library;
+- ``name:argument``: a registered name that takes an argument, such as the backend to choose within a library, or a
+  kernel of the Hugging Face Hub;
 - ``path/to/file.py:Class``: a file outside any package; ``:Class`` may be left out if there is one class or function;
 - ``package.module:Class``: anything importable.
 
@@ -43,11 +44,12 @@ BUILTIN: Mapping[str, str] = MappingProxyType(
         "triton_mla": "attncheck.backends.candidates.triton_mla.backend:TritonMLABackend",
         "xformers_vllm": "attncheck.backends.candidates.xformers_vllm.backend:XFormersAttentionBackend",
         "vllm": "attncheck.backends.candidates.vllm.bridge:VLLMBackend",
+        "hf": "attncheck.backends.candidates.hub:HubBackend",
     }
 )
 """The built-in backends, in the order in which they are listed and run."""
 
-FAMILIES: Mapping[str, str] = MappingProxyType({"vllm": "vllm:CPU_ATTN"})
+FAMILIES: Mapping[str, str] = MappingProxyType({"vllm": "vllm:CPU_ATTN", "hf": "hf:kernels-community/flash-attn2@1"})
 """Built-in names that cover several backends. The user must choose one; the value is an example."""
 
 SURVEYS: Mapping[str, str] = MappingProxyType({"vllm": "attncheck.backends.candidates.vllm.survey"})

@@ -93,6 +93,12 @@ def _junit_runs(runs: "Sequence[Run]", _style: Style) -> RenderedReport:
     return RenderedReport(junit.render_runs(runs, str(Path.cwd())))
 
 
+def _sarif_runs(runs: "Sequence[Run]", _style: Style) -> RenderedReport:
+    from attncheck.reports import sarif
+
+    return RenderedReport("".join(sarif.render_run(run, str(Path.cwd())) for run in runs))
+
+
 def _github_runs(runs: "Sequence[Run]", _style: Style) -> RenderedReport:
     from attncheck.reports import github
 
@@ -155,6 +161,11 @@ FORMATS: Mapping[str, ReportFormat] = {
     ),
     "html": ReportFormat("one self-contained HTML page", _html_runs, is_page=True),
     "junit": ReportFormat("JUnit XML", _junit_runs),
+    "sarif": ReportFormat(
+        "SARIF 2.1.0 for code scanning, of one run",
+        _sarif_runs,
+        advice="convert each by itself, and upload each with a category of its own",
+    ),
     "github": ReportFormat(
         "a step summary (added to $GITHUB_STEP_SUMMARY where that is set and no --output given) and annotations (to "
         "stdout)",

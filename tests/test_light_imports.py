@@ -7,7 +7,9 @@ import pytest
 
 ARRAYS = {"torch", "numpy"}
 OPTIONAL = {"flashinfer", "triton", "vllm"}
-FORMATS = {f"attncheck.reports.{name}" for name in ("data", "github", "html", "junit", "markdown", "terminal.run")}
+FORMATS = {
+    f"attncheck.reports.{name}" for name in ("data", "github", "html", "junit", "markdown", "sarif", "terminal.run")
+}
 
 
 def command(words: str) -> str:

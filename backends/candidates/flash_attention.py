@@ -192,11 +192,6 @@ def missing_library_reasons() -> list[str]:
     return []
 
 
-def library_functions() -> Any:
-    """Import and return the module with ``flash_attn_varlen_func`` and ``flash_attn_with_kvcache``."""
-    return importlib.import_module("flash_attn")
-
-
 UNIFORM_ROWS = 16
 """Maximum rows per request of a step that counts as decoding, or as verifying drafts."""
 
@@ -218,10 +213,17 @@ class FlashAttnBackend(FlashBackend):
     conventions = Conventions(alibi_reference="zero", padded_rows="finite")
     supported_attn_types = tuple(AttentionType)
     supported_block_sizes = (PAGE_SIZES,)
+    kernels_of: ClassVar[str] = "FA2"
+    """The begin of the names in ``chosen_kernels``."""
 
     get_name = staticmethod(lambda: "FLASH_ATTN")
     get_impl_cls = staticmethod(lambda: FlashAttnImpl)
     get_builder_cls = staticmethod(lambda: FlashAttnBuilder)
+
+    @classmethod
+    def library(cls) -> Any:
+        """Import and return the module with ``flash_attn_varlen_func`` and ``flash_attn_with_kvcache``."""
+        return importlib.import_module("flash_attn")
 
     @classmethod
     def unavailable_reasons(cls, device: str) -> list[str]:
@@ -250,7 +252,7 @@ class FlashAttnBuilder(PackedBuilder):
 class FlashAttnImpl(FlashImpl):
     """One layer."""
 
-    backend = FlashAttnBackend
+    backend: ClassVar[type[FlashAttnBackend]] = FlashAttnBackend
 
     def answer(
         self, layer: AttentionLayer, query: Tensor, keys: tuple[Tensor, Tensor], metadata: PackedMetadata
@@ -264,7 +266,7 @@ class FlashAttnImpl(FlashImpl):
     def _uniform(self, query: Tensor, caches: tuple[Tensor, Tensor], metadata: PackedMetadata) -> tuple[Tensor, Tensor]:
         """Attend with ``query [requests, rows, heads, size]``; padding, which has no keys, gets 0."""
         common, num_reqs = metadata.common, len(query)
-        out, lse = library_functions().flash_attn_with_kvcache(
+        out, lse = self.backend.library().flash_attn_with_kvcache(
             query,
             *caches,
             cache_seqlens=common.seq_lens[:num_reqs],
@@ -272,13 +274,13 @@ class FlashAttnImpl(FlashImpl):
             return_softmax_lse=True,
             **self._scores(metadata, query.device),
         )
-        self.chosen_kernels.add("FA2 flash_attn_with_kvcache")
+        self.chosen_kernels.add(f"{self.backend.kernels_of} flash_attn_with_kvcache")
         return out.flatten(0, 1), lse.transpose(1, 2).flatten(0, 1)
 
     def _packed(self, query: Tensor, keys: tuple[Tensor, Tensor], metadata: PackedMetadata) -> tuple[Tensor, Tensor]:
         """Attend to requests of any lengths; without a cache, key and value have the rows of the same requests."""
         common, is_paged = metadata.common, self.has_cache
-        out, lse, _ = library_functions().flash_attn_varlen_func(
+        out, lse, _ = self.backend.library().flash_attn_varlen_func(
             query,
             *keys,
             cu_seqlens_q=common.query_start_loc,
@@ -289,7 +291,7 @@ class FlashAttnImpl(FlashImpl):
             block_table=common.block_table_tensor if is_paged else None,
             **self._scores(metadata, query.device),
         )
-        self.chosen_kernels.add("FA2 flash_attn_varlen_func")
+        self.chosen_kernels.add(f"{self.backend.kernels_of} flash_attn_varlen_func")
         return out, lse.t()
 
     def _scores(self, metadata: PackedMetadata, device: torch.device) -> dict[str, Any]:

@@ -39,6 +39,7 @@ LIBRARIES = {
     "flashinfer-python": "attncheck[flashinfer]",
     "flash-attn": "attncheck[flash-attn]",
     "vllm": "vllm",
+    "kernels": "kernels>=0.17",
 }
 """Distributions that decide which backends can run, with their pip requirements. They are looked up, never imported."""
 
@@ -50,6 +51,7 @@ NEEDS = {
     "flash_attn": ("flash-attn",),
     "flashinfer": ("flashinfer-python", "triton"),
     "vllm": ("vllm",),
+    "hf": ("kernels",),
 }
 """The distributions that built-in backends need in addition to attncheck's dependencies."""
 

@@ -40,7 +40,8 @@ def _parameter(option: Option) -> Any:
 
 _BACKENDS = typer.Argument(
     metavar="BACKEND",
-    help="Backends: a name, file.py, file.py:NAME of a class or function, module:NAME, or vllm:NAME. "
+    help="Backends: a name, file.py, file.py:NAME of a class or function, module:NAME, vllm:NAME or "
+    "hf:OWNER/NAME@VERSION. "
     "Default: all built-in backends.",
     autocompletion=common.backends,
     show_default=False,

@@ -198,7 +198,7 @@ def test_without_vllm_the_error_states_what_to_install_and_how_to_name_the_class
 
 def test_an_entry_point_is_a_name(entry_point):
     entry_point(theirs="attncheck.backends.candidates.torch_sdpa:SDPABackend", reference="no.such:Thing")
-    assert known_names() == (*builtin_names(), "xformers_vllm", "vllm", "theirs")
+    assert known_names() == (*builtin_names(), "xformers_vllm", "vllm", "hf", "theirs")
     loaded = load("theirs")
     assert (loaded.name, loaded.origin) == ("theirs", "entry point of an unknown distribution")
     assert loaded.backend is SDPABackend

@@ -24,7 +24,7 @@ HOSTILE = (
     "| a | b |\n|---|---|\n``` ` ~~~ </details>",
     "</script></style></title></text></svg><svg onload=hacked()> ' onmouseover='hacked() <!-- --> $body $",
 )
-TEXT_FORMATS = ("terminal", "markdown", "github", "csv", "junit")
+TEXT_FORMATS = ("terminal", "markdown", "github", "csv", "junit", "sarif")
 
 
 @pytest.fixture(params=HOSTILE, ids=range(len(HOSTILE)))

@@ -92,3 +92,19 @@ def test_the_gitlab_job_leaves_the_reports_that_it_names(tmp_path, shell):
     assert GITLAB["artifacts"]["when"] == "always"
     (limit,) = re.findall(r"^timeout --signal=TERM --kill-after=60 (\d+)m", GITLAB["script"][-1])
     assert int(limit) + 10 <= int(GITLAB["timeout"].removesuffix("m"))
+
+
+def test_code_scanning_gets_whole_runs_only_and_what_the_action_leaves():
+    """The steps are right as they are written, and their condition lets no other exit code pass."""
+    write, upload = yaml.safe_load(FILES["code-scanning.yml"])
+    condition = write["if"]
+    assert "github.event_name != 'pull_request'" in condition
+    (codes,) = re.findall(r"fromJSON\('(.*?)'\)", condition)
+    assert yaml.safe_load(codes) == ["0", "1"]
+    outputs = re.findall(r"steps\.attncheck\.outputs\.([\w-]+)", f"{condition} {write['env']}")
+    assert set(outputs) <= set(ACTION["outputs"])
+    words = shlex.split(write["run"])
+    context = typer.main.get_command(app).commands["report"].make_context("report", words[2:])
+    assert context.params["form"] == "sarif"
+    assert upload["with"]["sarif_file"] == str(context.params["output"])
+    assert f"hashFiles('{upload['with']['sarif_file']}')" in upload["if"]
