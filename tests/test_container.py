@@ -22,7 +22,7 @@ def test_both_stages_have_the_same_base_of_a_version():
     bases = [words[0] for words in words_of("FROM")]
     assert len(bases) == 2
     assert len(set(bases)) == 1
-    assert re.fullmatch(r"docker\.io/library/python:3\.\d+-slim-\w+", bases[0])
+    assert re.fullmatch(r"python:3\.\d+-slim-\w+", bases[0])
 
 
 def test_every_file_of_the_wheel_is_copied():
