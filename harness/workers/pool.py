@@ -15,19 +15,11 @@ from attncheck.harness.run.outcomes import IMPORT, OURSELVES, BackendDescription
 from attncheck.harness.run.preparation import Gpu
 from attncheck.harness.run.selection import RunPlan
 from attncheck.harness.workers.limits import Limit, MemoryWatch, WorkerSettings, passed_environment, room_on_host
-from attncheck.harness.workers.process import (
-    ProcessEndedError,
-    RefusedError,
-    Show,
-    Starter,
-    StartWorker,
-    StoppedError,
-    WorkerError,
-    WorkerProcess,
-    start_worker,
-)
+from attncheck.harness.workers.printed import Show
+from attncheck.harness.workers.process import ProcessEndedError, RefusedError, StoppedError, WorkerError, WorkerProcess
 from attncheck.harness.workers.protocol import HarnessFailure
 from attncheck.harness.workers.sharing import SharedDevice
+from attncheck.harness.workers.starting import Starter, StartWorker, start_worker
 from attncheck.harness.workers.worker import Assignment, CaseServer, DeviceChosen, Imports
 from attncheck.reports.run_file.header import BackendInfo, Environment
 

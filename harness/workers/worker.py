@@ -28,7 +28,9 @@ from attncheck.harness.device import accelerator_of, accelerators_in_use
 from attncheck.harness.run.outcomes import BackendDescription
 from attncheck.harness.run.preparation import Gpu, gpus_alike, refuse_other_gpu
 from attncheck.harness.workers.limits import MemoryLimits, keep_within, with_limit_named
-from attncheck.harness.workers.process import STACK_SIGNAL, RefusedError, adopt_orphans, flush_c_streams, mark_of
+from attncheck.harness.workers.printed import STACK_SIGNAL, flush_c_streams, mark_of
+from attncheck.harness.workers.process import RefusedError
+from attncheck.harness.workers.process_tree import adopt_orphans
 from attncheck.harness.workers.protocol import (
     EVENT,
     FAULT,
