@@ -19,7 +19,7 @@ from attncheck.harness.workers.printed import Show
 from attncheck.harness.workers.process import ProcessEndedError, RefusedError, StoppedError, WorkerError, WorkerProcess
 from attncheck.harness.workers.protocol import HarnessFailure
 from attncheck.harness.workers.sharing import SharedDevice
-from attncheck.harness.workers.starting import Starter, StartWorker, start_worker
+from attncheck.harness.workers.starting import ForkServer, Starter, StartWorker
 from attncheck.harness.workers.worker import Assignment, CaseServer, DeviceChosen, Imports
 from attncheck.reports.run_file.header import BackendInfo, Environment
 
@@ -102,16 +102,16 @@ class WorkerPool:
     def __init__(
         self,
         show: Show | None = None,
-        spare: WorkerProcess | None = None,
+        server: ForkServer | None = None,
         imports: Imports | None = None,
         settings: WorkerSettings | None = None,
-        start: StartWorker = start_worker,
+        start: StartWorker | None = None,
     ) -> None:
         """``show``: gets what the processes print, line by line, with the name of the backend.
 
-        ``spare``: a process started ahead, without a backend; the pool closes it. ``imports``: what the processes
+        ``server``: forks the processes, and has begun ahead; the pool closes it. ``imports``: what the processes
         import before their backend; None for all checks. ``settings``: None for the default ones. ``start``: starts a
-        process.
+        process; None for the server.
         """
         self._settings = settings or WorkerSettings()
         self.limits = self._settings.limits
@@ -119,12 +119,15 @@ class WorkerPool:
         self.device = SharedDevice()
         self._gpu: Gpu | None = None
         self._inherited = passed_environment(os.environ, self._settings.pass_env)
-        self._show, self._spare, self._start_worker = show, spare, Starter(start)
+        self._show = show
         self._imports = imports or Imports()
+        if server is None or server.environment != self._inherited:
+            if server is not None:
+                server.close()
+            server = ForkServer(self._inherited)
+        server.imports = self._imports.model_dump_json()
+        self._server, self._start_worker = server, Starter(start or server)
         self._watch = MemoryWatch(self._settings.memory.host)
-        if spare is not None:
-            spare.send(CaseServer.prepare, self._imports)
-            self._watch.add(spare)
         self._room = room_on_host()
         self._prepared: set[str] = set()
         self._processes: dict[str, WorkerProcess] = {}
@@ -147,8 +150,8 @@ class WorkerPool:
 
     def close(self, *, at_once: bool = False) -> None:
         """End all processes; finishing ones get a moment to end, unless ``at_once``. May be called repeatedly."""
-        spare = () if self._spare is None else (self._spare,)
-        for process in (*spare, *self._processes.values(), *self._finishing):
+        self._server.close()
+        for process in (*self._processes.values(), *self._finishing):
             process.close(at_once=at_once)
         for twin in self._twins:
             twin.close(at_once=at_once)
@@ -177,10 +180,7 @@ class WorkerPool:
 
     def with_settings(self, settings: WorkerSettings) -> "WorkerPool":
         """Return a pool that replaces this one, which has only chosen a device so far."""
-        spare, self._spare = self._spare, None
-        pool = WorkerPool(self._show, spare, self._imports, settings)
-        pool._start_worker = self._start_worker
-        return pool
+        return WorkerPool(self._show, self._server, self._imports, settings)
 
     def start(self, refs: Iterable[str]) -> None:
         """Start the missing processes of ``refs``, as many as there is memory for; they load their backends."""
@@ -237,8 +237,8 @@ class WorkerPool:
     def _to_choose(self) -> Iterator[WorkerProcess]:
         """Yield the processes that may choose the device; the last one has no backend."""
         yield from tuple(self._processes.values())
-        self._spare = self._spare or self._new()
-        yield self._spare
+        with self._new() as process:
+            yield process
 
     def begin(self, selection: "Selection", plan: "RunPlan", environment: Environment) -> None:
         """Assign the run of ``plan`` to the processes."""
@@ -403,13 +403,8 @@ class WorkerPool:
     def _start(self, ref: str) -> None:
         if ref in self._processes:
             return
-        process, self._spare = self._spare, None
         environment = {**self._environments.setdefault(ref, {}), **self.device.variables(ref)}
-        needed = self._inherited | environment
-        if process is None or not needed.items() <= (process.inherited | process.environment).items():
-            self._spare = process
-            process = self._new(environment)
-        self._processes[ref] = process
+        self._processes[ref] = process = self._new(environment)
         process.ref = process.printed.label = ref
         process.send(CaseServer.load, ref)
 

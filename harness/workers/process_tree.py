@@ -15,7 +15,7 @@ from attncheck.harness.workers.limits import children, descendants
 MARK = "ATTNCHECK_WORKER"
 """Environment variable whose value marks a worker and all its descendants."""
 
-_PR_SET_CHILD_SUBREAPER = 36  # of linux/prctl.h
+_PR_SET_CHILD_SUBREAPER, _PR_GET_CHILD_SUBREAPER = 36, 37  # of linux/prctl.h
 
 _TERM_S, _KILL_S = 1.0, 10.0
 """Seconds that a process may take to end after SIGTERM, and after SIGKILL."""
@@ -98,14 +98,25 @@ def ending_orphans() -> Iterator[None]:
         yield
         return
     began = time.clock_gettime(time.CLOCK_BOOTTIME) * os.sysconf("SC_CLK_TCK")
+    with adopting_orphans():
+        try:
+            yield
+        finally:
+            deadline = time.monotonic() + _KILL_S
+            while _kill_orphans(int(began)) and time.monotonic() < deadline:
+                time.sleep(0.001)
+
+
+@contextmanager
+def adopting_orphans() -> Iterator[None]:
+    """Be the parent of each descendant whose parent ends in this context. Linux only."""
+    before = ctypes.c_int()
+    ctypes.CDLL(None).prctl(_PR_GET_CHILD_SUBREAPER, ctypes.byref(before), 0, 0, 0)
     adopt_orphans()
     try:
         yield
     finally:
-        deadline = time.monotonic() + _KILL_S
-        while _kill_orphans(int(began)) and time.monotonic() < deadline:
-            time.sleep(0.001)
-        adopt_orphans(is_on=False)
+        adopt_orphans(is_on=bool(before.value))
 
 
 def _kill_orphans(began: int) -> bool:

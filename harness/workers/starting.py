@@ -1,8 +1,12 @@
-"""The start of a worker, by a new interpreter or a fork of this process. Imports neither torch nor pydantic."""
+"""The start of a worker, by a new interpreter or by a fork. Imports neither torch nor pydantic."""
 
 import contextlib
 import fcntl
+import json
 import os
+import secrets
+import select
+import socket
 import subprocess
 import sys
 import threading
@@ -11,7 +15,11 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
+
+from attncheck.harness.workers.process_tree import MARK, adopting_orphans
+from attncheck.harness.workers.sharing import CLIENT_VARIABLES
 
 _START = """\
 import sys
@@ -19,6 +27,7 @@ sys.path[:] = sys.argv.pop().split(chr(10))
 from attncheck.harness.workers.worker import main
 main(sys.argv[1:])
 """
+_START_SERVER = _START.replace("workers.worker", "workers.fork_server")
 _ROOM = 2**20
 """Capacity in bytes of a worker's pipes, the most that Linux gives to unprivileged processes."""
 
@@ -50,18 +59,107 @@ def start_worker(environment: Mapping[str, str]) -> StartedWorker:
     """Start a worker in a session of its own. Raises OSError if that fails, leaving no descriptor open."""
 
     def start(to_read: int, to_write: int, to_print: int, _ours: tuple[int, ...]) -> ChildProcess:
-        words = (to_read, to_write, os.getpid(), "\n".join(map(str, sys.path)))
-        return subprocess.Popen(  # noqa: S603 (this very interpreter, and words of ours)
-            [sys.executable, "-P", "-u", "-c", _START, *map(str, words)],
-            env=environment,
-            stdin=subprocess.DEVNULL,
-            stdout=to_print,
-            stderr=to_print,
-            pass_fds=(to_read, to_write),
-            start_new_session=True,
-        )
+        return _started(_START, (to_read, to_write), environment, to_print)
 
     return _with_pipes(start)
+
+
+def _started(
+    code: str, descriptors: tuple[int, ...], environment: Mapping[str, str], to_print: int
+) -> "subprocess.Popen[bytes]":
+    """Return a new interpreter that runs ``code``. Its words are ``descriptors``, this process's id, and its path."""
+    words = (*descriptors, os.getpid(), "\n".join(map(str, sys.path)))
+    return subprocess.Popen(  # noqa: S603 (this very interpreter, and words of ours)
+        [sys.executable, "-P", "-u", "-c", code, *map(str, words)],
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        stdout=to_print,
+        stderr=to_print,
+        pass_fds=descriptors,
+        start_new_session=True,
+    )
+
+
+# Importing torch takes longer than all else that a worker does before its backend. So one process imports it, and each
+# worker is a fork of a fork of it. The process between ends at once, so that the run becomes the worker's parent.
+
+READ_LATE = (MARK, *CLIENT_VARIABLES)
+"""Environment variables that only a device's driver reads, or attncheck itself, so that a fork may change them."""
+
+_IMPORTING_MS = 60_000
+"""Milliseconds that the process to fork from may take to import torch, before workers are started without it."""
+
+
+class ForkServer:
+    """Starts workers as forks of a process that has imported torch, or if that is impossible, by new interpreters.
+
+    A worker is a new interpreter if another variable than :data:`READ_LATE` differs from ``environment``, or after the
+    process to fork from has ended, or has a second thread. Linux only. Must be closed.
+    """
+
+    _one_at_a_time = threading.Lock()  # only one fork may make this process adopt orphans
+
+    def __init__(self, environment: Mapping[str, str]) -> None:
+        """``environment``: variables of the process to fork from."""
+        self.environment = environment
+        self.imports = "{}"
+        """What the process imports before a fork: ``Imports`` of ``worker.py``, as JSON."""
+        self._requests: socket.socket | None = None
+        self._process: subprocess.Popen[bytes] | None = None
+        self._is_over = sys.platform != "linux"
+
+    def begin(self) -> None:
+        """Start the process to fork from, if there is none. Raises OSError if that fails."""
+        if self._process is not None or self._is_over:
+            return
+        environment = {**self.environment, MARK: secrets.token_hex(16)}
+        self._requests, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs:
+            self._process = _started(_START_SERVER, (theirs.fileno(),), environment, subprocess.DEVNULL)
+
+    def __call__(self, environment: Mapping[str, str]) -> StartedWorker:
+        """Start a worker with this environment. Raises OSError if that fails, leaving no descriptor open."""
+        with self._one_at_a_time:
+            if not self._is_over and _fixed(environment) == _fixed(self.environment):
+                with suppress(OSError):
+                    self.begin()
+                    return _with_pipes(partial(self._fork, environment))
+                self.close()
+        return start_worker(environment)
+
+    def close(self) -> None:
+        """End the process to fork from; its forks stay. May be called repeatedly."""
+        self._is_over = True
+        process, self._process = self._process, None
+        if process is not None and self._requests is not None:
+            self._requests.close()
+            process.kill()
+            process.wait()
+
+    def _fork(
+        self, environment: Mapping[str, str], to_read: int, to_write: int, to_print: int, _ours: tuple[int, ...]
+    ) -> ChildProcess:
+        """Return a worker that has these ends of its pipes. Raises OSError if there is none."""
+        assert self._requests is not None
+        late = {name: environment.get(name) for name in READ_LATE}
+        request = {"environment": late, "path": list(map(str, sys.path)), "imports": self.imports}
+        reading, to_name = os.pipe()
+        with os.fdopen(reading, "rb") as named, adopting_orphans():
+            try:
+                descriptors = [to_read, to_write, to_print, to_name]
+                socket.send_fds(self._requests, [json.dumps(request).encode()], descriptors)
+            finally:
+                os.close(to_name)
+            poll = select.poll()
+            poll.register(named, select.POLLIN)
+            pid = named.read() if poll.poll(_IMPORTING_MS) else b""
+        if not pid:
+            raise ChildProcessError("no worker was forked")
+        return _Copy(int(pid))
+
+
+def _fixed(environment: Mapping[str, str]) -> dict[str, str]:
+    return {name: value for name, value in environment.items() if name not in READ_LATE}
 
 
 def fork_worker(serve: Callable[[int, int, int], None]) -> StartedWorker:
