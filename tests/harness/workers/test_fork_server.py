@@ -95,7 +95,7 @@ def test_a_fork_is_as_a_new_interpreter(load):
 
 
 def test_a_fork_is_a_child_of_the_run_with_a_mark_of_its_own(load):
-    code = "child = os.fork()\nprint(child if child else 'copy', flush=True)"
+    code = "copy = os.fork()\nif copy: print(copy, flush=True)\nelse: time.sleep(100)"
     draws = "import random, torch\nprint(random.random())\nprint(torch.rand(1))"
     first, second, third = load(code), load(draws), load(draws)
     assert not {*printed(second)} & {*printed(third)}
@@ -103,9 +103,7 @@ def test_a_fork_is_a_child_of_the_run_with_a_mark_of_its_own(load):
     for process in (first, second):
         assert Path(f"/proc/{process.identity}/stat").read_text().rpartition(")")[2].split()[1] == str(os.getpid())
         assert variables(process.identity)[MARK] == process._mark
-    assert wait_for(lambda: len(first.output().splitlines()) == 4)
-    copy = next(int(word) for word in first.output().split() if word.isdecimal())
-    assert variables(copy)[MARK] == first._mark
+    assert variables(*printed(first))[MARK] == first._mark  # of the copy that it made
     assert first._mark != second._mark
 
 
@@ -179,9 +177,9 @@ def test_records_are_those_of_new_interpreters(tmp_path, monkeypatch):
     options = RunOptions(
         backends=("torch_sdpa",),
         suites=("smoke",),
-        cases=("smoke/prefill", "smoke/decode"),
+        cases=("smoke/prefill",),
+        checks=("numerics", "features", "invariance"),
         device="cpu",
-        jobs=2,
         output=tmp_path / "run.jsonl",
     )
 
