@@ -36,22 +36,24 @@ def main(words: list[str]) -> None:
 def _forked(requests: socket.socket, run: int) -> tuple[int, int] | None:
     """Fork a worker for each request. Return the ends of its pipes in the worker, and None when this process may end.
 
-    A request has the ends of the worker's pipes, and one of the pipe for its process id. If that is closed without an
-    id, there is no worker.
+    A request has the ends of the worker's pipes. The worker answers it with its process id, or with nothing if the run
+    has not adopted it.
     """
     while True:
-        words, descriptors, _, _ = socket.recv_fds(requests, 2**20, 4)
+        words, descriptors, _, _ = socket.recv_fds(requests, 2**20, 3)
         if not words:
             return None  # the run starts no more workers
         request = json.loads(words)
         import_checks(Imports.model_validate_json(request["imports"]))
         if not _may_fork():
             return None
-        if _is_child_of(run):
-            to_read, to_write, to_print, to_name = descriptors
+        if _is_grandchild():
+            if os.getppid() != run:
+                requests.send(b"")
+                return None
+            to_read, to_write, to_print = descriptors
             _become_worker(to_print, request["environment"], request["path"])
-            os.write(to_name, str(os.getpid()).encode())
-            os.close(to_name)
+            requests.send(str(os.getpid()).encode())
             return to_read, to_write
         for each in descriptors:
             os.close(each)
@@ -73,18 +75,16 @@ def _num_threads() -> int:
     return len(list(Path("/proc/self/task").iterdir()))
 
 
-def _is_child_of(run: int) -> bool:
-    """Fork a child of the process ``run``, which adopts it; return whether this is the child."""
-    if between := os.fork():
-        os.waitpid(between, 0)
+def _is_grandchild() -> bool:
+    """Fork a child of a child, which ends at once; return whether this is the child that is left."""
+    if child := os.fork():
+        os.waitpid(child, 0)
         return False
-    between = os.getpid()
+    parent = os.getpid()
     if os.fork():
         os._exit(0)
-    while os.getppid() == between:
+    while os.getppid() == parent:
         time.sleep(_LOOK_EVERY_S)
-    if os.getppid() != run:  # it was killed
-        os._exit(0)
     return True
 
 

@@ -90,8 +90,8 @@ def loaded(found: BackendDescription | QuestionError) -> BackendDescription:
     return found
 
 
-# If the host has memory for all of them, they start together, and import torch while the run does. Otherwise only a few
-# exist at a time: a process ends once it has described its backend, and starts again while the previous one is at work.
+# If the host has memory for all of them, they start together. Otherwise only a few exist at a time: a process ends once
+# it has described its backend, and starts again when the backend is examined.
 
 
 class WorkerPool:
@@ -129,7 +129,6 @@ class WorkerPool:
         self._server, self._start_worker = server, Starter(start or server)
         self._watch = MemoryWatch(self._settings.memory.host)
         self._room = room_on_host()
-        self._prepared: set[str] = set()
         self._processes: dict[str, WorkerProcess] = {}
         self._environments: dict[str, dict[str, str]] = {}
         self._infos: dict[str, BackendInfo] = {}
@@ -187,18 +186,6 @@ class WorkerPool:
         for ref in refs:
             if len(self._processes) < self._room:
                 self._start(ref)
-
-    def prepare(self, ref: str) -> None:
-        """Start the process of ``ref`` if it is missing, so that :meth:`restart` returns soon.
-
-        Raises:
-            OSError: it cannot be started.
-        """
-        with self._lock:
-            if ref not in self._processes:
-                self._start(ref)
-                self._call_for_description(ref)
-                self._prepared.add(ref)
 
     def stop(self) -> None:
         """End the processes at once, and start no others; a thread that waits for one gets an error."""
@@ -300,11 +287,11 @@ class WorkerPool:
         return Supervisor(run.plan, run.backends, self, run.environment, jobs=jobs, costs=known)
 
     def process(self, ref: str) -> WorkerProcess | None:
-        """Return the process of a backend, or None if it has ended, or has only been prepared."""
-        return None if ref in self._prepared else self._processes.get(ref)
+        """Return the process of a backend, or None if it has ended."""
+        return self._processes.get(ref)
 
     def restart(self, ref: str) -> WorkerProcess:
-        """Return a new process of ``ref``: the prepared one, or another.
+        """Return a new process of ``ref``.
 
         Raises:
             QuestionError: it does not load the backend as the first one did, or describes it differently.
@@ -312,13 +299,12 @@ class WorkerPool:
             StoppedError: the pool was stopped.
             WorkerError: attncheck itself failed in it.
         """
-        if ref not in self._prepared:
-            self.discard(ref)
+        self.discard(ref)
         with self._lock:
             if self.is_stopped:
                 raise StoppedError
-            self.prepare(ref)
-            self._prepared.discard(ref)
+            self._start(ref)
+            self._call_for_description(ref)
             process = self._processes[ref]
         found = description_of(process, self.limits.of_description)
         if loaded(found).info != self._infos[ref]:
@@ -328,7 +314,6 @@ class WorkerPool:
     def discard(self, ref: str) -> None:
         """End the process of ``ref`` at once."""
         with self._lock:
-            self._prepared.discard(ref)
             process = self._processes.pop(ref, None)
         if process is not None:
             process.close()

@@ -5,7 +5,6 @@ import fcntl
 import json
 import os
 import secrets
-import select
 import socket
 import subprocess
 import sys
@@ -86,8 +85,8 @@ def _started(
 READ_LATE = (MARK, *CLIENT_VARIABLES)
 """Environment variables that only a device's driver reads, or attncheck itself, so that a fork may change them."""
 
-_IMPORTING_MS = 60_000
-"""Milliseconds that the process to fork from may take to import torch, before workers are started without it."""
+_IMPORTING_S = 60.0
+"""Seconds that the process to fork from may take to import torch, before workers are started without it."""
 
 
 class ForkServer:
@@ -114,6 +113,7 @@ class ForkServer:
             return
         environment = {**self.environment, MARK: secrets.token_hex(16)}
         self._requests, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._requests.settimeout(_IMPORTING_S)
         with theirs:
             self._process = _started(_START_SERVER, (theirs.fileno(),), environment, subprocess.DEVNULL)
 
@@ -143,16 +143,9 @@ class ForkServer:
         assert self._requests is not None
         late = {name: environment.get(name) for name in READ_LATE}
         request = {"environment": late, "path": list(map(str, sys.path)), "imports": self.imports}
-        reading, to_name = os.pipe()
-        with os.fdopen(reading, "rb") as named, adopting_orphans():
-            try:
-                descriptors = [to_read, to_write, to_print, to_name]
-                socket.send_fds(self._requests, [json.dumps(request).encode()], descriptors)
-            finally:
-                os.close(to_name)
-            poll = select.poll()
-            poll.register(named, select.POLLIN)
-            pid = named.read() if poll.poll(_IMPORTING_MS) else b""
+        with adopting_orphans():
+            socket.send_fds(self._requests, [json.dumps(request).encode()], [to_read, to_write, to_print])
+            pid = self._requests.recv(64)
         if not pid:
             raise ChildProcessError("no worker was forked")
         return _Copy(int(pid))

@@ -5,12 +5,14 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 
 from attncheck.harness.cli import run as cli_run
 from attncheck.harness.run.options import RunOptions
+from attncheck.harness.workers import starting
 from attncheck.harness.workers.limits import passed_environment
 from attncheck.harness.workers.process import WorkerProcess
 from attncheck.harness.workers.process_tree import MARK
@@ -131,7 +133,7 @@ def test_a_copy_in_a_session_of_its_own_ends_with_a_fork_that_has_died(load):
 THREAD = "import threading, time\nthreading.Thread(target=time.sleep, args=(100,), daemon=True).start()\n"
 
 
-@pytest.mark.parametrize("cause", ["it was killed", "it has a second thread", "it fails"])
+@pytest.mark.parametrize("cause", ["it was killed", "it has a second thread", "it fails", "the run adopts no process"])
 def test_where_no_worker_can_be_forked_a_new_interpreter_is_started(load, cause, tmp_path, monkeypatch):
     if cause == "it has a second thread":
         (tmp_path / "sitecustomize.py").write_text(THREAD)
@@ -140,6 +142,8 @@ def test_where_no_worker_can_be_forked_a_new_interpreter_is_started(load, cause,
     broken.imports = "no JSON" if cause == "it fails" else IMPORTS.model_dump_json()
     broken.begin()
     pid = broken._process.pid
+    if cause == "the run adopts no process":
+        monkeypatch.setattr(starting, "adopting_orphans", nullcontext)
     if cause == "it was killed":
         os.kill(pid, signal.SIGKILL)
     process = load("", start=broken)
@@ -149,6 +153,7 @@ def test_where_no_worker_can_be_forked_a_new_interpreter_is_started(load, cause,
 
 RUN = """
 import os, sys, time
+from attncheck.harness.workers import starting
 from attncheck.harness.workers.limits import passed_environment
 from attncheck.harness.workers.process import WorkerProcess
 from attncheck.harness.workers.starting import ForkServer
