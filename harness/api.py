@@ -35,7 +35,7 @@ from attncheck.harness.run.run import Run
 from attncheck.harness.run.selection import check_timed, select_cases
 from attncheck.harness.workers.limits import TimeLimits, WorkerSettings, read_limit
 from attncheck.harness.workers.pool import WorkerPool
-from attncheck.harness.workers.process import fork_worker
+from attncheck.harness.workers.starting import fork_worker
 from attncheck.harness.workers.worker import CaseServer, serve
 from attncheck.reports.analysis.repro import python_ref
 from attncheck.reports.analysis.summary import RunSummary, RunVerdict, summarise

@@ -14,6 +14,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
@@ -30,7 +31,6 @@ from attncheck.harness.cli.common import (
     drop_stdout,
     interruptible,
     print_stderr,
-    show_printed,
     signal_of,
 )
 from attncheck.harness.cli.options import Given, with_options
@@ -241,18 +241,19 @@ def time_backends(context: typer.Context, given: Given, *, color: Color = ColorC
 
 
 def _run(context: typer.Context, given: Given, color: ColorChoice) -> int:
-    began, spare = time.monotonic(), None
+    began, server = time.monotonic(), None
     if "in_process" not in given:  # in process, Python cannot interrupt a kernel
         context.with_resource(interruptible())
         if given.get("ray", "local") == "local" and ("backends" in given or "providers" not in given):
-            from attncheck.harness.workers.process import WorkerProcess
+            from attncheck.harness.workers.limits import passed_environment
+            from attncheck.harness.workers.starting import ForkServer
 
             # Start it before other imports: loading torch takes longest, and it does so meanwhile.
-            show = show_printed if "show_output" in given else None
-            spare = context.with_resource(WorkerProcess(show=show, pass_env=split_commas(given.get("pass_env", ()))))
+            server = ForkServer(passed_environment(os.environ, split_commas(given.get("pass_env", ()))))
+            context.with_resource(closing(server)).begin()
     from attncheck.harness.cli.run import run_command
 
-    return run_command(context, given, spare, began=began, color=color)
+    return run_command(context, given, server, began=began, color=color)
 
 
 @dataclass(frozen=True)

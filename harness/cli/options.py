@@ -63,7 +63,7 @@ def with_options(*names: str, **changes: Mapping[str, Any]) -> Callable[[Callabl
 
         @functools.wraps(command)
         def taking(**values: Any) -> int:
-            from attncheck.harness.workers.process import ending_orphans
+            from attncheck.harness.workers.process_tree import ending_orphans
 
             others = {each.name: values.pop(each.name) for each in (context, *own)}
             others[context.name].with_resource(ending_orphans())

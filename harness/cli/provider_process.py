@@ -14,7 +14,9 @@ from attncheck.harness.run.options import RunOptions
 from attncheck.harness.run.outcomes import BackendDescription, Circumstances, ended, identity_of
 from attncheck.harness.run.run import Run
 from attncheck.harness.workers.limits import worker_settings
-from attncheck.harness.workers.process import ProcessEndedError, RefusedError, Show, WorkerProcess, fork_worker
+from attncheck.harness.workers.printed import Show
+from attncheck.harness.workers.process import ProcessEndedError, RefusedError, WorkerProcess
+from attncheck.harness.workers.starting import fork_worker
 from attncheck.harness.workers.worker import Server, serve
 from attncheck.reports.run_file.header import BackendInfo, Environment
 from attncheck.reports.run_file.records import UTILITIES, Record

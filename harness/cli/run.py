@@ -50,8 +50,8 @@ from attncheck.harness.run.run import Executor, Run, See
 from attncheck.harness.run.selection import Selection
 from attncheck.harness.workers.limits import only_passed, passed_environment, variables_read, worker_settings
 from attncheck.harness.workers.pool import WorkerPool, imports_of
-from attncheck.harness.workers.process import WorkerProcess
 from attncheck.harness.workers.ray import RayCluster
+from attncheck.harness.workers.starting import ForkServer
 from attncheck.reports.analysis.phrases import plural
 from attncheck.reports.run_file.header import MOST, RunHeader, SurveyedBackend
 from attncheck.reports.run_file.records import (
@@ -130,10 +130,10 @@ def _left(surveyed: Sequence[SurveyedBackend]) -> Iterator[str]:
 
 
 @contextmanager
-def open_executor(options: RunOptions, selection: Selection, spare: WorkerProcess | None) -> Iterator[Executor]:
+def open_executor(options: RunOptions, selection: Selection, server: ForkServer | None) -> Iterator[Executor]:
     """Yield what loads the backends of ``options`` and examines; end all its processes on leaving.
 
-    ``spare``: a process started in advance. It is used for the first backend, then closed.
+    ``server``: forks the processes of backends, and has begun ahead.
 
     Raises:
         SelectionError: timing is requested on a Ray cluster, or its options are invalid.
@@ -161,7 +161,7 @@ def open_executor(options: RunOptions, selection: Selection, spare: WorkerProces
         ) as cluster:
             yield cluster
         return
-    with WorkerPool(show_printed if options.show_output else None, spare, imports, settings) as pool:
+    with WorkerPool(show_printed if options.show_output else None, server, imports, settings) as pool:
         if options.backend_refs is not None:
             pool.start(first_refs(options.backend_refs, selection.suites))
         yield pool
@@ -218,19 +218,19 @@ def execute_run(
     options: RunOptions,
     begin: Callable[[RunHeader], None] = ignore,
     end: Callable[[FinishedRun], None] = ignore,
-    spare: WorkerProcess | None = None,
+    server: ForkServer | None = None,
     see: See | None = None,
 ) -> FinishedRun:
     """Execute the run of ``options``; ``begin`` is called with its header before the first case is examined.
 
     ``end`` is called with the result, before the processes of the backends have ended.
     ``see`` is called with each record as it arrives. If it is None, progress is shown on stderr.
-    ``spare``: a process started in advance. It is used for the first backend, then closed.
+    ``server``: forks the processes of backends, and has begun ahead.
 
     Raises:
         QuestionError: the options name something that does not exist, cannot be loaded, or examines nothing.
     """
-    with _opened(options, spare) as execution:
+    with _opened(options, server) as execution:
         finished = execution.finish(begin, see)
         if finished.ended_by is not None:
             execution.executor.close(at_once=True)
@@ -239,7 +239,7 @@ def execute_run(
 
 
 @contextmanager
-def _opened(options: RunOptions, spare: WorkerProcess | None) -> Iterator["_Execution"]:
+def _opened(options: RunOptions, server: ForkServer | None) -> Iterator["_Execution"]:
     """Yield the run of ``options``, ready to begin; end all processes on leaving."""
     selection = options.select()
     options, surveyed = with_families(options, selection)
@@ -250,7 +250,7 @@ def _opened(options: RunOptions, spare: WorkerProcess | None) -> Iterator["_Exec
         from attncheck.harness.cli.provider_process import ProviderProcess
 
         opening = closing(ProviderProcess(options, show_printed if options.show_output else None))
-    with open_executor(options, selection, spare) as executor, opening as process:
+    with open_executor(options, selection, server) as executor, opening as process:
         yield _Execution(options, selection, executor, process, surveyed)
 
 
@@ -422,11 +422,12 @@ def _after_failures(maxfail: int | None) -> str:
 
 
 def run_command(
-    context: typer.Context, given: Given, spare: WorkerProcess | None, *, began: float, color: ColorChoice
+    context: typer.Context, given: Given, server: ForkServer | None, *, began: float, color: ColorChoice
 ) -> int:
     """Execute the run that is ``given``, print it, and return the exit code.
 
-    ``spare``: a process started in advance. ``began``: when the command began, by time.monotonic().
+    ``server``: forks the processes of backends, and has begun ahead. ``began``: when the command did,
+    by time.monotonic().
     """
     environment = dict(os.environ)
     options = _options_of(given, context.obj or (), color)
@@ -434,7 +435,7 @@ def run_command(
     if options.in_process:
         context.with_resource(only_passed(options.pass_env))
     if options.dry_run:
-        with _opened(options, spare) as execution:
+        with _opened(options, server) as execution:
             print_foreign(execution.plan_text)
         return 0
 
@@ -450,7 +451,7 @@ def run_command(
             print_foreign(f"{time.monotonic() - began:.1f} s, {where}")
             write_reports(reports, finished.stored)
 
-    finished = execute_run(options, ignore if options.quiet else _print_opening, print_result, spare)
+    finished = execute_run(options, ignore if options.quiet else _print_opening, print_result, server)
     if finished.ended_by is not None:
         raise finished.ended_by
     return _exit_code(finished, by_name="backends" in given or "providers" in given)

@@ -24,13 +24,7 @@ from attncheck.harness.run.outcomes import (
 )
 from attncheck.harness.workers.limits import PREPARATION, Limit, TimeLimits
 from attncheck.harness.workers.pool import WorkerPool
-from attncheck.harness.workers.process import (
-    ProcessEndedError,
-    RefusedError,
-    StoppedError,
-    WorkerError,
-    WorkerProcess,
-)
+from attncheck.harness.workers.process import ProcessEndedError, RefusedError, StoppedError, WorkerError, WorkerProcess
 from attncheck.harness.workers.schedule import LOOK_EVERY_S, BackendQuestion
 from attncheck.harness.workers.sharing import SharedDevice, Turn, is_client
 from attncheck.harness.workers.worker import CaseServer, Examined, Stage

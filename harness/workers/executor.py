@@ -159,16 +159,12 @@ class ProcessSlot:
         self._at_work: WorkerPool | None = None
 
     def begin(self, chosen: Chosen) -> bool:
-        """Start the process, or one ahead for the following backend. If the start fails, other slots examine."""
+        """Start the process, unless the first one of the backend is there. If that fails, other slots examine."""
         ref = chosen.ref
         if chosen.is_first and self._own in (None, self._workers):
             process = self._workers.process(ref)
             if process is not None and process.has_ended:
                 self._workers.discard(ref)  # it ended before its first case, so no case is lost
-            if chosen.following is not None:
-                # An error is raised again when the backend is begun.
-                with self._workers.device.turn(), contextlib.suppress(OSError):
-                    self._workers.prepare(chosen.following)
             self._at_work = self._workers
             return True
         if self._own is None:

@@ -15,19 +15,11 @@ from attncheck.harness.run.outcomes import IMPORT, OURSELVES, BackendDescription
 from attncheck.harness.run.preparation import Gpu
 from attncheck.harness.run.selection import RunPlan
 from attncheck.harness.workers.limits import Limit, MemoryWatch, WorkerSettings, passed_environment, room_on_host
-from attncheck.harness.workers.process import (
-    ProcessEndedError,
-    RefusedError,
-    Show,
-    Starter,
-    StartWorker,
-    StoppedError,
-    WorkerError,
-    WorkerProcess,
-    start_worker,
-)
+from attncheck.harness.workers.printed import Show
+from attncheck.harness.workers.process import ProcessEndedError, RefusedError, StoppedError, WorkerError, WorkerProcess
 from attncheck.harness.workers.protocol import HarnessFailure
 from attncheck.harness.workers.sharing import SharedDevice
+from attncheck.harness.workers.starting import ForkServer, Starter, StartWorker
 from attncheck.harness.workers.worker import Assignment, CaseServer, DeviceChosen, Imports
 from attncheck.reports.run_file.header import BackendInfo, Environment
 
@@ -98,8 +90,8 @@ def loaded(found: BackendDescription | QuestionError) -> BackendDescription:
     return found
 
 
-# If the host has memory for all of them, they start together, and import torch while the run does. Otherwise only a few
-# exist at a time: a process ends once it has described its backend, and starts again while the previous one is at work.
+# If the host has memory for all of them, they start together. Otherwise only a few exist at a time: a process ends once
+# it has described its backend, and starts again when the backend is examined.
 
 
 class WorkerPool:
@@ -110,16 +102,16 @@ class WorkerPool:
     def __init__(
         self,
         show: Show | None = None,
-        spare: WorkerProcess | None = None,
+        server: ForkServer | None = None,
         imports: Imports | None = None,
         settings: WorkerSettings | None = None,
-        start: StartWorker = start_worker,
+        start: StartWorker | None = None,
     ) -> None:
         """``show``: gets what the processes print, line by line, with the name of the backend.
 
-        ``spare``: a process started ahead, without a backend; the pool closes it. ``imports``: what the processes
+        ``server``: forks the processes, and has begun ahead; the pool closes it. ``imports``: what the processes
         import before their backend; None for all checks. ``settings``: None for the default ones. ``start``: starts a
-        process.
+        process; None for the server.
         """
         self._settings = settings or WorkerSettings()
         self.limits = self._settings.limits
@@ -127,14 +119,16 @@ class WorkerPool:
         self.device = SharedDevice()
         self._gpu: Gpu | None = None
         self._inherited = passed_environment(os.environ, self._settings.pass_env)
-        self._show, self._spare, self._start_worker = show, spare, Starter(start)
+        self._show = show
         self._imports = imports or Imports()
+        if server is None or server.environment != self._inherited:
+            if server is not None:
+                server.close()
+            server = ForkServer(self._inherited)
+        server.imports = self._imports.model_dump_json()
+        self._server, self._start_worker = server, Starter(start or server)
         self._watch = MemoryWatch(self._settings.memory.host)
-        if spare is not None:
-            spare.send(CaseServer.prepare, self._imports)
-            self._watch.add(spare)
         self._room = room_on_host()
-        self._prepared: set[str] = set()
         self._processes: dict[str, WorkerProcess] = {}
         self._environments: dict[str, dict[str, str]] = {}
         self._infos: dict[str, BackendInfo] = {}
@@ -155,8 +149,8 @@ class WorkerPool:
 
     def close(self, *, at_once: bool = False) -> None:
         """End all processes; finishing ones get a moment to end, unless ``at_once``. May be called repeatedly."""
-        spare = () if self._spare is None else (self._spare,)
-        for process in (*spare, *self._processes.values(), *self._finishing):
+        self._server.close()
+        for process in (*self._processes.values(), *self._finishing):
             process.close(at_once=at_once)
         for twin in self._twins:
             twin.close(at_once=at_once)
@@ -185,28 +179,13 @@ class WorkerPool:
 
     def with_settings(self, settings: WorkerSettings) -> "WorkerPool":
         """Return a pool that replaces this one, which has only chosen a device so far."""
-        spare, self._spare = self._spare, None
-        pool = WorkerPool(self._show, spare, self._imports, settings)
-        pool._start_worker = self._start_worker
-        return pool
+        return WorkerPool(self._show, self._server, self._imports, settings)
 
     def start(self, refs: Iterable[str]) -> None:
         """Start the missing processes of ``refs``, as many as there is memory for; they load their backends."""
         for ref in refs:
             if len(self._processes) < self._room:
                 self._start(ref)
-
-    def prepare(self, ref: str) -> None:
-        """Start the process of ``ref`` if it is missing, so that :meth:`restart` returns soon.
-
-        Raises:
-            OSError: it cannot be started.
-        """
-        with self._lock:
-            if ref not in self._processes:
-                self._start(ref)
-                self._call_for_description(ref)
-                self._prepared.add(ref)
 
     def stop(self) -> None:
         """End the processes at once, and start no others; a thread that waits for one gets an error."""
@@ -245,8 +224,8 @@ class WorkerPool:
     def _to_choose(self) -> Iterator[WorkerProcess]:
         """Yield the processes that may choose the device; the last one has no backend."""
         yield from tuple(self._processes.values())
-        self._spare = self._spare or self._new()
-        yield self._spare
+        with self._new() as process:
+            yield process
 
     def begin(self, selection: "Selection", plan: "RunPlan", environment: Environment) -> None:
         """Assign the run of ``plan`` to the processes."""
@@ -308,11 +287,11 @@ class WorkerPool:
         return Supervisor(run.plan, run.backends, self, run.environment, jobs=jobs, costs=known)
 
     def process(self, ref: str) -> WorkerProcess | None:
-        """Return the process of a backend, or None if it has ended, or has only been prepared."""
-        return None if ref in self._prepared else self._processes.get(ref)
+        """Return the process of a backend, or None if it has ended."""
+        return self._processes.get(ref)
 
     def restart(self, ref: str) -> WorkerProcess:
-        """Return a new process of ``ref``: the prepared one, or another.
+        """Return a new process of ``ref``.
 
         Raises:
             QuestionError: it does not load the backend as the first one did, or describes it differently.
@@ -320,13 +299,12 @@ class WorkerPool:
             StoppedError: the pool was stopped.
             WorkerError: attncheck itself failed in it.
         """
-        if ref not in self._prepared:
-            self.discard(ref)
+        self.discard(ref)
         with self._lock:
             if self.is_stopped:
                 raise StoppedError
-            self.prepare(ref)
-            self._prepared.discard(ref)
+            self._start(ref)
+            self._call_for_description(ref)
             process = self._processes[ref]
         found = description_of(process, self.limits.of_description)
         if loaded(found).info != self._infos[ref]:
@@ -336,7 +314,6 @@ class WorkerPool:
     def discard(self, ref: str) -> None:
         """End the process of ``ref`` at once."""
         with self._lock:
-            self._prepared.discard(ref)
             process = self._processes.pop(ref, None)
         if process is not None:
             process.close()
@@ -411,13 +388,8 @@ class WorkerPool:
     def _start(self, ref: str) -> None:
         if ref in self._processes:
             return
-        process, self._spare = self._spare, None
         environment = {**self._environments.setdefault(ref, {}), **self.device.variables(ref)}
-        needed = self._inherited | environment
-        if process is None or not needed.items() <= (process.inherited | process.environment).items():
-            self._spare = process
-            process = self._new(environment)
-        self._processes[ref] = process
+        self._processes[ref] = process = self._new(environment)
         process.ref = process.printed.label = ref
         process.send(CaseServer.load, ref)
 

@@ -62,11 +62,10 @@ def untimed(plan: RunPlan, backends: Iterable[BackendDescription]) -> list[Backe
 
 
 class Chosen(NamedTuple):
-    """A backend for a slot. ``is_first``: no other slot is at work for it. ``following``: the next one to begin."""
+    """A backend for a slot. ``is_first``: no other slot is at work for it."""
 
     ref: str
     is_first: bool
-    following: str | None
 
 
 class Schedule:
@@ -111,7 +110,7 @@ class Schedule:
                 if ref is not None:
                     self._began.setdefault(ref, self._clock())
                     self._slots[ref] += 1
-                    return Chosen(ref, first is not None, self._to_begin(slot))
+                    return Chosen(ref, first is not None)
                 self._changed.wait(LOOK_EVERY_S)
             return None
 

@@ -170,6 +170,8 @@ class SharedDevice:
 
 _PROGRAM = "nvidia-cuda-mps-control"
 _PIPES, _LOGS, _VISIBLE = "CUDA_MPS_PIPE_DIRECTORY", "CUDA_MPS_LOG_DIRECTORY", "CUDA_VISIBLE_DEVICES"
+CLIENT_VARIABLES = (_PIPES, _LOGS, _VISIBLE)
+"""Environment variables of a client of MPS. CUDA reads them when it is initialised, and not when it is loaded."""
 _OF_USER = Path("/tmp/nvidia-mps/control")  # noqa: S108 (where CUDA looks for the daemon)
 
 _KEEPER = f"""\

@@ -12,7 +12,8 @@ from importlib import import_module
 from attncheck.backends import registry
 from attncheck.errors import AttncheckError, BackendLoadError, BackendUnavailableError, QuestionError
 from attncheck.harness.workers.limits import Limit
-from attncheck.harness.workers.process import ProcessEndedError, RefusedError, WorkerProcess, fork_worker
+from attncheck.harness.workers.process import ProcessEndedError, RefusedError, WorkerProcess
+from attncheck.harness.workers.starting import fork_worker
 from attncheck.harness.workers.worker import Server, Stage, serve
 from attncheck.reports.run_file.header import SurveyedBackend
 

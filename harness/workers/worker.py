@@ -28,7 +28,9 @@ from attncheck.harness.device import accelerator_of, accelerators_in_use
 from attncheck.harness.run.outcomes import BackendDescription
 from attncheck.harness.run.preparation import Gpu, gpus_alike, refuse_other_gpu
 from attncheck.harness.workers.limits import MemoryLimits, keep_within, with_limit_named
-from attncheck.harness.workers.process import STACK_SIGNAL, RefusedError, adopt_orphans, flush_c_streams, mark_of
+from attncheck.harness.workers.printed import STACK_SIGNAL, flush_c_streams, mark_of
+from attncheck.harness.workers.process import RefusedError
+from attncheck.harness.workers.process_tree import adopt_orphans
 from attncheck.harness.workers.protocol import (
     EVENT,
     FAULT,
@@ -135,7 +137,7 @@ def main(words: list[str]) -> None:
     """
     reading, writing, run = map(int, words)
     serve(reading, writing, run)
-    _leave()
+    leave()
 
 
 def serve(reading: int, writing: int, run: int, make: "Callable[[WorkerPipes], Server] | None" = None) -> None:
@@ -144,11 +146,9 @@ def serve(reading: int, writing: int, run: int, make: "Callable[[WorkerPipes], S
     ``make``: makes the server; None for one of cases.
     """
     sys.argv[:] = ["attncheck"]
-    if sys.platform == "linux":  # a killed run cannot end this process, which may be busy for hours
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     adopt_orphans()  # so that all that the backend starts stays below this process, and is found
-    if os.getppid() != run:
-        return  # the run was killed before the line above
+    if not end_with(run):
+        return
     # Print a stack if a kernel kills the process, even if the backend has closed stderr.
     printing = os.dup(2)
     faulthandler.enable(printing)
@@ -162,7 +162,14 @@ def serve(reading: int, writing: int, run: int, make: "Callable[[WorkerPipes], S
         pipes.fail(error)
 
 
-def _leave() -> None:
+def end_with(run: int) -> bool:
+    """Let the kernel end this process, which may be busy for hours, with its parent; return whether that is ``run``."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    return os.getppid() == run  # else the run was killed before the line above
+
+
+def leave() -> None:
     """Run exit handlers and end the process at once, unless it used a GPU; then let Python end it.
 
     Without this, Python takes a tenth of a second or more to free torch's objects.
@@ -209,6 +216,14 @@ class _TritonFinder(MetaPathFinder):
 
         spec.loader.exec_module = executed  # type: ignore[method-assign]
         return spec
+
+
+def import_torch() -> None:
+    """Import torch and what loads backends, and prepare this process for Triton."""
+    if not any(isinstance(finder, _TritonFinder) for finder in sys.meta_path):
+        sys.meta_path.insert(0, _TritonFinder())
+    with _imports_kept():
+        import attncheck.harness.run.backend_loading  # noqa: F401
 
 
 class DeviceChosen(Message):
@@ -267,6 +282,14 @@ class Imports(Message):
     functions: bool = True
 
 
+def import_checks(imports: Imports) -> None:
+    """Import the modules of these checks."""
+    from attncheck.harness.checks import case_checks
+
+    with _imports_kept():
+        case_checks.import_checks(imports.checks, functions=imports.functions)
+
+
 class Assignment(Message):
     """The run that the process works for. ``suites``: references of the suites of its cases.
 
@@ -310,9 +333,7 @@ class CaseServer(Server):
 
     def __init__(self, pipes: WorkerPipes, handed_over: "Backend | None" = None) -> None:
         """``handed_over``: the backend, if it is already loaded."""
-        sys.meta_path.insert(0, _TritonFinder())
-        with _imports_kept():  # torch, while the run still prepares
-            import attncheck.harness.run.backend_loading  # noqa: F401
+        import_torch()
         self._pipes = pipes
         self._imports = Imports()
         self._backend = handed_over
@@ -322,11 +343,8 @@ class CaseServer(Server):
 
     def prepare(self, imports: Imports) -> None:
         """Import what will be needed."""
-        from attncheck.harness.checks.case_checks import import_checks
-
         self._imports = imports
-        with _imports_kept():
-            import_checks(imports.checks, functions=imports.functions)
+        import_checks(imports)
 
     def load(self, ref: str) -> None:
         """Load the backend with this reference."""

@@ -18,7 +18,7 @@ from attncheck.errors import WriteError
 from attncheck.harness.cli import app as cli
 from attncheck.harness.cli.common import print_foreign, print_stderr, show_printed
 from attncheck.harness.cli.run_files import open_run
-from attncheck.harness.workers.process import WorkerProcess
+from attncheck.harness.workers.starting import ForkServer
 from attncheck.reports.run_file.store import read_run
 
 SLOW = """\
@@ -305,8 +305,7 @@ def test_a_refused_command_is_exit_code_2_with_one_line_that_helps(typed, plain,
     (folder / "broken.py").write_text("import nothing_of_that_name\n")
     (folder / "notes.jsonl").write_text("notes of mine")
     (folder / "bad.yaml").write_text("suite: bad\ncases:\n  - id: a\n    bach: q1\n")
-    monkeypatch.setattr(WorkerProcess, "__init__", lambda *_, **__: None)
-    monkeypatch.setattr(WorkerProcess, "close", lambda *_, **__: None)
+    monkeypatch.setattr(ForkServer, "begin", lambda _: None)
     before = files(folder)
     is_run = command.startswith(("run", "time")) and "--suite" not in command
     done = typed(command, *(["--suite", "small.yaml"] if is_run else []))

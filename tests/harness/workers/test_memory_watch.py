@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from attncheck.harness.workers import limits
-from attncheck.harness.workers import process as process_module
+from attncheck.harness.workers import starting as starting_module
 from attncheck.harness.workers.limits import Limit, MemoryWatch, causes, held_bytes, reserve_of, seconds_to_wait
 from attncheck.harness.workers.process import ProcessEndedError, WorkerProcess
 
@@ -16,7 +16,7 @@ MIB, GIB = 2**20, 2**30
 
 def start(monkeypatch, code):
     """A process that runs ``code`` where the worker would be."""
-    monkeypatch.setattr(process_module, "_START", f"import os, sys, time\n{code}")
+    monkeypatch.setattr(starting_module, "_START", f"import os, sys, time\n{code}")
     return WorkerProcess()
 
 

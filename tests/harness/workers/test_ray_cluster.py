@@ -157,7 +157,7 @@ def place():
     return Place(question, Circumstances(0, SAME.digest, attncheck.__version__), ["numerics", "lse"])
 
 
-CHOSEN = Chosen("reference", True, None)
+CHOSEN = Chosen("reference", True)
 
 
 @pytest.mark.parametrize(

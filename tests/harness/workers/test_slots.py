@@ -144,7 +144,7 @@ def test_a_slot_helps_where_much_is_left_after_five_cases(make_case, each_s, exp
     now = [0.0]
     cases = [make_case(name=f"case{number}") for number in range(20)]
     schedule = Schedule(questions_to("a", cases), lambda: now[0])
-    assert schedule.choose(0) == Chosen("a", True, None)
+    assert schedule.choose(0) == Chosen("a", True)
     for number in range(5):
         assert schedule._to_help(1) is None
         assert schedule.take("a", 0) == number
@@ -155,8 +155,8 @@ def test_a_slot_helps_where_much_is_left_after_five_cases(make_case, each_s, exp
 
 def test_a_slot_on_a_machine_of_its_own_helps_at_once(cases):
     schedule = Schedule(questions_to("a", cases), shares_machine=False)
-    assert schedule.choose(0) == Chosen("a", True, None)
-    assert schedule.choose(1) == Chosen("a", False, None)
+    assert schedule.choose(0) == Chosen("a", True)
+    assert schedule.choose(1) == Chosen("a", False)
 
 
 def test_a_backend_that_a_slot_cannot_begin_is_left_to_the_others(cases):
@@ -171,7 +171,7 @@ def test_the_first_slot_begins_even_a_backend_with_which_it_could_not_help(cases
     """Here the other slot then loses the backend, too: without the first one the run would never end."""
     schedule = Schedule(questions_to("a", cases))
     for slot in (1, 0):
-        assert schedule.choose(slot) == Chosen("a", True, None)
+        assert schedule.choose(slot) == Chosen("a", True)
         schedule.leave("a", slot, is_refused=True)
     assert schedule._to_begin(1) is None
     assert schedule._to_begin(0) == "a"
@@ -187,7 +187,7 @@ def test_cases_that_share_a_graph_level_stay_in_one_slot_even_if_it_is_lost(make
     assert [schedule.take("a", slot) for slot in (0, 0, 1)] == [0, 1, None]
     schedule.finish(1, is_over=False)
     schedule.leave("a", 0)
-    assert schedule.choose(1) == Chosen("a", True, None)
+    assert schedule.choose(1) == Chosen("a", True)
     assert [schedule.take("a", slot) for slot in (1, 1, 0, 1, 1)] == [1, 2, None, 3, None]
     free = Schedule(questions_to("a", [first, wide, same]))
     assert [free.take("a", slot) for slot in (0, 1, 0)] == [0, 1, 2]
@@ -292,9 +292,6 @@ class FakePool:
     def process(self, ref):
         return self.processes.get(ref)
 
-    def prepare(self, ref):
-        self.log.append(f"{self.name} prepares {ref}")
-
     def restart(self, ref):
         if self.unstartable is not None:
             raise self.unstartable
@@ -327,17 +324,17 @@ def slot_of(log, pool, own=None):
     return ProcessSlot(Noting(log), pool, own)
 
 
-def test_the_first_slot_at_a_backend_uses_its_process_and_starts_the_next_one_ahead(cases):
+def test_the_first_slot_at_a_backend_uses_its_process(cases):
     log = []
     pool = FakePool("pool", log)
     pool.processes["b"] = FakeProcess()  # it has ended before its first case
     slot = slot_of(log, pool)
-    for ref, following in (("a", "b"), ("b", None)):
-        assert slot.begin(Chosen(ref, True, following))
+    for ref in ("a", "b"):
+        assert slot.begin(Chosen(ref, True))
         assert slot.examine(Place(*questions_to(ref, cases[:1]), CIRCUMSTANCES, ["numerics"]))
         slot.leave(ref)
     assert log == [
-        *("pool prepares b", "pool examines a", "pool finishes a"),
+        *("pool examines a", "pool finishes a"),
         *("pool discards b", "pool examines b", "pool finishes b"),
     ]
 
@@ -347,7 +344,7 @@ def test_a_slot_that_helps_or_has_a_gpu_of_its_own_uses_processes_of_its_own():
     pool = FakePool("pool", log)
     for is_first, own in ((False, None), (True, FakePool("twin", log))):
         slot = slot_of(log, pool, own)
-        assert slot.begin(Chosen("a", is_first, "b"))
+        assert slot.begin(Chosen("a", is_first))
         slot.leave("a")
     assert log == ["twin starts a", "twin finishes a"] * 2
 
@@ -356,7 +353,7 @@ def test_a_slot_that_has_helped_begins_the_next_backend_in_the_process_that_desc
     log = []
     slot = slot_of(log, FakePool("pool", log))
     for ref, is_first in (("a", False), ("b", True), ("c", False)):
-        assert slot.begin(Chosen(ref, is_first, None))
+        assert slot.begin(Chosen(ref, is_first))
         slot.leave(ref)
     assert log == [
         *("twin starts a", "twin finishes a"),
@@ -369,5 +366,5 @@ def test_a_slot_that_has_helped_begins_the_next_backend_in_the_process_that_desc
 def test_a_process_that_does_not_start_leaves_its_backend_to_others(error):
     log = []
     slot = slot_of(log, FakePool("pool", log, error))
-    assert not slot.begin(Chosen("a", False, None))
+    assert not slot.begin(Chosen("a", False))
     assert log == ["twin discards a"]

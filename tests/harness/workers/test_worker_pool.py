@@ -24,6 +24,7 @@ from attncheck.harness.workers.limits import (
 from attncheck.harness.workers.pool import WorkerPool
 from attncheck.harness.workers.process import ProcessEndedError, RefusedError, StoppedError, WorkerError, WorkerProcess
 from attncheck.harness.workers.protocol import HarnessFailure
+from attncheck.harness.workers.starting import ForkServer
 from attncheck.harness.workers.worker import Assignment, CaseServer, DeviceChosen, Imports
 from attncheck.reports.run_file.header import BackendInfo
 
@@ -53,7 +54,6 @@ class Fake:
     spoilt: dict[str, Exception]
 
     def __init__(self, environment=None, show=None, pass_env=(), start=None):
-        self.inherited = passed_environment(os.environ, pass_env)
         self.ref, self.environment, self.state = "", dict(environment or {}), "alive"
         self.printed = SimpleNamespace(label="")
         self.calls = []
@@ -88,6 +88,12 @@ class Fake:
         if isinstance(answer, Exception):
             raise answer
         return answer
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.close()
 
     def finish(self):
         self.state = "finished"
@@ -124,26 +130,21 @@ def test_all_are_started_before_the_first_is_listened_to(started):
         assert len(started) == 2
 
 
-def test_the_process_that_was_started_ahead_gets_the_first_backend(started):
-    spare = Fake()
+def test_each_process_imports_what_the_run_needs_before_its_backend(started):
     request = Imports(checks=("lse",), functions=False)
-    with assigned(None, spare, request) as processes:
+    with assigned(imports=request) as processes:
         processes.start(["a", "b"])
         assert [fake.ref for fake in started] == ["a", "b"]
-        assert started[0] is spare
         assert [fake.calls[0] for fake in started] == [(CaseServer.prepare, request)] * 2
 
 
-def test_one_that_was_started_ahead_and_lacks_a_variable_gets_no_backend(started, monkeypatch):
+def test_a_server_with_other_variables_than_the_processes_need_is_replaced(monkeypatch):
     monkeypatch.setenv("OF_MINE", "1")
-    monkeypatch.setenv("OF_OTHERS", "1")
-    Fake.script = {"a": [described("a", OF_OTHERS="1")] * 2}
-    with assigned(None, Fake(), settings=WorkerSettings(pass_env=("OF_MINE",))) as processes:
-        processes.start(["a"])
-        assert [fake.ref for fake in started] == ["", "a"]
-        assert [fake.inherited.get("OF_MINE") for fake in started] == [None, "1"]
-        processes.describe(["a"])
-        assert started[-1].environment == {"OF_OTHERS": "1"}  # which this process has, and it has not
+    early = ForkServer(passed_environment(os.environ))
+    with WorkerPool(server=early) as pool:
+        assert pool._server is early
+    with WorkerPool(server=early, settings=WorkerSettings(pass_env=("OF_MINE",))) as pool:
+        assert pool._server.environment["OF_MINE"] == "1"
 
 
 def test_the_first_process_that_lives_chooses_the_device(started):
@@ -155,13 +156,12 @@ def test_the_first_process_that_lives_chooses_the_device(started):
     assert started[1].calls[-1] == (CaseServer.choose_device, None, ("cuda",))
 
 
-def test_where_no_process_lives_one_without_a_backend_chooses_and_is_used_later(started):
+def test_where_no_process_lives_one_without_a_backend_chooses(started):
     Fake.silent = ("a",)
     with WorkerPool(settings=WorkerSettings(TimeLimits(backend_s=12.0))) as processes:
         processes.start(["a"])
         assert processes.choose_device((), "cpu")[0] == "cpu"
-        processes.start(["b"])
-    assert [fake.ref for fake in started] == ["a", "b"]
+        assert [(fake.ref, fake.state) for fake in started] == [("a", "alive"), ("", "ended at once")]
     assert [fake.limit.seconds for fake in started] == [12.0, 300.0]  # the first one imports its backend before
     assert started[0].limit.words.endswith("by --backend-timeout 12")
     Fake.silent = ("a", "")
@@ -178,7 +178,7 @@ def test_every_process_is_watched_and_gets_its_limits(started, monkeypatch):
     monkeypatch.setattr(MemoryWatch, "__init__", lambda _watch, limit: watches.append(limit))
     monkeypatch.setattr(MemoryWatch, "add", lambda _watch, process: watched.append(process))
     limits = MemoryLimits(host=4 * 2**30, device=2**30)
-    with assigned(None, Fake(), settings=WorkerSettings(memory=limits)) as processes:
+    with assigned(settings=WorkerSettings(memory=limits)) as processes:
         processes.describe(["a"])
         processes.twin().restart("a")
     assert watched == started
@@ -192,7 +192,7 @@ def test_a_device_that_is_not_there_is_refused(started):
         processes.choose_device((), "cuda")
 
 
-def test_a_host_with_little_memory_holds_few_and_the_next_starts_while_one_works(started, monkeypatch):
+def test_a_host_with_little_memory_holds_few_processes(started, monkeypatch):
     monkeypatch.setattr(limits_module, "free_host_bytes", lambda: 6 * 2**30)
     refs = list("abcde")
     with assigned() as processes:
@@ -200,14 +200,10 @@ def test_a_host_with_little_memory_holds_few_and_the_next_starts_while_one_works
         assert [fake.ref for fake in started] == ["a", "b", "c"]
         assert processes.describe(refs) == [described(ref) for ref in refs]
         assert Fake.alive == ["abc", "abc", "acd", "ade", "ade"]
-        processes.prepare("b")
-        processes.prepare("b")
-        assert [fake.ref for fake in started] == ["a", "b", "c", "d", "e", "b"]
-        assert processes.process("b") is None  # it has not described itself again
+        assert processes.process("b") is None
         again = processes.restart("b")
+        assert [fake.ref for fake in started] == ["a", "b", "c", "d", "e", "b"]
         assert again is started[-1] is processes.process("b")
-        processes.restart("b")
-        assert len(started) == 7
 
 
 def test_one_that_requires_an_environment_is_started_again_with_it(started, monkeypatch):

@@ -13,20 +13,14 @@ from pathlib import Path
 import pytest
 
 from attncheck.harness.run.options import read_given
+from attncheck.harness.workers import printed as printed_module
 from attncheck.harness.workers import process as process_module
+from attncheck.harness.workers import process_tree as tree_module
+from attncheck.harness.workers import starting as starting_module
 from attncheck.harness.workers.limits import Limit, passed_environment, variables_read
-from attncheck.harness.workers.process import (
-    KEPT,
-    KEPT_OF_EARLIER,
-    AwakeClock,
-    PrintedOutput,
-    ProcessEndedError,
-    RefusedError,
-    WorkerError,
-    WorkerProcess,
-    ending_orphans,
-    mark_of,
-)
+from attncheck.harness.workers.printed import KEPT, KEPT_OF_EARLIER, PrintedOutput, mark_of
+from attncheck.harness.workers.process import AwakeClock, ProcessEndedError, RefusedError, WorkerError, WorkerProcess
+from attncheck.harness.workers.process_tree import ending_orphans
 from attncheck.harness.workers.worker import CaseServer
 
 
@@ -40,7 +34,7 @@ def start(monkeypatch, code):
         "called = lambda: os.read(int(sys.argv[1]), 4096).split()[0].decode()\n"
         "answer = lambda kind, value: send(f'{called()} {kind} {value}')\n"
     )
-    monkeypatch.setattr(process_module, "_START", send + code)
+    monkeypatch.setattr(starting_module, "_START", send + code)
     return WorkerProcess({"ATTNCHECK_TEST": "given"})
 
 
@@ -134,7 +128,7 @@ def test_a_silent_process_is_killed_at_its_limit_with_what_it_started(monkeypatc
 
 
 def test_a_stopped_process_is_killed_and_described_as_stopped(monkeypatch):
-    monkeypatch.setattr(process_module, "_STACK_S", 0.2)
+    monkeypatch.setattr(printed_module, "_STACK_S", 0.2)
     with start(monkeypatch, "import signal; os.kill(os.getpid(), signal.SIGSTOP)") as process:
         with pytest.raises(
             ProcessEndedError, match=r"not finished within the time limit; .*; a signal has stopped the process$"
@@ -144,12 +138,12 @@ def test_a_stopped_process_is_killed_and_described_as_stopped(monkeypatch):
 
 
 def test_a_process_that_nothing_ends_is_left_and_named(monkeypatch):
-    monkeypatch.setattr(process_module, "_STACK_S", 0.1)
-    monkeypatch.setattr(process_module, "_TERM_S", 0.1)
-    monkeypatch.setattr(process_module, "_KILL_S", 0.1)
+    monkeypatch.setattr(printed_module, "_STACK_S", 0.1)
+    monkeypatch.setattr(tree_module, "_TERM_S", 0.1)
+    monkeypatch.setattr(tree_module, "_KILL_S", 0.1)
     code = "import signal, time; signal.signal(signal.SIGUSR2, signal.SIG_IGN); print(1, flush=True); time.sleep(60)"
     kill = os.killpg
-    monkeypatch.setattr(process_module.os, "killpg", lambda pid, number: None)  # as a driver that holds it
+    monkeypatch.setattr(tree_module.os, "killpg", lambda pid, number: None)  # as a driver that holds it
     monkeypatch.setattr(process_module, "end_marked", lambda mark: None)
     with start(monkeypatch, code) as process:
         pid = process._process.pid
@@ -177,8 +171,9 @@ def test_a_process_that_prints_without_end_does_not_block_and_fills_no_disk(monk
 )
 def test_a_killed_process_is_reported_with_its_memory(monkeypatch, kills, words):
     counts = iter(kills)
-    monkeypatch.setattr(process_module, "oom_kills", lambda: next(counts))
-    monkeypatch.setattr(process_module, "free_host_bytes", lambda: 3 * 2**29)
+    for module in (process_module, tree_module):
+        monkeypatch.setattr(module, "oom_kills", lambda: next(counts))
+    monkeypatch.setattr(tree_module, "free_host_bytes", lambda: 3 * 2**29)
     code = "x = bytearray(b'x' * 2**28); os.kill(os.getpid(), 9)"
     with start(monkeypatch, code) as process, pytest.raises(ProcessEndedError) as caught:
         process.receive()
@@ -293,7 +288,7 @@ def test_an_import_of_torch_that_fails_is_a_fault_of_ours(tmp_path, monkeypatch)
 
 
 def test_a_process_that_cannot_be_killed_is_left(monkeypatch):
-    monkeypatch.setattr(process_module, "_KILL_S", 0.1)
+    monkeypatch.setattr(tree_module, "_KILL_S", 0.1)
     with ending_orphans():
         held = subprocess.Popen(["sleep", "60"], start_new_session=True)
         kill = os.kill
@@ -367,7 +362,7 @@ def test_whole_lines_are_shown_as_they_come_and_the_last_at_the_end(pipe):
 
 
 def test_of_more_than_a_case_may_show_the_rest_is_dropped_and_the_next_case_is_shown(pipe, monkeypatch):
-    monkeypatch.setattr(process_module, "SHOWN", 1000)
+    monkeypatch.setattr(printed_module, "SHOWN", 1000)
     shown = []
     printed = PrintedOutput(pipe[0], "mine", lambda _label, text: shown.extend(text.split("\n")))
     os.write(pipe[1], mark_of("s/a") + b"x" * 99 + b"\n" + b"\xc3\xbc" * 600 + b"\nthe end\n")
@@ -375,7 +370,7 @@ def test_of_more_than_a_case_may_show_the_rest_is_dropped_and_the_next_case_is_s
     printed.close()
     assert shown[0] == "x" * 99
     assert set(shown[1]) == {"\u00fc"}
-    assert shown[2:] == [process_module._DROPPED.strip(), "short"]
+    assert shown[2:] == [printed_module._DROPPED.strip(), "short"]
     assert printed.of("s/a").endswith("\nthe end\n")
     assert printed.of("s/b") == "short\n"
 
@@ -388,7 +383,7 @@ def test_a_line_without_end_is_shown_in_pieces_and_takes_no_memory(pipe):
         rest = memoryview(block)
         while rest:
             rest = rest[os.write(pipe[1], rest) :]
-    assert len(printed._line) <= process_module._LONGEST_LINE
+    assert len(printed._line) <= printed_module._LONGEST_LINE
     printed.close()
     assert "".join(shown) == "x" * 2**23
 

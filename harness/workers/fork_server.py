@@ -1,0 +1,110 @@
+"""The process that workers are forked from: it has imported torch and the checks, and uses no device."""
+
+import ctypes
+import json
+import os
+import socket
+import sys
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from attncheck.harness.device import accelerators_in_use
+from attncheck.harness.workers.process_tree import MARK
+from attncheck.harness.workers.worker import Imports, end_with, import_checks, import_torch, leave, serve
+
+_LOOK_EVERY_S = 0.0005
+
+
+def main(words: list[str]) -> None:
+    """Fork workers for the run, and serve the run in each; started by :mod:`attncheck.harness.workers.starting`.
+
+    ``words``: the descriptor of the socket for requests, and the process id of the run.
+    """
+    descriptor, run = map(int, words)
+    if not end_with(run):
+        return
+    import_torch()
+    with socket.socket(fileno=descriptor) as requests:
+        pipes = _forked(requests, run)
+    if pipes is not None:
+        serve(*pipes, run)
+        leave()
+
+
+def _forked(requests: socket.socket, run: int) -> tuple[int, int] | None:
+    """Fork a worker for each request. Return the ends of its pipes in the worker, and None when this process may end.
+
+    A request has the ends of the worker's pipes. The worker answers it with its process id, or with nothing if the run
+    has not adopted it.
+    """
+    while True:
+        words, descriptors, _, _ = socket.recv_fds(requests, 2**20, 3)
+        if not words:
+            return None  # the run starts no more workers
+        request = json.loads(words)
+        import_checks(Imports.model_validate_json(request["imports"]))
+        if not _may_fork():
+            return None
+        if _is_grandchild():
+            if os.getppid() != run:
+                requests.send(b"")
+                return None
+            to_read, to_write, to_print = descriptors
+            _become_worker(to_print, request["environment"], request["path"])
+            requests.send(str(os.getpid()).encode())
+            return to_read, to_write
+        for each in descriptors:
+            os.close(each)
+
+
+def _may_fork() -> bool:
+    """Return whether this process has a single thread, and uses no device.
+
+    OpenBLAS, which numpy loads, starts threads, but ends them before a fork.
+    """
+    if _num_threads() > 1:
+        if not (child := os.fork()):
+            os._exit(0)
+        os.waitpid(child, 0)
+    return threading.active_count() == 1 and _num_threads() == 1 and not accelerators_in_use()
+
+
+def _num_threads() -> int:
+    return len(list(Path("/proc/self/task").iterdir()))
+
+
+def _is_grandchild() -> bool:
+    """Fork a child of a child, which ends at once; return whether this is the child that is left."""
+    if child := os.fork():
+        os.waitpid(child, 0)
+        return False
+    parent = os.getpid()
+    if os.fork():
+        os._exit(0)
+    while os.getppid() == parent:
+        time.sleep(_LOOK_EVERY_S)
+    return True
+
+
+def _become_worker(to_print: int, environment: Mapping[str, str | None], path: Sequence[str]) -> None:
+    """Be as a new interpreter: with a session, ``to_print`` for what is printed, and these variables and paths."""
+    import torch
+
+    os.setsid()
+    sys.path[:] = path
+    torch.default_generator.seed()  # torch itself does so when it is imported
+    for number in (1, 2):
+        os.dup2(to_print, number)
+    os.close(to_print)
+    # The mark of this process in /proc is that of the process that was forked, until its memory is overwritten.
+    find = ctypes.CDLL(None).getenv
+    find.restype = ctypes.c_void_p
+    mark = (environment[MARK] or "").encode()
+    ctypes.memmove(find(MARK.encode()), mark, len(mark))
+    for name, value in environment.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value

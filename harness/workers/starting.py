@@ -1,0 +1,237 @@
+"""The start of a worker, by a new interpreter or by a fork. Imports neither torch nor pydantic."""
+
+import contextlib
+import fcntl
+import json
+import os
+import secrets
+import socket
+import subprocess
+import sys
+import threading
+import warnings
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from typing import Protocol
+
+from attncheck.harness.workers.process_tree import MARK, adopting_orphans
+from attncheck.harness.workers.sharing import CLIENT_VARIABLES
+
+_START = """\
+import sys
+sys.path[:] = sys.argv.pop().split(chr(10))
+from attncheck.harness.workers.worker import main
+main(sys.argv[1:])
+"""
+_START_SERVER = _START.replace("workers.worker", "workers.fork_server")
+_ROOM = 2**20
+"""Capacity in bytes of a worker's pipes, the most that Linux gives to unprivileged processes."""
+
+
+class ChildProcess(Protocol):
+    """A child of this process. ``returncode``: negative for a signal; None if it is not known to have ended."""
+
+    pid: int
+    returncode: int | None
+
+
+@dataclass
+class _Copy:
+    pid: int
+    returncode: int | None = None
+
+
+@dataclass(frozen=True)
+class StartedWorker:
+    """A worker, and this end of its pipes: ``writing`` requests, ``reading`` answers, ``printed`` output."""
+
+    process: ChildProcess
+    writing: int
+    reading: int
+    printed: int
+
+
+def start_worker(environment: Mapping[str, str]) -> StartedWorker:
+    """Start a worker in a session of its own. Raises OSError if that fails, leaving no descriptor open."""
+
+    def start(to_read: int, to_write: int, to_print: int, _ours: tuple[int, ...]) -> ChildProcess:
+        return _started(_START, (to_read, to_write), environment, to_print)
+
+    return _with_pipes(start)
+
+
+def _started(
+    code: str, descriptors: tuple[int, ...], environment: Mapping[str, str], to_print: int
+) -> "subprocess.Popen[bytes]":
+    """Return a new interpreter that runs ``code``. Its words are ``descriptors``, this process's id, and its path."""
+    words = (*descriptors, os.getpid(), "\n".join(map(str, sys.path)))
+    return subprocess.Popen(  # noqa: S603 (this very interpreter, and words of ours)
+        [sys.executable, "-P", "-u", "-c", code, *map(str, words)],
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        stdout=to_print,
+        stderr=to_print,
+        pass_fds=descriptors,
+        start_new_session=True,
+    )
+
+
+# Importing torch takes longer than all else that a worker does before its backend. So one process imports it, and each
+# worker is a fork of a fork of it. The process between ends at once, so that the run becomes the worker's parent.
+
+READ_LATE = (MARK, *CLIENT_VARIABLES)
+"""Environment variables that only a device's driver reads, or attncheck itself, so that a fork may change them."""
+
+_IMPORTING_S = 60.0
+"""Seconds that the process to fork from may take to import torch, before workers are started without it."""
+
+
+class ForkServer:
+    """Starts workers as forks of a process that has imported torch, or if that is impossible, by new interpreters.
+
+    A worker is a new interpreter if another variable than :data:`READ_LATE` differs from ``environment``, or after the
+    process to fork from has ended, or has a second thread. Linux only. Must be closed.
+    """
+
+    _one_at_a_time = threading.Lock()  # only one fork may make this process adopt orphans
+
+    def __init__(self, environment: Mapping[str, str]) -> None:
+        """``environment``: variables of the process to fork from."""
+        self.environment = environment
+        self.imports = "{}"
+        """What the process imports before a fork: ``Imports`` of ``worker.py``, as JSON."""
+        self._requests: socket.socket | None = None
+        self._process: subprocess.Popen[bytes] | None = None
+        self._is_over = sys.platform != "linux"
+
+    def begin(self) -> None:
+        """Start the process to fork from, if there is none. Raises OSError if that fails."""
+        if self._process is not None or self._is_over:
+            return
+        environment = {**self.environment, MARK: secrets.token_hex(16)}
+        self._requests, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._requests.settimeout(_IMPORTING_S)
+        with theirs:
+            self._process = _started(_START_SERVER, (theirs.fileno(),), environment, subprocess.DEVNULL)
+
+    def __call__(self, environment: Mapping[str, str]) -> StartedWorker:
+        """Start a worker with this environment. Raises OSError if that fails, leaving no descriptor open."""
+        with self._one_at_a_time:
+            if not self._is_over and _fixed(environment) == _fixed(self.environment):
+                with suppress(OSError):
+                    self.begin()
+                    return _with_pipes(partial(self._fork, environment))
+                self.close()
+        return start_worker(environment)
+
+    def close(self) -> None:
+        """End the process to fork from; its forks stay. May be called repeatedly."""
+        self._is_over = True
+        process, self._process = self._process, None
+        if process is not None and self._requests is not None:
+            self._requests.close()
+            process.kill()
+            process.wait()
+
+    def _fork(
+        self, environment: Mapping[str, str], to_read: int, to_write: int, to_print: int, _ours: tuple[int, ...]
+    ) -> ChildProcess:
+        """Return a worker that has these ends of its pipes. Raises OSError if there is none."""
+        assert self._requests is not None
+        late = {name: environment.get(name) for name in READ_LATE}
+        request = {"environment": late, "path": list(map(str, sys.path)), "imports": self.imports}
+        with adopting_orphans():
+            socket.send_fds(self._requests, [json.dumps(request).encode()], [to_read, to_write, to_print])
+            pid = self._requests.recv(64)
+        if not pid:
+            raise ChildProcessError("no worker was forked")
+        return _Copy(int(pid))
+
+
+def _fixed(environment: Mapping[str, str]) -> dict[str, str]:
+    return {name: value for name, value in environment.items() if name not in READ_LATE}
+
+
+def fork_worker(serve: Callable[[int, int, int], None]) -> StartedWorker:
+    """Fork this process; the copy calls ``serve`` with descriptors for requests and answers, and this process's id.
+
+    Raises:
+        OSError: no further process can be started.
+    """
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError, AttributeError):
+            stream.flush()  # else the copy inherits the unwritten output in its buffers, too
+    run = os.getpid()
+
+    def start(to_read: int, to_write: int, to_print: int, ours: tuple[int, ...]) -> ChildProcess:
+        if pid := os.fork():
+            return _Copy(pid)
+        status = 1
+        try:
+            os.setsid()
+            for each in ours:
+                os.close(each)
+            os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+            for number in (1, 2):
+                os.dup2(to_print, number)
+            sys.stdout, sys.stderr = (os.fdopen(number, "w", 1, closefd=False) for number in (1, 2))
+            serve(to_read, to_write, run)
+            status = 0
+        finally:
+            os._exit(status)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # about threads, which the copy does not use
+        return _with_pipes(start)
+
+
+def _with_pipes(start: Callable[[int, int, int, tuple[int, ...]], ChildProcess]) -> StartedWorker:
+    """Return the worker that ``start`` starts with its ends of three pipes (read, write, print) and with ours.
+
+    If that fails, no descriptor is left open.
+    """
+    with contextlib.ExitStack() as started:
+        theirs_to_read, writing = _pipe(started)
+        reading, theirs_to_write = _pipe(started)
+        printed, theirs_to_print = _pipe(started)
+        if hasattr(fcntl, "F_SETPIPE_SZ"):  # room for what one end writes before the other one reads it
+            for ours in (writing, reading, printed):
+                with suppress(OSError):
+                    fcntl.fcntl(ours, fcntl.F_SETPIPE_SZ, _ROOM)
+        process = start(theirs_to_read, theirs_to_write, theirs_to_print, (writing, reading, printed))
+        started.pop_all()
+    for theirs in (theirs_to_read, theirs_to_write, theirs_to_print):
+        os.close(theirs)
+    return StartedWorker(process, writing, reading, printed)
+
+
+def _pipe(started: contextlib.ExitStack) -> tuple[int, int]:
+    """Return the reading and the writing end of a pipe, which are closed if the process cannot be started."""
+    ends = os.pipe()
+    for end in ends:
+        started.callback(os.close, end)
+    return ends
+
+
+StartWorker = Callable[[Mapping[str, str]], StartedWorker]
+"""Starts a worker with this environment."""
+
+
+class Starter:
+    """Starts workers in a thread that outlives them: the main thread, or one of its own.
+
+    The kernel kills a worker when the thread that started it ends.
+    """
+
+    def __init__(self, start: StartWorker) -> None:
+        self._start = start
+        self._thread = ThreadPoolExecutor(1, "starts workers")
+
+    def __call__(self, environment: Mapping[str, str]) -> StartedWorker:
+        """Start a worker with this environment."""
+        if threading.current_thread() is threading.main_thread():
+            return self._start(environment)
+        return self._thread.submit(self._start, environment).result()

@@ -1,0 +1,198 @@
+"""Workers as forks of a process that has imported torch: they are as new interpreters, and end as those do."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from contextlib import nullcontext
+from pathlib import Path
+
+import pytest
+
+from attncheck.harness.cli import run as cli_run
+from attncheck.harness.run.options import RunOptions
+from attncheck.harness.workers import starting
+from attncheck.harness.workers.limits import passed_environment
+from attncheck.harness.workers.process import WorkerProcess
+from attncheck.harness.workers.process_tree import MARK
+from attncheck.harness.workers.starting import ForkServer, start_worker
+from attncheck.harness.workers.worker import CaseServer, Imports
+from attncheck.reports.run_file.records import format_line
+
+IMPORTS = Imports(checks=(), functions=False)
+
+
+def is_forked(process):
+    return b"workers.fork_server" in Path(f"/proc/{process.identity}/cmdline").read_bytes()
+
+
+def variables(pid):
+    return dict(word.split("=", 1) for word in Path(f"/proc/{pid}/environ").read_text().split("\0") if "=" in word)
+
+
+def ended(pid):
+    """Whether it is gone, or a zombie that its parent has yet to look after."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except FileNotFoundError:
+        return True
+
+
+def wait_for(condition, limit=20):
+    deadline = time.monotonic() + limit
+    while not (found := condition()) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return bool(found)
+
+
+@pytest.fixture(scope="module")
+def server():
+    started = ForkServer(passed_environment(os.environ))
+    started.imports = IMPORTS.model_dump_json()
+    yield started
+    started.close()
+
+
+@pytest.fixture
+def load(server, tmp_path):
+    """Start a worker with more variables, and have it load a backend that runs ``code``; it is closed at the end."""
+    started = []
+
+    def loaded(code, environment=None, start=server):
+        path = tmp_path / f"backend_{len(started)}.py"
+        path.write_text(f"import os, sys, time\n{code}\nprint('loaded', flush=True)\ntime.sleep(100)\n")
+        process = WorkerProcess(environment, start=start)
+        started.append(process)
+        process.send(CaseServer.prepare, IMPORTS)
+        process.send(CaseServer.load, f"{path}:Mine")
+        return process
+
+    yield loaded
+    for process in started:
+        process.close()
+
+
+def printed(process):
+    assert wait_for(lambda: process.output().endswith("loaded\n"), limit=60)
+    return process.output().splitlines()[:-1]
+
+
+FACTS = """
+import gc, threading, torch
+print(sorted(name for name in sys.modules if name != "attncheck.harness.workers.fork_server"))
+print(sys.argv, sys.path, sys.flags, os.getcwd(), os.readlink("/proc/self/fd/0"), os.getsid(0) == os.getpid())
+print(sorted((name, value) for name, value in os.environ.items() if name != "ATTNCHECK_WORKER"))
+print(torch.get_num_threads(), torch.get_default_dtype(), gc.isenabled())
+print(threading.active_count(), sys.stdout.encoding, sys.stdout.line_buffering, sys.stderr.write_through)
+print(len(os.listdir("/proc/self/fd")))
+"""
+
+
+def test_a_fork_is_as_a_new_interpreter(load):
+    forked, new = load(FACTS), load(FACTS, start=start_worker)
+    facts = [[line.replace("backend_1", "backend_0") for line in printed(each)] for each in (forked, new)]
+    assert [is_forked(forked), is_forked(new)] == [True, False]
+    assert facts[0] == facts[1]
+
+
+def test_a_fork_is_a_child_of_the_run_with_a_mark_of_its_own(load):
+    code = "copy = os.fork()\nif copy: print(copy, flush=True)\nelse: time.sleep(100)"
+    draws = "import random, torch\nprint(random.random())\nprint(torch.rand(1))"
+    first, second, third = load(code), load(draws), load(draws)
+    assert not {*printed(second)} & {*printed(third)}
+    assert all(map(is_forked, (first, second, third)))
+    for process in (first, second):
+        assert Path(f"/proc/{process.identity}/stat").read_text().rpartition(")")[2].split()[1] == str(os.getpid())
+        assert variables(process.identity)[MARK] == process._mark
+    assert variables(*printed(first))[MARK] == first._mark  # of the copy that it made
+    assert first._mark != second._mark
+
+
+def test_variables_of_mps_are_set_in_a_fork_and_any_other_needs_a_new_interpreter(load):
+    code = "import ctypes\nfind = ctypes.CDLL(None).getenv\nfind.restype = ctypes.c_char_p\n"
+    code += "print(find(b'CUDA_MPS_PIPE_DIRECTORY').decode(), os.environ['CUDA_MPS_PIPE_DIRECTORY'])"
+    client = load(code, {"CUDA_MPS_PIPE_DIRECTORY": "/pipes"})
+    other = load("print(os.environ['ATTNCHECK_NEED'])", {"ATTNCHECK_NEED": "1"})
+    assert [is_forked(client), is_forked(other)] == [True, False]
+    assert (printed(client), printed(other)) == (["/pipes /pipes"], ["1"])
+
+
+def test_a_copy_in_a_session_of_its_own_ends_with_a_fork_that_has_died(load):
+    code = "copy = os.fork()\nif copy: print(copy, 'loaded', flush=True)\nif copy: os._exit(7)\nos.setsid()"
+    process = load(code)
+    assert wait_for(lambda: process.has_ended)
+    copy = int(process.output().split()[0])
+    assert wait_for(lambda: variables(copy).get(MARK) == process._mark)
+    assert not ended(copy)
+    process.close()
+    assert process._process.returncode == 7
+    assert wait_for(lambda: ended(copy))
+
+
+THREAD = "import threading, time\nthreading.Thread(target=time.sleep, args=(100,), daemon=True).start()\n"
+
+
+@pytest.mark.parametrize("cause", ["it was killed", "it has a second thread", "it fails", "the run adopts no process"])
+def test_where_no_worker_can_be_forked_a_new_interpreter_is_started(load, cause, tmp_path, monkeypatch):
+    if cause == "it has a second thread":
+        (tmp_path / "sitecustomize.py").write_text(THREAD)
+        monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
+    broken = ForkServer(passed_environment(os.environ))
+    broken.imports = "no JSON" if cause == "it fails" else IMPORTS.model_dump_json()
+    broken.begin()
+    pid = broken._process.pid
+    if cause == "the run adopts no process":
+        monkeypatch.setattr(starting, "adopting_orphans", nullcontext)
+    if cause == "it was killed":
+        os.kill(pid, signal.SIGKILL)
+    process = load("", start=broken)
+    assert not is_forked(process)
+    assert ended(pid)
+
+
+RUN = """
+import os, sys, time
+from attncheck.harness.workers import starting
+from attncheck.harness.workers.limits import passed_environment
+from attncheck.harness.workers.process import WorkerProcess
+from attncheck.harness.workers.starting import ForkServer
+server = ForkServer(passed_environment(os.environ))
+process = WorkerProcess(start=server)
+print(server._process.pid, process.identity, flush=True)
+time.sleep(100)
+"""
+
+
+def test_when_the_run_is_killed_the_server_and_its_forks_end_within_a_second():
+    run = subprocess.Popen([sys.executable, "-c", RUN], stdout=subprocess.PIPE, text=True)
+    try:
+        server, worker = map(int, run.stdout.readline().split())
+        assert not ended(server)
+        assert not ended(worker)
+        run.send_signal(signal.SIGKILL)
+        run.wait()
+        assert wait_for(lambda: ended(server) and ended(worker), limit=1)
+    finally:
+        run.kill()
+        run.communicate()
+
+
+def test_records_are_those_of_new_interpreters(tmp_path, monkeypatch):
+    options = RunOptions(
+        backends=("torch_sdpa",),
+        suites=("smoke",),
+        cases=("smoke/prefill",),
+        checks=("numerics", "features", "invariance"),
+        device="cpu",
+        output=tmp_path / "run.jsonl",
+    )
+
+    def records():
+        options.output.unlink(missing_ok=True)
+        found = cli_run.execute_run(options, see=lambda *_: None).records
+        return [format_line(record.model_copy(update={"duration_s": 0.0})) for record in found]
+
+    forked = records()
+    monkeypatch.setattr(ForkServer, "__call__", lambda _, environment: start_worker(environment))
+    assert records() == forked
