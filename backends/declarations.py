@@ -231,6 +231,7 @@ def _layer_needs(layer: LayerSpec) -> list[str]:
         "head_size_v": layer.value_head_size != layer.head_size,
         "kv_sharing": layer.kv_sharing,
         "output_quant": layer.output_quant is not None,
+        "fp8_query": layer.query_quant,
         "mla": layer.mla is not None,
     }
     modifiers = [MODIFIERS[name].feature for name in layer.modifiers]
@@ -309,6 +310,8 @@ def _describe(feature: str, layer: LayerSpec, cache: CacheSpec, batch: BatchSpec
             return "k_scale or v_scale per head"
         case "output_quant" if layer.output_quant is not None:
             return f"output quantised to {layer.output_quant.dtype}"
+        case "fp8_query":
+            return "query_quant true"
         case "mla":
             return "the layer has a latent cache"
         case "tree":

@@ -43,14 +43,14 @@ _ODD = 7
 def operand_views(rows: Sequence[Tensor], strides: StridesSpec) -> tuple[Tensor, ...]:
     """Return query, key and value (``[T, H, D]`` each) with the same values, in the memory layout of ``strides``.
 
-    Fused operands with equal row counts are slices of one tensor. Gaps hold NaN, except those of fused operands, which
-    hold the other operands or zeros.
+    Fused operands with equal row counts and dtypes are slices of one tensor. Gaps hold NaN, except those of fused
+    operands, which hold the other operands or zeros.
     """
     forms: list[StrideForm] = [strides.query, strides.key, strides.value]
     views = [x if form == "fused" else _copied(x, form) for x, form in zip(rows, forms, strict=True)]
     fused = [i for i, form in enumerate(forms) if form == "fused"]
-    for count in {len(rows[i]) for i in fused}:
-        group = [i for i in fused if len(rows[i]) == count]
+    for kind in {(len(rows[i]), rows[i].dtype) for i in fused}:
+        group = [i for i in fused if (len(rows[i]), rows[i].dtype) == kind]
         for i, view in zip(group, _fused([rows[i] for i in group]), strict=True):
             views[i] = view
     return tuple(views)
@@ -323,7 +323,7 @@ def make_step(
         for all_rows in new_rows or (problem.keys, problem.values)
     )
     strides = strides or strides_of(problem)
-    operands = [each.to(device, non_blocking=True) for each in (query, key, value)]
+    operands = [each.to(device, non_blocking=True) for each in (problem.passed_query(query), key, value)]
     query, key, value = operand_views(operands, strides)
     no_keys = problem.writes_nothing or (problem.is_cross and not len(new_keys))
     lens = torch.tensor([*(r.num_keys for r in requests), *[pad_seq_len] * padding.requests])

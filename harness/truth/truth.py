@@ -15,11 +15,19 @@ import torch
 from torch import Tensor
 
 from attncheck.cases.model import Case
+from attncheck.backends.impl import STATIC_FP8
 from attncheck.errors import BlindCaseError
 from attncheck.harness.device import accelerator_of
 from attncheck.harness.problem.problem import Problem
 from attncheck.harness.problem.sizes import judging_device, naive_layer, operations
-from attncheck.harness.problem.storage import OutputCodes, key_storage, output_codes, output_error, value_storage
+from attncheck.harness.problem.storage import (
+    OutputCodes,
+    key_storage,
+    output_codes,
+    output_error,
+    query_storage,
+    value_storage,
+)
 from attncheck.harness.truth.faults import (
     LATENT_ROUNDINGS,
     Answer,
@@ -245,7 +253,7 @@ def rows_of(problem: Problem, device: torch.device) -> UnpagedAttention:
         return naive_rows(problem, problem.up_projections, cache_rows(problem, device))
     layer, cache = problem.layer, problem.cache
     return UnpagedAttention(
-        problem.query,
+        query_storage(layer, cache).exact(problem.query),
         key_storage(layer, cache).exact(problem.keys),
         value_storage(layer, cache).exact(problem.values),
         problem.cu_seqlens_q,
@@ -281,6 +289,8 @@ def honest_answers(problem: Problem, rows: UnpagedAttention, params: AttentionPa
             return reading.attend(how, precision)
         return _merged(problem, reading, how, precision)
 
+    if problem.layer.query_quant:  # a product of codes has codes of weights
+        yield rows.attend(params, replace(precision, prob=STATIC_FP8.dtype))
     if problem.up_projections is None:
         for read in _readings(problem, rows):
             yield attend(read, params)
