@@ -304,11 +304,12 @@ def honest_answers(problem: Problem, rows: UnpagedAttention, params: AttentionPa
 
 
 def _readings(problem: Problem, rows: UnpagedAttention) -> Iterator[UnpagedAttention]:
-    """Yield the rows as kernels may read them from the cache: exactly, and for codes, also rounded to the dtype."""
+    """Yield the rows as kernels may read them: exactly, and for codes, also rounded to the layer's dtype."""
     yield rows
     if key_storage(problem.layer, problem.cache).is_fp8:
         device = rows.keys.device
-        yield replace(rows, keys=problem.keys.to(device), values=problem.values.to(device))
+        query, keys, values = (each.to(device) for each in (problem.query, problem.keys, problem.values))
+        yield replace(rows, query=query, keys=keys, values=values)
 
 
 def _merged(problem: Problem, rows: UnpagedAttention, params: AttentionParams, precision: Precision) -> Answer:
