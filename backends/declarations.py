@@ -150,7 +150,7 @@ def required_features(
     if is_chunked(layer, cache, batch, declared):
         layer_needs -= {"local"}
     path_needs = frozenset(_batch_needs(layer, batch)) | _played_needs(layer, cache, batch, declared)
-    return layer_needs | frozenset(_cache_needs(cache)) | path_needs
+    return layer_needs | frozenset(_cache_needs(layer, cache)) | path_needs
 
 
 def needs_of(layer: LayerSpec, cache: CacheSpec, batch: BatchSpec, declared: frozenset[str]) -> tuple[str, ...]:
@@ -238,10 +238,11 @@ def _layer_needs(layer: LayerSpec) -> list[str]:
     return modifiers + [feature for feature, needed in needs.items() if needed]
 
 
-def _cache_needs(cache: CacheSpec) -> list[str]:
+def _cache_needs(layer: LayerSpec, cache: CacheSpec) -> list[str]:
     if not cache.kv_cache_dtype.startswith("fp8"):
         return []
-    per_head = isinstance(cache.k_scale, tuple) or isinstance(cache.v_scale, tuple)
+    scales = [cache.k_scale, cache.v_scale, *([cache.q_scale] if layer.query_quant else [])]
+    per_head = any(isinstance(scale, tuple) for scale in scales)
     return ["fp8_kv", "fp8_per_head"] if per_head else ["fp8_kv"]
 
 
@@ -307,7 +308,7 @@ def _describe(feature: str, layer: LayerSpec, cache: CacheSpec, batch: BatchSpec
         case "fp8_kv":
             return f"kv_cache_dtype {cache.kv_cache_dtype}"
         case "fp8_per_head":
-            return "k_scale or v_scale per head"
+            return "k_scale, v_scale or q_scale per head"
         case "output_quant" if layer.output_quant is not None:
             return f"output quantised to {layer.output_quant.dtype}"
         case "fp8_query":

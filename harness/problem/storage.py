@@ -7,7 +7,6 @@ import torch
 from torch import Tensor
 
 from attncheck.backends.dtypes import DTYPES, FP8_DTYPES, cache_dtype
-from attncheck.backends.impl import STATIC_FP8
 from attncheck.harness.problem.pages import RandomStream
 from attncheck.harness.problem.queries import SMALLEST
 from attncheck.reference.attention.cache import quantize_fp8
@@ -125,7 +124,7 @@ def output_error(output: Tensor, out: Tensor, codes: OutputCodes | None) -> Tens
     return output.double() - out if codes is None else codes.error(output, out)
 
 
-# Storage of keys and values in a cache: rows that it can store exactly, and their exact values. Likewise of FP8 queries.
+# Storage of keys and values in a cache, and of FP8 queries: rows that are stored exactly, and their exact values.
 #
 # A cache in another dtype than the layer's, or of codes, rounds its input. A problem's keys and values are rounded
 # beforehand, so that every correct writer stores the same bytes, and the truth is computed from the stored values.
@@ -223,7 +222,7 @@ def value_storage(layer: LayerSpec, cache: CacheSpec) -> Storage:
 
 
 def query_storage(layer: LayerSpec, cache: CacheSpec) -> Storage:
-    """Return the storage of queries: codes of ``float8_e4m3fn`` if the layer has ``query_quant``, else the layer's dtype.
+    """Return the storage of queries: codes of ``float8_e4m3fn`` for ``query_quant``, else the layer's dtype.
 
     A scale per KV head is repeated for the query heads of its group, as in vLLM.
     """
@@ -232,7 +231,7 @@ def query_storage(layer: LayerSpec, cache: CacheSpec) -> Storage:
         return _storage_of(dtype, dtype, (1.0,))
     scale = cache.q_scale if isinstance(cache.q_scale, tuple) else (cache.q_scale,)
     group = layer.num_heads // layer.num_kv_heads if len(scale) > 1 else 1
-    return _storage_of(dtype, STATIC_FP8.dtype, tuple(each for each in scale for _ in range(group)))
+    return _storage_of(dtype, FP8_DTYPES["fp8_e4m3"], tuple(each for each in scale for _ in range(group)))
 
 
 def _storage(layer: LayerSpec, cache: CacheSpec, scale: float | tuple[float, ...]) -> Storage:

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from attncheck.cases.model import Case
-from attncheck.backends.impl import STATIC_FP8
 from attncheck.errors import BlindCaseError
 from attncheck.harness.device import accelerator_of
 from attncheck.harness.problem.problem import Problem
@@ -284,13 +283,13 @@ def honest_answers(problem: Problem, rows: UnpagedAttention, params: AttentionPa
     """Yield outputs and LSEs of low-precision runs, one for each way in which a good kernel may compute the problem."""
     precision = Precision.kernel(problem.dtype)
 
-    def attend(reading: UnpagedAttention, how: AttentionParams) -> Answer:
+    def attend(reading: UnpagedAttention, how: AttentionParams, rounding: Precision = precision) -> Answer:
         if problem.layout.part_of_key is None:
-            return reading.attend(how, precision)
-        return _merged(problem, reading, how, precision)
+            return reading.attend(how, rounding)
+        return _merged(problem, reading, how, rounding)
 
-    if problem.layer.query_quant:  # a product of codes has codes of weights
-        yield rows.attend(params, replace(precision, prob=STATIC_FP8.dtype))
+    if problem.layer.query_quant:  # tensor cores multiply codes of values by codes of weights
+        yield attend(rows, params, replace(precision, prob=torch.float8_e4m3fn))
     if problem.up_projections is None:
         for read in _readings(problem, rows):
             yield attend(read, params)
