@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Protocol, get_args
 
+from attncheck.backends.claims import PREDICATES
 from attncheck.backends.conventions import CacheStrides, Conventions
 from attncheck.reference.spec import (
     FORMS,
@@ -29,17 +30,6 @@ if TYPE_CHECKING:
 
 FUNCTION_PATHS = ("merge", "causal_conv1d")
 """Paths that call a function of the backend instead of its attention."""
-
-PREDICATES: Mapping[str, str] = MappingProxyType(
-    {
-        "sliding_window": "supports_sliding_window",
-        "sinks": "supports_sink",
-        "non_causal": "supports_non_causal",
-        "alibi_sqrt": "supports_alibi_sqrt",
-        "fp8_per_head": "supports_per_head_quant_scales",
-    }
-)
-"""The method of vLLM's class that declares each feature."""
 
 _UNREAD: Mapping[str, str] = MappingProxyType(
     {

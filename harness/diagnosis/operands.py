@@ -250,14 +250,16 @@ def scale_explanations(problem: Problem, truth: Truth) -> Iterator[Hypothesis]:
             "k_scale and v_scale multiply keys and values that are no codes": (key, value),
         }
     for meaning, (of_keys, of_values) in factors.items():
-        yield scaled(meaning, params, rows, of_keys, of_values)
+        features = ("fp8_per_head",) if "for all heads" in meaning else ()
+        yield scaled(meaning, params, rows, of_keys, of_values, features=features)
     if is_fp8 and not is_latent:
         for part, made in of_parts(rows, *map(_without_subnormals, (rows.keys, rows.values), storages)):
             yield altered(f"subnormal codes {f'of {part} ' if part else ''}are read as 0", made, params)
         for how, shift in (("in reversed order of heads", 0), ("of the next head", -1), ("of the head before", 1)):
             of_keys, of_values = (each.roll(shift, 0) if shift else each.flip(0) for each in (key, value))
             if len(key) > 1 or len(value) > 1:
-                yield scaled(f"the scales are used {how}", params, rows, of_keys / key, of_values / value)
+                meaning, factor = f"the scales are used {how}", (of_keys / key, of_values / value)
+                yield scaled(meaning, params, rows, *factor, features=("fp8_per_head",))
     if problem.layer.query_quant:
         yield from _query_scale_explanations(problem, truth, key)
     else:
@@ -279,12 +281,12 @@ def _query_scale_explanations(problem: Problem, truth: Truth, key_scale: Tensor)
             "the q_scale of the KV head before is used": own.roll(1, 0),
         }
     for meaning, scale in used.items():
-        yield scaled(meaning, params, truth.rows, of_query=scale / own)
+        yield scaled(meaning, params, truth.rows, of_query=scale / own, features=("fp8_query",))
     if 1 < len(own) < params.num_heads:
         of_heads = own.repeat_interleave(params.group_size, 0)
         alternating = own.repeat(params.group_size, 1)
         meaning = "query head h has the q_scale of KV head h % num_kv_heads; the heads of a group share one"
-        yield scaled(meaning, params, truth.rows, of_query=alternating / of_heads)
+        yield scaled(meaning, params, truth.rows, of_query=alternating / of_heads, features=("fp8_query",))
 
 
 def _without_subnormals(part: Tensor, storage: Storage) -> Tensor:

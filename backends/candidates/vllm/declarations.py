@@ -16,7 +16,8 @@ from attncheck.backends.candidates.vllm.cache import kernel_block_sizes
 from attncheck.backends.candidates.vllm.config import plain_config, their_config
 from attncheck.backends.candidates.vllm.layers import LatentSizes, has_value_size, has_writer, load_weights, make_layer
 from attncheck.backends.candidates.vllm.trial import absent_part
-from attncheck.backends.declarations import PREDICATES, MultipleOf
+from attncheck.backends.claims import PREDICATES
+from attncheck.backends.declarations import MultipleOf
 from attncheck.backends.dtypes import DTYPES
 from attncheck.backends.impl import STATIC_FP8, LatentArguments, LayerArguments, QuantKey
 from attncheck.reference.spec import AttentionType, CacheSpec, KVCacheDType, LayerSpec
