@@ -268,7 +268,7 @@ def construct_impl(
 
 def _require_quantisation(impl: Any, problem: Problem) -> None:
     # As vLLM's layer, which passes FP8 queries to such impls alone.
-    if problem.layer.query_quant and not impl.supports_quant_query_input:
+    if problem.layer.query_quant and not getattr(impl, "supports_quant_query_input", False):
         raise NotImplementedError("supports_quant_query_input is False, so vLLM's layer passes no FP8 query")
     codes = output_codes(problem.layer)
     if codes is None:

@@ -89,7 +89,8 @@ def _copied(rows: Tensor, form: StrideForm) -> Tensor:
 def _fused(group: Sequence[Tensor]) -> list[Tensor]:
     """Return slices of one tensor, with a gap of zeros after the last, so that a single operand is strided, too."""
     widths = [rows.shape[1] * rows.shape[2] for rows in group]
-    whole = torch.cat([*(rows.flatten(1) for rows in group), group[0].new_zeros(len(group[0]), _ROOM)], dim=1)
+    gap = group[0].new_empty(len(group[0]), _ROOM).zero_()  # there is no new_zeros of float8
+    whole = torch.cat([*(rows.flatten(1) for rows in group), gap], dim=1)
     parts = whole.split([*widths, _ROOM], dim=1)
     return [part.unflatten(1, rows.shape[1:]) for part, rows in zip(parts, group, strict=False)]
 
@@ -632,6 +633,8 @@ def same(was: object, now: object) -> bool:
         if not is_like(now, was):
             return False
         now = cast(Tensor, now)
+        if was.is_floating_point() and was.itemsize == 1:  # float8 has no comparison
+            was, now = was.float(), now.float()
         return torch.equal(was, now) or bool(((was == now) | (torch.isnan(was) & torch.isnan(now))).all())
     if type(was) is not type(now):
         return False

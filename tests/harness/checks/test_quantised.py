@@ -10,6 +10,7 @@ from attncheck.backends.candidates.reference import ReferenceBackend, ReferenceI
 from attncheck.backends.registry import LoadedBackend
 from attncheck.errors import BlindCaseError
 from attncheck.harness.checks import cache_write
+from attncheck.harness.checks.cudagraph.capture import allocate_inputs
 from attncheck.harness.checks.findings import Holds
 from attncheck.harness.driver.pool import CodecError, prove_codec
 from attncheck.harness.driver.session import Fill, Session
@@ -24,7 +25,7 @@ from attncheck.harness.problem.storage import (
 from attncheck.harness.run.evaluate import Examiner, RunPlan
 from attncheck.harness.truth.truth import truth_of
 from attncheck.reference import Precision, paged_attention
-from attncheck.reference.spec import CacheSpec, LayerSpec, OutputQuantSpec
+from attncheck.reference.spec import CacheSpec, LayerSpec, OutputQuantSpec, StridesSpec
 
 CPU = torch.device("cpu")
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -271,3 +272,22 @@ def test_a_case_that_cannot_notice_the_query_scale_is_blind(make_case):
     cache = QUERY_CODES["cache"] | {"q_scale": 1.001}
     with pytest.raises(BlindCaseError, match="q_scale"):
         truth_of(build_problem(make_case((1, 40), query_quant=True, cache=cache), 0), CPU)
+
+
+class WritesIntoTheQuery(ReferenceImpl):
+    """Overwrites the first row of codes after it has read them."""
+
+    def attend(self, layer, query, *operands):
+        super().attend(layer, query, *operands)
+        query.view(torch.uint8)[0] = 0
+
+
+def test_codes_of_the_query_are_compared_and_persist_as_other_inputs_do(judge, backend_of, make_case):
+    case = make_case((1, 40), (5, 30), **QUERY_CODES)
+    finding = judge("cache_write", backend_of(WritesIntoTheQuery), case)
+    assert "query" in finding.summary
+    for form in ("fused", "padded", "transposed", "odd"):
+        strides = StridesSpec(query=form, key="contiguous", value="contiguous")
+        assert isinstance(judge("numerics", ReferenceBackend, replace(case, strides=strides)), Holds)
+    inputs = allocate_inputs(build_problem(case, 0), 2, 6, 64, CPU).largest
+    assert (inputs.query.dtype, inputs.key.dtype) == (E4M3, torch.bfloat16)
