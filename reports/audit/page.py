@@ -18,7 +18,7 @@ from attncheck.reports.analysis.graph_levels import LevelRow, level_rows
 from attncheck.reports.analysis.summary import late_checks
 from attncheck.reports.analysis.support import SupportRow, SupportVerdict
 from attncheck.reports.analysis.verdicts import run_findings
-from attncheck.reports.audit.claims import AuditedClaim, audited_claims, measured_by
+from attncheck.reports.audit.claims import WRONG, AuditedClaim, audited_claims, measured_by
 from attncheck.reports.markdown import markup
 from attncheck.reports.run_file.graph_levels import CUDAGRAPH, PADDING_FAULTS, GraphLevel, PaddingRows
 from attncheck.reports.run_file.header import SurveyedBackend
@@ -411,7 +411,8 @@ def _claims_table(claims: Sequence[AuditedClaim]) -> str:
         value = "" if each.claim.value == "yes" else f" ({each.claim.value})"
         own = markup.code_cell(_own(each.backend)) + markup.escaped(value)
         ways[each.claim.member] = measured_by(each.claim)
-        states.setdefault(each.claim.member, {}).setdefault(each.state, []).append(own)
+        state = f"**{WRONG}**{each.state.removeprefix(WRONG)}" if each.state.startswith(WRONG) else each.state
+        states.setdefault(each.claim.member, {}).setdefault(state, []).append(own)
     rows = [
         [markup.code_cell(member), ways[member], "; ".join(f"{state}: {', '.join(who)}" for state, who in own.items())]
         for member, own in states.items()

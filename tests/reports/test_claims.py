@@ -403,14 +403,18 @@ def test_claims_that_a_check_measures_have_its_outcome(run, make, graph):
     }
     one = {member: state for (name, member), state in states.items() if name == "vllm:ONE"}
     assert one == {
-        draft: "**wrong** (1 of 2)",
-        table: "**wrong** (1 of 1)",
-        "supports_batch_invariance": "**wrong** (1 of 2)",
-        "indexes_kv_by_block_stride": "**wrong** (1 of 1)",
+        draft: "wrong (1 of 2)",
+        table: "wrong (1 of 1)",
+        "supports_batch_invariance": "wrong (1 of 2)",
+        "indexes_kv_by_block_stride": "wrong (1 of 1)",
         "supports_sink": "not tried",
         "supports_rswa": "declared, not examined: no case has it",
     }
     assert {states["vllm:TWO", member] for member in (table, draft, "supports_batch_invariance")} == {"not tried"}
     assert states["vllm:THREE", "supports_sink"] == "declared, not examined here"
-    lines = page.render(replace(run, header=header, records=tuple(records))).splitlines()
+    text = page.render(replace(run, header=header, records=tuple(records)))
+    assert f"| `{draft}` | check cudagraph | **wrong** (1 of 2): `ONE`; not tried: `TWO`" in text.replace(
+        "declared, not examined here: `THREE`; ", ""
+    )
+    lines = text.splitlines()
     assert "| `supports_rswa` | nothing | declared, not examined: no case has it: `THREE`, `ONE`, `TWO` |" in lines
