@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Protocol, get_args
 
+from attncheck.backends.claims import PREDICATES
 from attncheck.backends.conventions import CacheStrides, Conventions
 from attncheck.reference.spec import (
     FORMS,
@@ -29,17 +30,6 @@ if TYPE_CHECKING:
 
 FUNCTION_PATHS = ("merge", "causal_conv1d")
 """Paths that call a function of the backend instead of its attention."""
-
-PREDICATES: Mapping[str, str] = MappingProxyType(
-    {
-        "sliding_window": "supports_sliding_window",
-        "sinks": "supports_sink",
-        "non_causal": "supports_non_causal",
-        "alibi_sqrt": "supports_alibi_sqrt",
-        "fp8_per_head": "supports_per_head_quant_scales",
-    }
-)
-"""The method of vLLM's class that declares each feature."""
 
 _UNREAD: Mapping[str, str] = MappingProxyType(
     {
@@ -150,7 +140,7 @@ def required_features(
     if is_chunked(layer, cache, batch, declared):
         layer_needs -= {"local"}
     path_needs = frozenset(_batch_needs(layer, batch)) | _played_needs(layer, cache, batch, declared)
-    return layer_needs | frozenset(_cache_needs(cache)) | path_needs
+    return layer_needs | frozenset(_cache_needs(layer, cache)) | path_needs
 
 
 def needs_of(layer: LayerSpec, cache: CacheSpec, batch: BatchSpec, declared: frozenset[str]) -> tuple[str, ...]:
@@ -231,16 +221,18 @@ def _layer_needs(layer: LayerSpec) -> list[str]:
         "head_size_v": layer.value_head_size != layer.head_size,
         "kv_sharing": layer.kv_sharing,
         "output_quant": layer.output_quant is not None,
+        "fp8_query": layer.query_quant,
         "mla": layer.mla is not None,
     }
     modifiers = [MODIFIERS[name].feature for name in layer.modifiers]
     return modifiers + [feature for feature, needed in needs.items() if needed]
 
 
-def _cache_needs(cache: CacheSpec) -> list[str]:
+def _cache_needs(layer: LayerSpec, cache: CacheSpec) -> list[str]:
     if not cache.kv_cache_dtype.startswith("fp8"):
         return []
-    per_head = isinstance(cache.k_scale, tuple) or isinstance(cache.v_scale, tuple)
+    scales = [cache.k_scale, cache.v_scale, *([cache.q_scale] if layer.query_quant else [])]
+    per_head = any(isinstance(scale, tuple) for scale in scales)
     return ["fp8_kv", "fp8_per_head"] if per_head else ["fp8_kv"]
 
 
@@ -306,9 +298,11 @@ def _describe(feature: str, layer: LayerSpec, cache: CacheSpec, batch: BatchSpec
         case "fp8_kv":
             return f"kv_cache_dtype {cache.kv_cache_dtype}"
         case "fp8_per_head":
-            return "k_scale or v_scale per head"
+            return "k_scale, v_scale or q_scale per head"
         case "output_quant" if layer.output_quant is not None:
             return f"output quantised to {layer.output_quant.dtype}"
+        case "fp8_query":
+            return "query_quant true"
         case "mla":
             return "the layer has a latent cache"
         case "tree":

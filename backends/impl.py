@@ -130,6 +130,12 @@ class AttentionImpl(ABC, Generic[M]):
     If False, the harness writes them through the codec before ``forward``, and ``cache_write`` examines nothing.
     """
 
+    supports_quant_query_input: bool = False
+    """Whether ``forward`` takes FP8 queries (``float8_e4m3fn``) in a layer with an E4M3 cache: ``code * _q_scale``.
+
+    vLLM's layer quantises the query if this is True. An impl may set it in its constructor.
+    """
+
     chosen_kernels: Collection[str] = ()
     """Names of the kernels that ``forward`` has run so far, for libraries that choose among several; empty if unknown.
 
@@ -189,7 +195,7 @@ class AttentionImpl(ABC, Generic[M]):
         """Compute attention for the rows of the step; return ``[padded tokens, num_heads, value head size]``.
 
         query: ``[padded tokens, num_heads, head_size]``; rows from ``query_start_loc[-1]`` on may hold anything, also
-            NaN.
+            NaN. FP8 codes if :attr:`supports_quant_query_input` is True and the layer has ``query_quant``.
         key, value: ``[rows, num_kv_heads, head size]``; may be slices of one fused tensor, may be longer than the slot
             mapping, may be None if the cache was written elsewhere.
         kv_cache: the layer's cache in the backend's logical shape; empty for layers without a cache and in profiling.

@@ -33,7 +33,7 @@ Kernel = Callable[..., object]
 Writer = Callable[..., object]
 
 _KERNEL_ARGUMENTS = ("query", "key_cache", "value_cache", "metadata", "params", "out")
-_KERNEL_OPTIONS = ("k_scale", "v_scale", "output_lse", "output_scale")
+_KERNEL_OPTIONS = ("q_scale", "k_scale", "v_scale", "output_lse", "output_scale")
 _WRITER_ARGUMENTS = ("key", "value", "key_cache", "value_cache", "slot_mapping")
 _WRITER_OPTIONS = ("k_scale", "v_scale")
 _CACHED_TYPES = tuple(kind for kind in AttentionType if kind.has_cache)
@@ -84,8 +84,10 @@ def kernel_backend(
     - out: ``[T, num_heads, value head size]``, which the function writes in place.
 
     These keywords are passed if the signature of ``fn`` has them: ``k_scale`` and ``v_scale`` (float32 tensors);
-    ``output_lse`` (float32 ``[T, num_heads]``, written in place), together with the feature ``lse``; ``output_scale``,
-    together with the feature ``output_quant`` (float32; a code times it is the value; None if ``out`` takes no codes).
+    ``q_scale``, together with the feature ``fp8_query`` (float32, one element or one per KV head; without effect on a
+    query that is no codes); ``output_lse`` (float32 ``[T, num_heads]``, written in place), together with the feature
+    ``lse``; ``output_scale``, together with the feature ``output_quant`` (float32; a code times it is the value; None
+    if ``out`` takes no codes).
     The memory of ``output_lse`` is laid out as that of ``out``: the heads may precede the tokens.
 
     ``writer(key, value, key_cache, value_cache, slot_mapping)``, with the same optional scales, stores the new rows.
@@ -231,7 +233,7 @@ def _ignored_result(fn: Kernel, returned: object, output: Tensor) -> str:
 
 
 def _scales(layer: AttentionLayer, options: Sequence[str]) -> dict[str, Tensor]:
-    found = {"k_scale": layer._k_scale, "v_scale": layer._v_scale}
+    found = {"q_scale": layer._q_scale, "k_scale": layer._k_scale, "v_scale": layer._v_scale}
     return {name: scale for name, scale in found.items() if name in options}
 
 
@@ -258,7 +260,7 @@ def _check_declarations(
     kv_cache_dtypes: Sequence[str],
 ) -> None:
     wrong = [str(UnknownNameError("feature", feature, list(FEATURES))) for feature in sorted(features - set(FEATURES))]
-    for feature, parameter in (("lse", "output_lse"), ("output_quant", "output_scale")):
+    for feature, parameter in (("fp8_query", "q_scale"), ("lse", "output_lse"), ("output_quant", "output_scale")):
         if (parameter in options) != (feature in features):
             wrong.append(f"the feature {feature!r} needs a parameter {parameter}, and the parameter needs the feature")
     codes = [dtype for dtype in kv_cache_dtypes if dtype.startswith("fp8")]

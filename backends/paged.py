@@ -85,6 +85,7 @@ class PagedImpl(CandidateImpl[PagedMetadata]):
         self.logits_soft_cap = given.logits_soft_cap or None
         self.kv_cache_dtype = given.kv_cache_dtype
         self.kv_sharing_target_layer_name = given.kv_sharing_target_layer_name
+        self.supports_quant_query_input = "fp8_query" in self.backend.features
 
     __init__.__signature__ = signature(LayerArguments.__init__)  # type: ignore[attr-defined]
 
@@ -115,6 +116,11 @@ class PagedImpl(CandidateImpl[PagedMetadata]):
         if self.alibi_slopes is not None and (self._slopes is None or self._slopes.device != device):
             self._slopes = torch.tensor(self.alibi_slopes, dtype=torch.float32, device=device)
         return self._slopes
+
+    def query_scale(self, layer: AttentionLayer) -> Tensor:
+        """Return the scale of an FP8 query: one element, or ``[num_heads]`` if each KV head has its own."""
+        scale = layer._q_scale
+        return scale if scale.numel() == 1 else scale.repeat_interleave(self.num_heads // self.num_kv_heads)
 
     def fused_output_quant_supported(self, quant_key: QuantKey) -> bool:
         return "output_quant" in self.backend.features and quant_key == STATIC_FP8

@@ -298,7 +298,7 @@ def _check_mla(layer: LayerSpec) -> None:
             value=str(layer.attn_type),
             allowed="leave attn_type out",
         )
-    for name in ("head_size_v", *MODIFIERS, "kv_sharing"):
+    for name in ("head_size_v", *MODIFIERS, "kv_sharing", "query_quant"):
         value = getattr(layer, name)
         if value not in (None, False):
             raise SpecError(
@@ -319,6 +319,20 @@ def _check_scales(layer: LayerSpec, cache: CacheSpec) -> None:
                 value=scale,
                 allowed="give a number, or one per KV head",
             )
+    if layer.query_quant and cache.kv_cache_dtype not in ("fp8", "fp8_e4m3"):
+        raise SpecError(
+            "vLLM's layer passes FP8 queries beside an E4M3 cache alone",
+            field="layer.query_quant",
+            value=True,
+            allowed=f"leave query_quant out, or give cache.kv_cache_dtype fp8, not {cache.kv_cache_dtype}",
+        )
+    if layer.query_quant and not layer.has_cache:
+        raise SpecError(
+            f"a layer of type {layer.attn_type} has no cache, and so no FP8 query",
+            field="layer.query_quant",
+            value=True,
+            allowed="leave query_quant out",
+        )
     if layer.kv_sharing and layer.attn_type != AttentionType.DECODER:
         raise SpecError(
             f"a layer of type {layer.attn_type} has no cache of a decoder to share",

@@ -337,6 +337,7 @@ class LayerSpec:
     kv_sharing: bool = option(False, "the layer reads another layer's cache and writes nothing")
     mla: MLASpec | None = option(None, "multi-head latent attention")
     output_quant: OutputQuantSpec | None = option(None, "quantisation fused into the output")
+    query_quant: bool = option(False, "the query is FP8 codes: code * cache.q_scale is the value; needs an FP8 cache")
 
     def __post_init__(self) -> None:
         if self.num_heads % self.num_kv_heads:

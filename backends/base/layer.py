@@ -15,7 +15,7 @@ from torch import Tensor
 
 from attncheck.backends.contract import AttentionBackend, AttentionImpl, AttentionLayer, AttentionType, MultipleOf
 from attncheck.backends.dtypes import DTYPES, FP8_DTYPES
-from attncheck.backends.impl import LayerArguments
+from attncheck.backends.impl import STATIC_FP8, LayerArguments
 from attncheck.backends.paged_metadata import PagedMetadata
 
 Metadata = TypeVar("Metadata", bound=PagedMetadata)
@@ -125,7 +125,7 @@ class CandidateImpl(AttentionImpl[Metadata]):
         if metadata.num_rows > call.num_tokens:
             wrong.append(f"query_start_loc ends at {metadata.num_rows}, beyond num_actual_tokens {call.num_tokens}")
         supported = self.backend.get_supported_dtypes()
-        if call.query.dtype not in supported:
+        if call.query.dtype not in (*supported, STATIC_FP8.dtype):
             wrong.append(f"query has dtype {call.query.dtype}: supported are {', '.join(map(str, supported))}")
         _raise(self.backend, ValueError, wrong)
 
@@ -138,12 +138,15 @@ class CandidateImpl(AttentionImpl[Metadata]):
         lens = zip(call.metadata.query_lens, call.metadata.seq_lens, strict=True)
         short = [(q, s) for q, s in lens if q > s] if is_decoder and causal else []
         is_fp8 = self.attn_type.has_cache and self.kv_cache_dtype in FP8_DTYPES
-        is_per_head = is_fp8 and max(call.layer._k_scale.numel(), call.layer._v_scale.numel()) > 1
+        has_codes = call.query.dtype == STATIC_FP8.dtype
+        scales = [call.layer._k_scale, call.layer._v_scale, *([call.layer._q_scale] if has_codes else [])]
+        is_per_head = is_fp8 and max(scale.numel() for scale in scales) > 1
         needed = {
             "non_causal": (is_decoder and not causal, "a decoder layer that is not causal"),
             "alibi_non_causal": (self.alibi_slopes is not None and not causal, "ALiBi without a causal mask"),
             "short_keys": (bool(short), f"(query_len, seq_len) {short[:1]}: more rows than keys"),
-            "fp8_per_head": (is_per_head, "k_scale or v_scale per head"),
+            "fp8_per_head": (is_per_head, "k_scale, v_scale or q_scale per head"),
+            "fp8_query": (has_codes, "an FP8 query"),
             "output_quant": (call.output_scale is not None, "output_scale"),
             "lse": (call.output_lse is not None, "output_lse"),
         }

@@ -36,6 +36,7 @@ class PlainBackend(PagedBackend):
             "kv_sharing",
             "fp8_kv",
             "fp8_per_head",
+            "fp8_query",
             "output_quant",
             "short_keys",
             "tree",
@@ -120,6 +121,7 @@ class PlainImpl(PagedImpl):
         output: Tensor,
         output_lse: Tensor | None,
     ) -> None:
+        query = self.query_values(layer, query)
         common = metadata.common
         table = common.block_table_tensor
         starts = common.query_start_loc.tolist()
@@ -155,6 +157,12 @@ class PlainImpl(PagedImpl):
         output[:num_rows] = out.to(output.dtype)
         if output_lse is not None:
             output_lse[:num_rows] = lse
+
+    def query_values(self, layer: AttentionLayer, query: Tensor) -> Tensor:
+        """Return the values of query rows, ``[rows, H, size]``; only FP8 codes have a scale."""
+        if query.itemsize > 1:
+            return query
+        return query.float() * self.query_scale(layer).reshape(-1, 1)
 
     def kv_head(self, device: torch.device) -> Tensor:
         """Return the KV head of each query head, ``[H]``."""

@@ -177,7 +177,10 @@ def check_handed_keys(session: Session, truth: Truth, finding: Holds) -> Finding
 
 def _with_keys(call: ForwardCall, keys: Tensor, values: Tensor) -> ForwardCall:
     """Return the call with a key and a value for each query row, whose values occur nowhere in the cache."""
-    key, value = (torch.full((len(call.query), *rows.shape[1:]), 3.0).to(call.query) for rows in (keys, values))
+    key, value = (
+        torch.full((len(call.query), *rows.shape[1:]), 3.0, dtype=rows.dtype, device=call.query.device)
+        for rows in (keys, values)
+    )
     return replace(call, key=key, value=value)
 
 

@@ -79,12 +79,12 @@ class TriedForm:
 
 
 def is_plain(case: Case) -> bool:
-    """Return whether the case is a causal decoder layer without modifiers, shared cache or output quantisation.
+    """Return whether the case is a causal decoder layer without modifiers, shared cache or quantised query or output.
 
     Its path must be ``paged`` or ``mla``.
     """
     layer = case.layer
-    shares = layer.kv_sharing or layer.output_quant is not None
+    shares = layer.kv_sharing or layer.output_quant is not None or layer.query_quant
     return case.batch.path.name in ("paged", "mla") and layer.is_causal and not layer.modifiers and not shares
 
 
@@ -159,6 +159,7 @@ def _caches(layer: LayerSpec, cache: CacheSpec) -> Iterator[tuple[Changes, Chang
         yield {}, {"block_size": block_size}
     for codes in _CODES:
         yield {}, {"kv_cache_dtype": codes, **_SCALES}
+    yield {"query_quant": True}, {"kv_cache_dtype": "fp8", **_SCALES, "q_scale": 1.7}
     yield from _scaled_heads(layer)
 
 

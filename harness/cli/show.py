@@ -250,6 +250,7 @@ class Listable(StrEnum):
     SUITES = "suites"
     CASES = "cases"
     CHECKS = "checks"
+    CLAIMS = "claims"
     PROFILES = "profiles"
     CONTRACT = "contract"
     SCHEMA = "schema"
@@ -274,7 +275,8 @@ def list_names(
     what: Annotated[
         Listable | None,
         typer.Argument(
-            help="Default: backends, suites and checks. profiles: what a statement of conformance can be about. "
+            help="Default: backends, suites and checks. claims: what vLLM's classes declare, and what measures it. "
+            "profiles: what a statement of conformance can be about. "
             "contract: what differs between two versions of vLLM's contract. schema: a JSON schema."
         ),
     ] = None,
@@ -296,6 +298,8 @@ def list_names(
         _cases(suites, given.get("cases", []), given.get("keywords", ""))
     elif what == Listable.SCHEMA:
         _schema(of)
+    elif what == Listable.CLAIMS:
+        _claims()
     elif what == Listable.PROFILES:
         _profiles()
     elif what == Listable.CONTRACT:
@@ -369,6 +373,13 @@ def _profiles() -> None:
 
     profiles = [load_profile(name) for name in profile_names()]
     _print([[each.name, f"version {each.version}", each.description] for each in profiles])
+
+
+def _claims() -> None:
+    """Print each declaration of vLLM's contract, which class has it, and what measures it."""
+    from attncheck.backends.claims import CLAIMS
+
+    _print([[claim.member, claim.of, claim.measured_by] for claim in CLAIMS.values()])
 
 
 def _contract(old: str, new: str) -> None:

@@ -13,6 +13,7 @@ from attncheck.harness.cli.fuzz import refuse_unnamed
 from attncheck.harness.run.expectations import expectation_file, load_expectations
 from attncheck.harness.run.statement import Statement, Verification, make_statement, read_statement, verify
 from attncheck.reports.analysis.phrases import conventions, plural
+from attncheck.reports.audit.claims import claims_not_examined
 from attncheck.reports.document.blocks import Block, Heading, Paragraph, listed
 from attncheck.reports.markdown import text as markdown
 from attncheck.reports.run_file.records import Record, Unavailable, Unsupported, XFailed
@@ -126,6 +127,7 @@ def _blocks(statement: Statement, found: Verification) -> list[Block]:
         Paragraph(f"declared conventions: {conventions(backend)}"),
         Paragraph(f"{plural(statement.profile.entries, 'check')} in the must-pass list: {counts}"),
         *listed(_missing(statement), "missing:"),
+        *listed(claims_not_examined(backend.claims), "declared, not examined:"),
         *listed(waivers, "waivers:"),
         *listed(found.checked, "checked:"),
         *listed(found.repeated, "made again:"),

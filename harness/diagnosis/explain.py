@@ -394,6 +394,8 @@ def concerned_features(problem: Problem, truth: Truth, meaning: str | None) -> t
         return ()
     if words.startswith(WINDOW_START):
         return ("sliding_window",)
+    if words.startswith("output_scale"):
+        return ("output_quant",)
     return next((each.features for each in known_faults(problem, truth) if each.meaning == words), ())
 
 

@@ -19,6 +19,7 @@ from attncheck.harness.truth.faults import (
     left_out,
     naive_rows,
     of_parts,
+    query_scale,
     scale_toggles,
     scaled,
     toggles,
@@ -249,17 +250,43 @@ def scale_explanations(problem: Problem, truth: Truth) -> Iterator[Hypothesis]:
             "k_scale and v_scale multiply keys and values that are no codes": (key, value),
         }
     for meaning, (of_keys, of_values) in factors.items():
-        yield scaled(meaning, params, rows, of_keys, of_values)
+        features = ("fp8_per_head",) if "for all heads" in meaning else ()
+        yield scaled(meaning, params, rows, of_keys, of_values, features=features)
     if is_fp8 and not is_latent:
         for part, made in of_parts(rows, *map(_without_subnormals, (rows.keys, rows.values), storages)):
             yield altered(f"subnormal codes {f'of {part} ' if part else ''}are read as 0", made, params)
         for how, shift in (("in reversed order of heads", 0), ("of the next head", -1), ("of the head before", 1)):
             of_keys, of_values = (each.roll(shift, 0) if shift else each.flip(0) for each in (key, value))
             if len(key) > 1 or len(value) > 1:
-                yield scaled(f"the scales are used {how}", params, rows, of_keys / key, of_values / value)
-    q_scale = problem.cache.q_scale
-    of_query = torch.tensor(q_scale, dtype=torch.float64).reshape(-1, 1)
-    yield scaled("q_scale multiplies a query that is no codes", params, rows, of_query=of_query)
+                meaning, factor = f"the scales are used {how}", (of_keys / key, of_values / value)
+                yield scaled(meaning, params, rows, *factor, features=("fp8_per_head",))
+    if problem.layer.query_quant:
+        yield from _query_scale_explanations(problem, truth, key)
+    else:
+        yield scaled("q_scale multiplies a query that is no codes", params, rows, of_query=query_scale(problem))
+
+
+def _query_scale_explanations(problem: Problem, truth: Truth, key_scale: Tensor) -> Iterator[Hypothesis]:
+    """Yield faults of ``q_scale`` for a query of codes; ``key_scale`` is float64 ``[1 or Hkv, 1]``."""
+    params, own = truth.params, query_scale(problem)
+    used = {
+        "q_scale is applied twice": own**2,
+        "q_scale divides the codes": 1 / own,
+        "k_scale is used for the query, instead of q_scale": key_scale,
+    }
+    if len(own) > 1:
+        used |= {
+            "the q_scales are used in reversed order of heads": own.flip(0),
+            "the q_scale of the next KV head is used": own.roll(-1, 0),
+            "the q_scale of the KV head before is used": own.roll(1, 0),
+        }
+    for meaning, scale in used.items():
+        yield scaled(meaning, params, truth.rows, of_query=scale / own, features=("fp8_query",))
+    if 1 < len(own) < params.num_heads:
+        of_heads = own.repeat_interleave(params.group_size, 0)
+        alternating = own.repeat(params.group_size, 1)
+        meaning = "query head h has the q_scale of KV head h % num_kv_heads; the heads of a group share one"
+        yield scaled(meaning, params, truth.rows, of_query=alternating / of_heads, features=("fp8_query",))
 
 
 def _without_subnormals(part: Tensor, storage: Storage) -> Tensor:

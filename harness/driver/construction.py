@@ -233,7 +233,7 @@ def construct_impl(
     ``with_sinks``: False for a part of the keys that must not count the sinks. ``writes``: construct the layer that
     fills the cache, if the problem's own layer reads another layer's cache. ``reads``: the name of the layer whose
     cache this one reads (``kv_sharing_target_layer_name``). Raises NotImplementedError if the impl cannot quantise the
-    output as the problem requires.
+    output, or take an FP8 query, as the problem requires.
     """
     layer = problem.layer
     if reads is None and problem.writes_nothing and not writes:
@@ -262,11 +262,14 @@ def construct_impl(
             reads,
             **keywords,
         )
-    _require_output_quant(impl, problem)
+    _require_quantisation(impl, problem)
     return impl if layer.mla is None else LatentImplView(impl, problem.dtype)
 
 
-def _require_output_quant(impl: Any, problem: Problem) -> None:
+def _require_quantisation(impl: Any, problem: Problem) -> None:
+    # As vLLM's layer, which passes FP8 queries to such impls alone.
+    if problem.layer.query_quant and not getattr(impl, "supports_quant_query_input", False):
+        raise NotImplementedError("supports_quant_query_input is False, so vLLM's layer passes no FP8 query")
     codes = output_codes(problem.layer)
     if codes is None:
         return

@@ -453,6 +453,7 @@ class PoolFiller:
             common = _prefill_metadata(slots[piece], self._problem, self._device)
             metadata = builder.build(common_prefix_len=0, common_attn_metadata=common)
             query = key.new_zeros(len(slots[piece]), *self._problem.query.shape[1:])
+            query = self._problem.passed_query(query)
             output = key.new_zeros(len(query), self._problem.layer.num_heads, self._problem.output_size)
             keywords = {}
             if "lse" in self._backend.features:

@@ -43,14 +43,14 @@ _ODD = 7
 def operand_views(rows: Sequence[Tensor], strides: StridesSpec) -> tuple[Tensor, ...]:
     """Return query, key and value (``[T, H, D]`` each) with the same values, in the memory layout of ``strides``.
 
-    Fused operands with equal row counts are slices of one tensor. Gaps hold NaN, except those of fused operands, which
-    hold the other operands or zeros.
+    Fused operands with equal row counts and dtypes are slices of one tensor. Gaps hold NaN, except those of fused
+    operands, which hold the other operands or zeros.
     """
     forms: list[StrideForm] = [strides.query, strides.key, strides.value]
     views = [x if form == "fused" else _copied(x, form) for x, form in zip(rows, forms, strict=True)]
     fused = [i for i, form in enumerate(forms) if form == "fused"]
-    for count in {len(rows[i]) for i in fused}:
-        group = [i for i in fused if len(rows[i]) == count]
+    for kind in {(len(rows[i]), rows[i].dtype) for i in fused}:
+        group = [i for i in fused if (len(rows[i]), rows[i].dtype) == kind]
         for i, view in zip(group, _fused([rows[i] for i in group]), strict=True):
             views[i] = view
     return tuple(views)
@@ -89,7 +89,8 @@ def _copied(rows: Tensor, form: StrideForm) -> Tensor:
 def _fused(group: Sequence[Tensor]) -> list[Tensor]:
     """Return slices of one tensor, with a gap of zeros after the last, so that a single operand is strided, too."""
     widths = [rows.shape[1] * rows.shape[2] for rows in group]
-    whole = torch.cat([*(rows.flatten(1) for rows in group), group[0].new_zeros(len(group[0]), _ROOM)], dim=1)
+    gap = group[0].new_empty(len(group[0]), _ROOM).zero_()  # there is no new_zeros of float8
+    whole = torch.cat([*(rows.flatten(1) for rows in group), gap], dim=1)
     parts = whole.split([*widths, _ROOM], dim=1)
     return [part.unflatten(1, rows.shape[1:]) for part, rows in zip(parts, group, strict=False)]
 
@@ -323,7 +324,7 @@ def make_step(
         for all_rows in new_rows or (problem.keys, problem.values)
     )
     strides = strides or strides_of(problem)
-    operands = [each.to(device, non_blocking=True) for each in (query, key, value)]
+    operands = [each.to(device, non_blocking=True) for each in (problem.passed_query(query), key, value)]
     query, key, value = operand_views(operands, strides)
     no_keys = problem.writes_nothing or (problem.is_cross and not len(new_keys))
     lens = torch.tensor([*(r.num_keys for r in requests), *[pad_seq_len] * padding.requests])
@@ -632,6 +633,8 @@ def same(was: object, now: object) -> bool:
         if not is_like(now, was):
             return False
         now = cast(Tensor, now)
+        if was.is_floating_point() and was.itemsize == 1:  # float8 has no comparison
+            was, now = was.float(), now.float()
         return torch.equal(was, now) or bool(((was == now) | (torch.isnan(was) & torch.isnan(now))).all())
     if type(was) is not type(now):
         return False

@@ -24,7 +24,14 @@ from attncheck.harness.problem.pages import (
 )
 from attncheck.harness.problem.queries import CHANNELS, LEVEL_CHANNEL, ancestors, needle_queries, sign
 from attncheck.harness.problem.sizes import SMALL_POOL, naive_layer, stored_sizes
-from attncheck.harness.problem.storage import Storage, UpProjections, key_storage, make_up_projections, value_storage
+from attncheck.harness.problem.storage import (
+    Storage,
+    UpProjections,
+    key_storage,
+    make_up_projections,
+    query_storage,
+    value_storage,
+)
 from attncheck.reference import layer_params
 from attncheck.reference.spec import (
     AttentionType,
@@ -75,7 +82,7 @@ def draw_rows(case: Case, requests: Sequence[Request], places: KeyPlaces, stream
     options = case.batch.path.options
     tree = ancestors(options.parents) if isinstance(options, TreeOptions) else None
     query = needle_queries(naive, needles, requests, case.cache.block_size, inputs, tree)
-    return Rows(query.to(DTYPES[layer.dtype]), keys, values, up_projections)
+    return Rows(query_storage(layer, case.cache).storable(query), keys, values, up_projections)
 
 
 def mix_rows(given: Rows, case: Case, requests: Sequence[Request], stream: RandomStream) -> Rows:
@@ -129,7 +136,7 @@ class Problem:
     seed: int
     requests: tuple[Request, ...]
     query: Tensor
-    """``[T, H, D]``; of a latent cache ``[T, H, P + E]``."""
+    """``[T, H, D]``; of a latent cache ``[T, H, P + E]``. A layer with ``query_quant`` gets it as codes."""
     keys: Tensor
     """``[N, Hkv, D]``: request r's keys are ``base .. base + num_keys - 1``; of a latent cache ``[N, 1, L]``."""
     values: Tensor
@@ -232,6 +239,11 @@ class Problem:
     def owned_slots(self) -> Tensor:
         """Sorted int64: every slot that holds a request's key."""
         return self.key_slots.unique() if self.has_pool else self.key_slots.new_empty(0)
+
+    def passed_query(self, query: Tensor) -> Tensor:
+        """Return query rows ``[n, H, D]`` in the layer's dtype as a backend gets them: as codes for ``query_quant``."""
+        storage = query_storage(self.layer, self.cache)
+        return storage.codes(query).view(storage.held) if storage.is_fp8 else query
 
     def in_pool_of(self, num_blocks: int) -> "Problem":
         """Return the problem over a pool of ``num_blocks`` pages; its requests keep their pages."""

@@ -1,4 +1,4 @@
-"""How keys, values and outputs are stored: float8 formats, scales, latent rows."""
+"""How queries, keys, values and outputs are stored: float8 formats, scales, latent rows."""
 
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
@@ -124,7 +124,7 @@ def output_error(output: Tensor, out: Tensor, codes: OutputCodes | None) -> Tens
     return output.double() - out if codes is None else codes.error(output, out)
 
 
-# Storage of keys and values in a cache: rows that it can store exactly, and their exact values.
+# Storage of keys and values in a cache, and of FP8 queries: rows that are stored exactly, and their exact values.
 #
 # A cache in another dtype than the layer's, or of codes, rounds its input. A problem's keys and values are rounded
 # beforehand, so that every correct writer stores the same bytes, and the truth is computed from the stored values.
@@ -135,10 +135,10 @@ _NEAR_CODES = 3
 
 @dataclass(frozen=True)
 class Storage:
-    """The storage of K or V. ``rows`` below are ``[n, Hkv, D]`` in the layer's dtype.
+    """The storage of K, V or Q. ``rows`` below are ``[n, Hkv, D]``, for Q ``[n, H, D]``, in the layer's dtype.
 
-    dtype: the layer's. held: the cache's, float8 for codes with the value ``code * scale``.
-    scale: float32 ``[1, 1]`` or ``[Hkv, 1]``, as the backend gets it.
+    dtype: the layer's. held: the cache's, or that of the query; float8 for codes with the value ``code * scale``.
+    scale: float32 ``[1, 1]``, or one per head, ``[Hkv, 1]`` or ``[H, 1]``.
     """
 
     dtype: torch.dtype
@@ -147,7 +147,7 @@ class Storage:
 
     @property
     def is_fp8(self) -> bool:
-        """Whether the cache holds codes; if not, the scale is unused."""
+        """Whether codes are stored; if not, the scale is unused."""
         return self.held.itemsize == 1
 
     @property
@@ -219,6 +219,19 @@ def key_storage(layer: LayerSpec, cache: CacheSpec) -> Storage:
 def value_storage(layer: LayerSpec, cache: CacheSpec) -> Storage:
     """Return the storage of values; in a latent cache of the rotated parts, which share the latent rows' scale."""
     return _storage(layer, cache, cache.v_scale if layer.mla is None else cache.k_scale)
+
+
+def query_storage(layer: LayerSpec, cache: CacheSpec) -> Storage:
+    """Return the storage of queries: codes of ``float8_e4m3fn`` for ``query_quant``, else the layer's dtype.
+
+    A scale per KV head is repeated for the query heads of its group, as in vLLM.
+    """
+    dtype = DTYPES[layer.dtype]
+    if not layer.query_quant:
+        return _storage_of(dtype, dtype, (1.0,))
+    scale = cache.q_scale if isinstance(cache.q_scale, tuple) else (cache.q_scale,)
+    group = layer.num_heads // layer.num_kv_heads if len(scale) > 1 else 1
+    return _storage_of(dtype, FP8_DTYPES["fp8_e4m3"], tuple(each for each in scale for _ in range(group)))
 
 
 def _storage(layer: LayerSpec, cache: CacheSpec, scale: float | tuple[float, ...]) -> Storage:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 import attncheck
 from attncheck.backends import registry
+from attncheck.backends.claims import claim_of, declared_claims
 from attncheck.backends.declarations import MultipleOf
 from attncheck.backends.registry import LoadedBackend
 from attncheck.cases.model import Case
@@ -34,7 +35,7 @@ from attncheck.harness.run.preparation import suite_device
 from attncheck.harness.run.run import digest_of
 from attncheck.harness.run.selection import DEFAULT_SUITES, RunPlan, Selection
 from attncheck.reference.spec import BACKEND_CHECKS
-from attncheck.reports.run_file.header import BackendInfo, Environment
+from attncheck.reports.run_file.header import BackendInfo, DeclaredClaim, Environment
 
 if TYPE_CHECKING:
     from attncheck.harness.checks.timing.check import TimingCheck
@@ -84,6 +85,7 @@ def describe_backend(backend: Backend, device: str) -> BackendDescription:
         version=backend.version,
         conventions=asdict(declared.conventions),
         features=tuple(sorted(declared.features)),
+        claims=claims_in_header(declared_claims(getattr(declared, "their_backend", declared), declared.features)),
         required_environment=required_environment(backend, device),
         files={} if backend.ref in registry.BUILTIN else loaded_files(),  # a built-in one has attncheck's own
     )
@@ -95,6 +97,16 @@ def describe_backend(backend: Backend, device: str) -> BackendDescription:
         page_multiples=page_multiples,
         layouts=layouts,
         unavailable_reasons=unavailable_reasons(backend, device),
+    )
+
+
+def claims_in_header(values: Mapping[str, str]) -> tuple[DeclaredClaim, ...]:
+    """Return the claims of a class, given by member and value, with what measures each."""
+    claims = ((asdict(claim_of(member)), value) for member, value in values.items())
+    kept = DeclaredClaim.model_fields
+    return tuple(
+        DeclaredClaim(value=value, **{name: each for name, each in claim.items() if name in kept})
+        for claim, value in claims
     )
 
 

@@ -178,14 +178,23 @@ def scale_toggles(problem: Problem, params: AttentionParams, rows: UnpagedAttent
             yield Toggle("k_scale", unscaled, seen > 0, True)
         return
     rivals = seen > (0 if params.sinks is not None else 1)
-    parts = (("k_scale", "of_keys", key_scale, rivals), ("v_scale", "of_values", value_scale, seen > 0))
+    parts = [("k_scale", "of_keys", key_scale, rivals), ("v_scale", "of_values", value_scale, seen > 0)]
+    if problem.layer.query_quant:
+        parts.append(("q_scale", "of_query", query_scale(problem), rivals))
     for name, part, scale, acts in parts:
         if bool((scale != 1).any()):
-            yield Toggle(name, scaled(f"{name} is left out", params, rows, **{part: 1 / scale}), acts, True)
+            own = ("fp8_query",) if name == "q_scale" else ()
+            unscaled = scaled(f"{name} is left out", params, rows, **{part: 1 / scale}, features=own)
+            yield Toggle(name, unscaled, acts, True)
         if bool((scale != scale[0]).any()):
             meaning = f"the {name} of KV head 0 is used for all heads"
-            of_first = scaled(meaning, params, rows, **{part: scale[:1] / scale})
+            of_first = scaled(meaning, params, rows, **{part: scale[:1] / scale}, features=("fp8_per_head",))
             yield Toggle(f"{name} per head", of_first, acts, False)
+
+
+def query_scale(problem: Problem) -> Tensor:
+    """Return ``q_scale`` as float64 ``[1 or Hkv, 1]``, with the float32 value that a backend gets."""
+    return torch.tensor(problem.cache.q_scale, dtype=torch.float32).double().reshape(-1, 1)
 
 
 def scaled(
@@ -195,9 +204,13 @@ def scaled(
     of_keys: Tensor | None = None,
     of_values: Tensor | None = None,
     of_query: Tensor | None = None,
+    features: tuple[str, ...] = (),
 ) -> Hypothesis:
-    """Return the fault of multiplying keys, values or query by such factors, ``[1 or Hkv, 1]`` each."""
-    if of_query is not None and len(of_query) > 1:
+    """Return the fault of multiplying keys, values or query by such factors.
+
+    They are ``[1 or Hkv, 1]`` each; ``of_query`` may also be ``[H, 1]``. ``features``: those of the hypothesis.
+    """
+    if of_query is not None and len(of_query) == params.num_kv_heads:
         of_query = of_query.repeat_interleave(params.group_size, 0)
     factors = {"keys": of_keys, "values": of_values, "query": of_query}
 
@@ -208,7 +221,7 @@ def scaled(
                 made[part] = getattr(rows, part).double() * factor.to(rows.keys.device)
         return replace(rows, **made).attend(params)
 
-    return Hypothesis(meaning, compute)
+    return Hypothesis(meaning, compute, features)
 
 
 # The two forms in which kernels compute latent attention, what each loses to rounding, and faults specific to them.

@@ -19,7 +19,14 @@ from attncheck.errors import BlindCaseError
 from attncheck.harness.device import accelerator_of
 from attncheck.harness.problem.problem import Problem
 from attncheck.harness.problem.sizes import judging_device, naive_layer, operations
-from attncheck.harness.problem.storage import OutputCodes, key_storage, output_codes, output_error, value_storage
+from attncheck.harness.problem.storage import (
+    OutputCodes,
+    key_storage,
+    output_codes,
+    output_error,
+    query_storage,
+    value_storage,
+)
 from attncheck.harness.truth.faults import (
     LATENT_ROUNDINGS,
     Answer,
@@ -245,7 +252,7 @@ def rows_of(problem: Problem, device: torch.device) -> UnpagedAttention:
         return naive_rows(problem, problem.up_projections, cache_rows(problem, device))
     layer, cache = problem.layer, problem.cache
     return UnpagedAttention(
-        problem.query,
+        query_storage(layer, cache).exact(problem.query),
         key_storage(layer, cache).exact(problem.keys),
         value_storage(layer, cache).exact(problem.values),
         problem.cu_seqlens_q,
@@ -276,11 +283,13 @@ def honest_answers(problem: Problem, rows: UnpagedAttention, params: AttentionPa
     """Yield outputs and LSEs of low-precision runs, one for each way in which a good kernel may compute the problem."""
     precision = Precision.kernel(problem.dtype)
 
-    def attend(reading: UnpagedAttention, how: AttentionParams) -> Answer:
+    def attend(reading: UnpagedAttention, how: AttentionParams, rounding: Precision = precision) -> Answer:
         if problem.layout.part_of_key is None:
-            return reading.attend(how, precision)
-        return _merged(problem, reading, how, precision)
+            return reading.attend(how, rounding)
+        return _merged(problem, reading, how, rounding)
 
+    if problem.layer.query_quant:  # tensor cores multiply codes of values by codes of weights
+        yield attend(rows, params, replace(precision, prob=torch.float8_e4m3fn))
     if problem.up_projections is None:
         for read in _readings(problem, rows):
             yield attend(read, params)
@@ -294,11 +303,12 @@ def honest_answers(problem: Problem, rows: UnpagedAttention, params: AttentionPa
 
 
 def _readings(problem: Problem, rows: UnpagedAttention) -> Iterator[UnpagedAttention]:
-    """Yield the rows as kernels may read them from the cache: exactly, and for codes, also rounded to the dtype."""
+    """Yield the rows as kernels may read them: exactly, and for codes, also rounded to the layer's dtype."""
     yield rows
     if key_storage(problem.layer, problem.cache).is_fp8:
         device = rows.keys.device
-        yield replace(rows, keys=problem.keys.to(device), values=problem.values.to(device))
+        query, keys, values = (each.to(device) for each in (problem.query, problem.keys, problem.values))
+        yield replace(rows, query=query, keys=keys, values=values)
 
 
 def _merged(problem: Problem, rows: UnpagedAttention, params: AttentionParams, precision: Precision) -> Answer:

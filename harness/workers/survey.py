@@ -68,6 +68,7 @@ class SurveyServer(Server):
         ``num_reported``: how many are left out. The events are the loading of a backend, which begins, and its report.
         """
         from attncheck.backends import interpreter
+        from attncheck.harness.run.backend_loading import claims_in_header
 
         # Set before Triton is imported: a backend that runs in Triton's interpreter counts as available.
         os.environ.update(interpreter.required_environment(device))
@@ -80,8 +81,12 @@ class SurveyServer(Server):
             ref = f"{family}:{name}"
             emit(Stage(name=ref))
             reason = _reason_against(ref, device)
-            declared, level = library.declared_by(name)
-            emit(SurveyedBackend(name=ref, reason=reason, declared=declared, level=level))
+            declared, claims, level = library.declared_by(name)
+            emit(
+                SurveyedBackend(
+                    name=ref, reason=reason, declared=declared, claims=claims_in_header(claims), level=level
+                )
+            )
         return len(names)
 
 

@@ -20,6 +20,9 @@ _ENDLESS = 2**62
 
 _FLOAT_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
+_FP8_PROB_FACTOR = 256.0
+"""Factor of softmax numerators before they are rounded to ``float8_e4m3fn``, as in vLLM's Triton kernel."""
+
 
 @dataclass(frozen=True)
 class LayerParams:
@@ -141,7 +144,8 @@ class Precision:
 
     compute: dtype of scores, softmax, accumulation, lse and of the returned tensors.
     prob: the softmax numerators ``P`` are rounded to this dtype before ``P @ V``, and kept in ``compute``. The row sum
-        uses them unrounded. ``None``: not rounded.
+        uses them unrounded. ``None``: not rounded. ``float8_e4m3fn``: ``256 P`` is rounded, as kernels do to keep small
+        numerators.
     out: the output is rounded to this dtype, and kept in ``compute``. ``None``: not rounded. The lse is never rounded.
 
     Float32 products on a GPU follow torch's TF32 setting, which the caller must set.
@@ -160,7 +164,8 @@ class Precision:
     def __post_init__(self) -> None:
         for name in ("compute", "prob", "out"):
             dtype = getattr(self, name)
-            if dtype not in _FLOAT_DTYPES and not (name != "compute" and dtype is None):
+            is_allowed = dtype in _FLOAT_DTYPES or (name != "compute" and dtype is None)
+            if not is_allowed and (name, dtype) != ("prob", torch.float8_e4m3fn):
                 allowed = "float64, float32, bfloat16 or float16" + ("" if name == "compute" else ", or None")
                 raise ReferenceArgumentError(f"precision.{name}", dtype, allowed)
 
@@ -171,6 +176,8 @@ class Precision:
 
     def round_prob(self, p: Tensor) -> Tensor:
         """Return softmax numerators rounded to ``prob``."""
+        if self.prob == torch.float8_e4m3fn:
+            return _rounded(_FP8_PROB_FACTOR * p, self.prob) / _FP8_PROB_FACTOR
         return _rounded(p, self.prob)
 
     def round_out(self, out: Tensor) -> Tensor:

@@ -18,6 +18,7 @@ from attncheck.reports.analysis.graph_levels import LevelRow, level_rows
 from attncheck.reports.analysis.summary import late_checks
 from attncheck.reports.analysis.support import SupportRow, SupportVerdict
 from attncheck.reports.analysis.verdicts import run_findings
+from attncheck.reports.audit.claims import WRONG, AuditedClaim, audited_claims, measured_by
 from attncheck.reports.markdown import markup
 from attncheck.reports.run_file.graph_levels import CUDAGRAPH, PADDING_FAULTS, GraphLevel, PaddingRows
 from attncheck.reports.run_file.header import SurveyedBackend
@@ -28,10 +29,7 @@ FORMS = ("dtype", "kv_cache_dtype", "block_size", "head_size", "attn_type")
 """Columns whose values are forms of cases."""
 
 FEATURES = ("sinks", "sliding_window", "non_causal")
-"""Columns of yes or no that are features of cases."""
-
-UNTRIED = ("sparse", "mm_prefix", "dcp")
-"""Columns that no case tests: sparse attention, bidirectional prefixes, decode context parallelism."""
+"""Columns of yes or no that are features of cases; other claims have rows of their own."""
 
 LAYERS, CAPABILITY = "layers", "compute_capability"
 
@@ -97,12 +95,19 @@ def _features(
     left = (record for record in run.records if record.backend == backend.name and is_out_of_time(record))
     late = {need for record in left for need in record.needs}
     cells = [AuditedFeature(LAYERS, backend.declared.get(LAYERS, ()), (), is_testable=False)]
-    for column in (*FORMS, *FEATURES, *UNTRIED):
-        measured = tuple(_measured_value(row, late) for row in support.get(column, ()) if column not in UNTRIED)
-        cells.append(
-            AuditedFeature(column, backend.declared.get(column, ()), measured, is_testable=column not in UNTRIED)
-        )
+    for column in (*FORMS, *FEATURES):
+        measured = tuple(_measured_value(row, late) for row in support.get(column, ()))
+        declared = backend.declared.get(column, ()) if column in FORMS else _declared_feature(backend, column, run)
+        cells.append(AuditedFeature(column, declared, measured))
     return (*cells, _capability(backend, support, run))
+
+
+def _declared_feature(backend: SurveyedBackend, column: str, run: Run) -> tuple[str, ...]:
+    """Return the value of a claim: that of the backend's layers if the run has it, else that of its class."""
+    own = next((each.claims for each in run.header.backends if each.name == backend.name), ()) or backend.claims
+    if not own or column in backend.declared or backend.declared.get(LAYERS) == (STATE,):
+        return backend.declared.get(column, ())
+    return tuple(claim.value for claim in own if claim.feature == column) or ("no",)
 
 
 def _measured_value(row: SupportRow, late: Collection[str]) -> MeasuredValue:
@@ -129,7 +134,7 @@ BATCHES: Mapping[GraphLevel, str] = {
 NOT_MEASURED = "not measured"
 
 _NO_MODIFIER = "plain"
-_OTHER_FEATURES = frozenset({"lse", "cascade", "tree", "tree_depth", "short_keys", "merge_nan", "fp8_query"})
+_OTHER_FEATURES = frozenset({"lse", "cascade", "tree", "tree_depth", "short_keys", "merge_nan"})
 """Features that no layer or cache needs: those of paths, of batches, and of the backend itself."""
 
 
@@ -240,7 +245,7 @@ _SHOWN_LAYERS = 4
 
 _LEGEND = (
     "A number counts cases. Right and wrong are measured. What is not declared is shown where it was tried. "
-    "No case covers sparse, mm_prefix and dcp, nor compute_capability on a CPU."
+    "No case covers compute_capability on a CPU."
 )
 
 
@@ -262,6 +267,7 @@ def render(run: Run, *others: Run) -> str:
         "### Features, declared and measured",
         markup.escaped(_LEGEND),
         _table(able, _cell),
+        *(["### Claims of vLLM's contract", _claims_table(claims)] if (claims := audited_claims(run)) else []),
         *([f"### Declared, and not examined here ({len(left)})", _table(stated, _declared)] if left else []),
         f"Command: {markup.code(shlex.join(run.header.command))}" if run.header.command else "",
     ]
@@ -285,6 +291,9 @@ def _facts(run: Run) -> dict[str, object]:
         "left": {name: {"left": left, "cases": cases} for name, (left, cases) in left_cases(run).items()},
         "levels": [asdict(row) | {"batches": dict(row.batches)} for row in audited_levels(run)],
         "backends": [asdict(each) for each in audited_features(run)],
+        "claims": [
+            {"backend": each.backend, **each.claim.model_dump(), "state": each.state} for each in audited_claims(run)
+        ],
         "command": list(run.header.command),
     }
 
@@ -372,7 +381,7 @@ def _table(backends: Sequence[AuditedBackend], cell: Callable[[AuditedFeature], 
 def _cell(feature: AuditedFeature) -> str:
     if not (feature.declared or feature.measured):
         return "-"
-    if feature.column in (*FEATURES, *UNTRIED):
+    if feature.column in FEATURES:
         verdicts = [_VERDICTS[found.verdict] + _counts(found) for found in feature.measured[:1]] or [_NOT_TRIED]
         return f"{_declared(feature)}: {verdicts[0]}" if feature.declared else "-"
     exact = {value for value in feature.declared if re.fullmatch(r"\w+", value) and value != "any"}
@@ -392,6 +401,23 @@ def _cell(feature: AuditedFeature) -> str:
     if ranges:
         return f"{ranges} ({measured or _NOT_TRIED})"
     return measured or "-"
+
+
+def _claims_table(claims: Sequence[AuditedClaim]) -> str:
+    """Return a row for each claim: what measures it, and the backends that make it by their states."""
+    states: dict[str, dict[str, list[str]]] = {}
+    ways: dict[str, str] = {}
+    for each in claims:
+        value = "" if each.claim.value == "yes" else f" ({each.claim.value})"
+        own = markup.code_cell(_own(each.backend)) + markup.escaped(value)
+        ways[each.claim.member] = measured_by(each.claim)
+        state = f"**{WRONG}**{each.state.removeprefix(WRONG)}" if each.state.startswith(WRONG) else each.state
+        states.setdefault(each.claim.member, {}).setdefault(state, []).append(own)
+    rows = [
+        [markup.code_cell(member), ways[member], "; ".join(f"{state}: {', '.join(who)}" for state, who in own.items())]
+        for member, own in states.items()
+    ]
+    return markup.table(["claim", "measured by", "found"], rows)
 
 
 def _counts(found: MeasuredValue) -> str:

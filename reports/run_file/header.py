@@ -57,6 +57,21 @@ class Environment(RunFileValue):
         return hashlib.sha256(canonical.encode()).hexdigest()[:12]
 
 
+class DeclaredClaim(RunFileValue):
+    """A declaration of vLLM's contract that a class makes: ``value`` is ``yes``, or what it depends on.
+
+    What measures it: the cases that need ``feature``, those of each value of ``form``, or ``check``. ``unexamined``:
+    why nothing does.
+    """
+
+    member: str
+    value: str
+    feature: str = ""
+    form: str = ""
+    check: str = ""
+    unexamined: str = ""
+
+
 class BackendInfo(RunFileValue):
     """A backend of the run: its conventions are allowed differences, shown beside its name.
 
@@ -70,6 +85,7 @@ class BackendInfo(RunFileValue):
     version: str = ""
     conventions: dict[str, str | bool | int | float | None] = Field(default_factory=dict)
     features: tuple[str, ...] = ()
+    claims: Annotated[tuple[DeclaredClaim, ...], MOST_NAMES] = ()
     required_environment: dict[str, str] = Field(default_factory=dict)
     files: dict[str, str] = Field(default_factory=dict)
     digest: str = Field(default="", exclude=True)
@@ -79,12 +95,14 @@ class SurveyedBackend(RunFileValue):
     """One of the backends of a reference such as ``vllm:*``.
 
     ``reason``: why it is not in the run; empty: it is. ``declared``: what its class declares, by the columns of its
-    library's own table; empty where it cannot be imported. ``level``: the CUDA-graph level; empty where it is unknown.
+    library's own table; empty where it cannot be imported. ``claims``: what it declares of vLLM's contract, without
+    what only its layers do. ``level``: the CUDA-graph level; empty where it is unknown.
     """
 
     name: str
     reason: str = ""
     declared: dict[str, tuple[str, ...]] = Field(default_factory=dict)
+    claims: Annotated[tuple[DeclaredClaim, ...], MOST_NAMES] = ()
     level: str = ""
 
 

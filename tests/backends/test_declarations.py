@@ -47,6 +47,11 @@ NEEDS = {
     "kv_sharing": ((layer(kv_sharing=True), CacheSpec(), batch()), "kv_sharing true", ()),
     "fp8_kv": ((layer(), CacheSpec(kv_cache_dtype="fp8_e5m2"), batch()), "kv_cache_dtype fp8_e5m2", ()),
     "fp8_per_head": ((layer(), CacheSpec(kv_cache_dtype="fp8", v_scale=(1.0, 2.0)), batch()), "per head", ("fp8_kv",)),
+    "fp8_query": (
+        (layer(query_quant=True), CacheSpec(kv_cache_dtype="fp8"), batch()),
+        "query_quant true",
+        ("fp8_kv",),
+    ),
     "output_quant": ((layer(output_quant=OutputQuantSpec(scale=0.5)), CacheSpec(), batch()), "fp8_e4m3", ()),
     "mla": ((LATENT, CacheSpec(), batch()), "latent cache", ()),
     "tree": ((layer(), CacheSpec(), batch(path="tree")), "path tree", ()),
@@ -57,7 +62,6 @@ NEEDED_BY_NO_CASE = {
     "lse": "an output a backend may offer",
     "cascade": "played by the harness where it is not declared",
     "alibi_sqrt": "no layer has it",
-    "fp8_query": "no layer has it",
     "tree_depth": "a convention of trees",
     "merge_nan": "a property of a function",
 }

@@ -17,6 +17,7 @@ SUITES = {
     "decode": "8078ffde402f",
     "encoder": "8733a9c430aa",
     "fp8_kv": "d51e7ecafc16",
+    "fp8_query": "80f2023546f5",
     "gqa": "0cccf16e805d",
     "head_sizes": "59837fa43f7c",
     "hybrid": "8228cdaf8c41",

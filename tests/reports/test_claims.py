@@ -8,8 +8,9 @@ import pytest
 from attncheck.reports.analysis.support import ANSWERED, REFUSED
 from attncheck.reports.analysis.verdicts import run_findings
 from attncheck.reports.audit import page
+from attncheck.reports.audit.claims import audited_claims
 from attncheck.reports.audit.page import audited_levels
-from attncheck.reports.run_file.header import BackendInfo, CaseInfo, SurveyedBackend
+from attncheck.reports.run_file.header import BackendInfo, CaseInfo, DeclaredClaim, SurveyedBackend
 from attncheck.reports.run_file.store import read_run
 
 ROWS = "7 of 40 rows, first: row 3 (request 0, position 35), head 1: found 0.5"
@@ -209,7 +210,6 @@ DECLARED = {
     "head_size": ("64", "80"),
     "sinks": ("yes",),
     "sliding_window": ("no",),
-    "dcp": ("yes",),
 }
 NEEDS = ("attn_type=decoder", "block_size=32", "head_size=64")
 
@@ -290,7 +290,6 @@ def test_each_cell_has_what_is_declared_and_what_is_measured(run):
     assert row["block_size"] == "multiples of 16 (right: 32 (1))"
     assert row["sinks"] == "yes: **wrong** (1 of 1)"
     assert row["sliding_window"] == "no: not tried"
-    assert row["dcp"] == "yes: not tried"
     state = SurveyedBackend(name="vllm:ONE", declared={"layers": ("state",)}, level="UNIFORM_BATCH")
     of_state = replace(run, header=run.header.model_copy(update={"surveyed": (state,)}), records=run.records[:1])
     (line,) = [line for line in page.render(of_state).splitlines() if line.startswith("| `ONE` | state")]
@@ -356,3 +355,66 @@ def test_several_runs_have_their_levels_side_by_side(run, make):
     (beside,) = json.loads(page.document(gpu, run))["beside"]
     assert beside == {key: value for key, value in json.loads(page.document(run)).items() if key in beside}
     assert "several runs" not in page.render(gpu)
+
+
+def test_claims_that_a_check_measures_have_its_outcome(run, make, graph):
+    """A claim about graphs has an outcome in the levels; one of bits counts only if the run claims it."""
+
+    def claim(member, **ways):
+        return DeclaredClaim(member=member, value="yes", **ways)
+
+    draft, table = "supports_draft_decode_metadata_update", "supports_update_block_table"
+    own = (
+        claim(draft, check="cudagraph"),
+        claim(table, check="builder"),
+        claim("supports_batch_invariance", check="bitwise"),
+        claim("indexes_kv_by_block_stride", form="cache.pool_order"),
+        claim("supports_sink", feature="sinks"),
+        claim("supports_rswa", unexamined="no case has it"),
+    )
+    infos = (BackendInfo(name="vllm:ONE", ref="vllm:ONE", conventions={"batch_invariant": True}, claims=own),)
+    infos += (BackendInfo(name="vllm:TWO", ref="vllm:TWO", conventions={"batch_invariant": False}, claims=own),)
+    surveyed = SurveyedBackend(name="vllm:THREE", reason="needs a GPU", claims=own)
+    found = [{"name": draft, "value": True, "outcome": outcome, "reason": ""} for outcome in ("failed", "passed")]
+
+    def of(name, outcome, check, case, **fields):
+        return make(outcome, backend=name, backend_ref=name, check=check, case_id=case, **fields)
+
+    records = [
+        of("vllm:ONE", "passed", "cudagraph", "a", graph=levels_of_audit(SINGLE, *["passed"] * 3) | {"claims": [each]})
+        for each in found
+    ]
+    records += [of(name, "passed", "bitwise", "a") for name in ("vllm:ONE", "vllm:TWO")]
+    records += [
+        of("vllm:ONE", "failed", "bitwise", "b", summary="order: other bits"),
+        of("vllm:ONE", "failed", "builder", "a", summary="with update_block_table for a second group of layers: no"),
+        of("vllm:TWO", "failed", "builder", "a", summary="shared metadata are changed"),
+        of("vllm:ONE", "failed", "numerics", "pool", summary=ROWS),
+        of("vllm:ONE", "passed", "numerics", "dense"),
+    ]
+    cases = [
+        CaseInfo(suite="smoke", id="pool", shape="", keys={"cache.pool_order": "BL"}),
+        CaseInfo(suite="smoke", id="dense", shape="", keys={}),
+    ]
+    header = run.header.model_copy(update={"backends": infos, "surveyed": (surveyed,), "cases": tuple(cases)})
+    states = {
+        (each.backend, each.claim.member): each.state
+        for each in audited_claims(replace(run, header=header, records=tuple(records)))
+    }
+    one = {member: state for (name, member), state in states.items() if name == "vllm:ONE"}
+    assert one == {
+        draft: "wrong (1 of 2)",
+        table: "wrong (1 of 1)",
+        "supports_batch_invariance": "wrong (1 of 2)",
+        "indexes_kv_by_block_stride": "wrong (1 of 1)",
+        "supports_sink": "not tried",
+        "supports_rswa": "declared, not examined: no case has it",
+    }
+    assert {states["vllm:TWO", member] for member in (table, draft, "supports_batch_invariance")} == {"not tried"}
+    assert states["vllm:THREE", "supports_sink"] == "declared, not examined here"
+    text = page.render(replace(run, header=header, records=tuple(records)))
+    assert f"| `{draft}` | check cudagraph | **wrong** (1 of 2): `ONE`; not tried: `TWO`" in text.replace(
+        "declared, not examined here: `THREE`; ", ""
+    )
+    lines = text.splitlines()
+    assert "| `supports_rswa` | nothing | declared, not examined: no case has it: `THREE`, `ONE`, `TWO` |" in lines

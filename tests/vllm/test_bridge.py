@@ -15,6 +15,8 @@ from attncheck.backends import registry
 from attncheck.backends.candidates.vllm import bridge, package
 from attncheck.backends.candidates.vllm.cache import their_spec
 from attncheck.backends.candidates.vllm.config import plain_config, soft_cap_entry, their_config
+from attncheck.backends.candidates.vllm.survey import declared_by
+from attncheck.backends.claims import CLAIMS
 from attncheck.backends.contract import KVCacheSpec
 from attncheck.backends.impl import set_current_vllm_config
 from attncheck.reference.spec import BatchSpec, CacheSpec, LayerSpec, RequestSpec
@@ -217,3 +219,16 @@ def test_a_builder_declares_of_graphs_what_vllm_s_declares(name, updates_drafts)
 def test_what_this_build_cannot_run_is_unavailable_with_the_reason(name, why):
     (reason, *_) = registry.load(f"vllm:{name}").backend.unavailable_reasons("cpu")
     assert why in reason
+
+
+def test_each_member_that_vllms_contract_declares_is_a_known_claim():
+    """Also those of builders and impls, and of classes that declare more than the contract."""
+    contract = package.module("vllm.v1.attention.backend")
+    classes = (contract.AttentionBackend, contract.AttentionImplBase, contract.AttentionMetadataBuilder)
+    members = {name for cls in classes for name in dir(cls) if name.startswith("supports_")}
+    assert members <= CLAIMS.keys()
+    for name in ("TRITON_ATTN", "FLASH_ATTN", "CPU_ATTN"):
+        claims = declared_by(name)[1]
+        assert claims["supports_kv_connector"] == "yes"
+        assert claims.keys() <= CLAIMS.keys()
+    assert declared_by("TRITON_ATTN")[1]["supports_rswa"] == "yes"

@@ -16,7 +16,8 @@ from attncheck.backends.candidates.vllm.cache import kernel_block_sizes
 from attncheck.backends.candidates.vllm.config import plain_config, their_config
 from attncheck.backends.candidates.vllm.layers import LatentSizes, has_value_size, has_writer, load_weights, make_layer
 from attncheck.backends.candidates.vllm.trial import absent_part
-from attncheck.backends.declarations import PREDICATES, MultipleOf
+from attncheck.backends.claims import PREDICATES
+from attncheck.backends.declarations import MultipleOf
 from attncheck.backends.dtypes import DTYPES
 from attncheck.backends.impl import STATIC_FP8, LatentArguments, LayerArguments, QuantKey
 from attncheck.reference.spec import AttentionType, CacheSpec, KVCacheDType, LayerSpec
@@ -68,6 +69,8 @@ def declarations_of(their_backend: type[Any]) -> VLLMDeclarations:
     if layer is not None:
         features |= {name for name, extra in _TRIED.items() if _is_made(their_backend, replace(plain, **extra), dtypes)}
         features |= {"output_quant"} if fuses(layer.impl, STATIC_FP8) else set()
+    if _takes_fp8_queries(their_backend, plain, dtypes):
+        features.add("fp8_query")
     return VLLMDeclarations(
         dtypes=dtypes,
         head_sizes=head_sizes,
@@ -123,12 +126,21 @@ def _made(their_backend: type[Any], given: LayerArguments, dtypes: tuple[torch.d
             num_kv_heads=given.num_kv_heads,
             head_size=given.head_size,
             block_size=max(16, size.base) if isinstance(size, MultipleOf) else size,
+            cache_dtype=given.kv_cache_dtype,
         )
         config = their_config(plain, model={} if sizes is None else sizes.model())
         layer = make_layer(their_backend, config, given, sizes)
         return layer, "" if sizes is None else _weights_error(layer, config)
     except Exception as error:  # noqa: BLE001 (someone else's code: whatever it raises is the answer)
         return None, f"making a plain layer raised {type(error).__name__}: {error}"
+
+
+def _takes_fp8_queries(their_backend: type[Any], plain: LayerArguments, dtypes: tuple[torch.dtype, ...]) -> bool:
+    """Return whether the impl takes FP8 queries beside an FP8 cache. vLLM quantises those of a latent layer itself."""
+    if is_mla(their_backend) or not _takes_cache(their_backend, "fp8"):
+        return False
+    layer, _ = _made(their_backend, replace(plain, kv_cache_dtype="fp8"), dtypes)
+    return layer is not None and getattr(layer, "query_quant", None) is not None
 
 
 def _sinks_dtypes(their_backend: type[Any], plain: LayerArguments, dtypes: tuple[torch.dtype, ...]) -> tuple[str, ...]:

@@ -101,12 +101,17 @@ class VLLMImpl(AttentionImpl[Any]):
         self.layer.impl.do_kv_cache_update(self.layer, *operands)
 
     def _attend(self, query: Tensor, *operands: Any, **outputs: Tensor | None) -> None:
-        if getattr(self.layer, "query_quant", None) is not None:
+        if query.itemsize > 1 and getattr(self.layer, "query_quant", None) is not None:
             codes, _ = self.layer.query_quant(query.flatten(1), self.layer._q_scale)
             query = codes.view(query.shape)
         self.layer.impl.forward(self.layer, query, *operands, **outputs)
         if hasattr(self.layer, "isa"):  # set by the CPU backend's builder
             self.chosen_kernels = (str(self.layer.isa),)
+
+    @property
+    def supports_quant_query_input(self) -> bool:  # type: ignore[override]  # vLLM's impl decides in its constructor
+        """See the contract."""
+        return bool(getattr(self.layer.impl, "supports_quant_query_input", False))
 
     def fused_output_quant_supported(self, quant_key: QuantKey) -> bool:
         """See the contract; the key is converted to vLLM's."""

@@ -13,6 +13,7 @@ from attncheck.backends.candidates.vllm import package
 from attncheck.backends.candidates.vllm.cache import kernel_block_sizes
 from attncheck.backends.candidates.vllm.config import plain_config, their_config
 from attncheck.backends.candidates.vllm.selection import is_state_space, path_of, registered, select_class
+from attncheck.backends.claims import declared_claims
 from attncheck.backends.contract import KVCacheSpec, MultipleOf
 from attncheck.backends.dtypes import DTYPES
 from attncheck.reference.spec import AttentionType
@@ -35,33 +36,28 @@ def member_names() -> tuple[str, ...]:
     return (*registered(), *_chosen_by_platform())
 
 
-def declared_by(argument: str) -> tuple[dict[str, tuple[str, ...]], str]:
-    """Return the declared values of the class of ``argument`` by column, and its CUDA-graph level.
+def declared_by(argument: str) -> tuple[dict[str, tuple[str, ...]], dict[str, str], str]:
+    """Return what the class of ``argument`` declares: values by column, claims by member, and its CUDA-graph level.
 
-    Both are empty if the class cannot be imported. A predicate that raises gives one value, the text of its exception.
+    All are empty if the class cannot be imported. A predicate that raises gives one value, the text of its exception.
     """
     try:
         theirs = select_class(argument)
     except Exception:  # noqa: BLE001 (someone else's code; the registry reports why the import failed)
-        return {}, ""
+        return {}, {}, ""
     columns: dict[str, Callable[[], Iterable[str]]] = {
         "layers": lambda: [_kind(theirs)],
         "dtype": lambda: [name for name, dtype in DTYPES.items() if theirs.supports_dtype(dtype)],
         "kv_cache_dtype": lambda: [name for name in _cache_dtypes() if theirs.supports_kv_cache_dtype(name)],
         "block_size": lambda: _sizes(kernel_block_sizes(theirs)),
         "head_size": lambda: _head_sizes(theirs),
-        "sinks": lambda: _yes(theirs.supports_sink()),
-        "sliding_window": lambda: _yes(theirs.supports_sliding_window()),
-        "non_causal": lambda: _yes(theirs.supports_non_causal()),
-        "sparse": lambda: _yes(theirs.is_sparse()),
-        "mm_prefix": lambda: _yes(theirs.supports_mm_prefix()),
-        "dcp": lambda: _yes(theirs.supports_dcp()),
         "attn_type": lambda: [kind.value for kind in AttentionType if theirs.supports_attn_type(kind.value)],
         "compute_capability": lambda: _capabilities(theirs),
     }
     if is_state_space(theirs):  # has none of the other columns
         columns = {"layers": columns["layers"]}
-    return {name: tuple(_declared_values(values)) for name, values in columns.items()}, _level(theirs)
+    values = {name: tuple(_declared_values(values)) for name, values in columns.items()}
+    return values, declared_claims(theirs), _level(theirs)
 
 
 def _declared_values(values: Callable[[], Iterable[str]]) -> Iterable[str]:
@@ -81,10 +77,6 @@ def _kind(theirs: type[Any]) -> str:
 
 def _cache_dtypes() -> tuple[str, ...]:
     return get_args(package.find("CacheDType", "vllm.config.cache", "vllm.config"))
-
-
-def _yes(answer: object) -> list[str]:
-    return ["yes" if answer else "no"]
 
 
 def _sizes(sizes: Iterable[int | MultipleOf]) -> list[str]:

@@ -133,7 +133,8 @@ def allocate_inputs(
     """
     largest = dummy_call(problem, Bucket(num_reqs, num_tokens, None), max_model_len, longest=True)
     shapes = ((num_tokens, *rows.shape[1:]) for rows in (problem.query, problem.keys, problem.values))
-    rows = [torch.zeros(shape, dtype=problem.dtype, device=device) for shape in shapes]
+    query, key, value = (torch.zeros(shape, dtype=problem.dtype, device=device) for shape in shapes)
+    rows = (problem.passed_query(query), key, value)
     query, key, value = operand_views(rows, StridesSpec(query="fused", key="fused", value="fused"))
     return PersistentInputs(_call(problem, zeroed(largest.common, device), query, key, value))
 
@@ -166,7 +167,7 @@ def dummy_call(problem: Problem, bucket: Bucket, max_model_len: int, *, longest:
         torch.full((bucket.num_tokens, *rows.shape[1:]), nan, dtype=problem.dtype)
         for rows in (problem.query, problem.keys, problem.values)
     )
-    return _call(problem, dummy, query, key, value)
+    return _call(problem, dummy, problem.passed_query(query), key, value)
 
 
 def some_steps_earlier(call: ForwardCall, tokens: int, block_size: int | None = None) -> ForwardCall:

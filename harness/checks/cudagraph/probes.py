@@ -385,6 +385,7 @@ def traits_of(layer: LayerSpec, cache: CacheSpec) -> frozenset[Trait]:
         "sinks_dtype": layer.sinks_dtype is not None,
         "mla": layer.mla is not None,
         "output_quant": layer.output_quant is not None,
+        "query_quant": layer.query_quant,
         "scales per head": any(isinstance(scale, tuple) for scale in (cache.k_scale, cache.v_scale, cache.q_scale)),
     }
     return frozenset(traits | {(name, True) for name, holds in is_on.items() if holds})

@@ -74,7 +74,8 @@ def work_of(case: Case) -> Work:
     given = ITEMSIZES[layer.dtype]
     held = given if case.cache.kv_cache_dtype == "auto" else ITEMSIZES[case.cache.kv_cache_dtype]
     row = layer.num_kv_heads * (layer.head_size + (0 if layer.mla else layer.value_head_size))
-    one_row = layer.num_heads * (naive.head_size * given + naive.value_head_size * (1 if layer.output_quant else given))
+    of_query, of_output = (1 if quant else given for quant in (layer.query_quant, layer.output_quant))
+    one_row = layer.num_heads * (naive.head_size * of_query + naive.value_head_size * of_output)
     one_new_key = row * (given + (held if layer.has_cache else 0))
 
     moved, flops = num_weights(layer) * given, 0

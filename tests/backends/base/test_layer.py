@@ -134,7 +134,7 @@ def test_a_kernel_refuses_undeclared_steps(make_step):
     assert_refused(step, NotImplementedError, "BARE: ALiBi without a causal mask is not supported")
     codes = kernel_backend(nothing, name="bare", features=("fp8_kv",), supported_kv_cache_dtypes=("auto", "fp8"))
     step = make_step(codes, PLAIN, STEP, cache=CacheSpec(kv_cache_dtype="fp8", k_scale=(1.0, 2.0)))
-    assert_refused(step, NotImplementedError, "BARE: k_scale or v_scale per head is not supported")
+    assert_refused(step, NotImplementedError, "BARE: k_scale, v_scale or q_scale per head is not supported")
     encoder = make_step(SDPABackend, replace(PLAIN, attn_type="encoder_only"), [(3, 3)])
     encoder.common.causal = True
     assert_refused(encoder, ValueError, "TORCH_SDPA: attention of type encoder_only is not causal")

@@ -10,6 +10,7 @@ from attncheck.backends.candidates.reference import ReferenceBackend, ReferenceI
 from attncheck.backends.registry import LoadedBackend
 from attncheck.errors import BlindCaseError
 from attncheck.harness.checks import cache_write
+from attncheck.harness.checks.cudagraph.capture import allocate_inputs
 from attncheck.harness.checks.findings import Holds
 from attncheck.harness.driver.pool import CodecError, prove_codec
 from attncheck.harness.driver.session import Fill, Session
@@ -23,7 +24,8 @@ from attncheck.harness.problem.storage import (
 )
 from attncheck.harness.run.evaluate import Examiner, RunPlan
 from attncheck.harness.truth.truth import truth_of
-from attncheck.reference.spec import CacheSpec, LayerSpec, OutputQuantSpec
+from attncheck.reference import Precision, paged_attention
+from attncheck.reference.spec import CacheSpec, LayerSpec, OutputQuantSpec, StridesSpec
 
 CPU = torch.device("cpu")
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -187,3 +189,105 @@ def test_faults_of_scales_are_named(judge, backend_of, make_case, change, meanin
     case = make_case((1, 40), (5, 30), cache={"kv_cache_dtype": "fp8"} | SCALES)
     finding = judge("numerics", backend_of(Impl), case)
     assert finding.meaning.startswith(f"{meaning}: a reference with this fault gives the same output in all rows")
+
+
+QUERY_CODES = {"query_quant": True, "cache": {"kv_cache_dtype": "fp8"} | SCALES}
+
+
+def test_a_backend_gets_codes_whose_values_are_those_of_the_truth(make_case):
+    """Query heads 0 and 1 share the first scale, heads 2 and 3 the second."""
+    cache = QUERY_CODES["cache"] | {"q_scale": (1.7, 0.4)}
+    case = make_case((1, 9), (3, 20), num_heads=4, num_kv_heads=2, padding=(1, 3), query_quant=True, cache=cache)
+    problem = build_problem(case, 0)
+    (call,) = Session(ReferenceBackend, problem, CPU).prepared().calls
+    assert call.query.dtype == E4M3
+    assert (call.key.dtype, call.value.dtype) == (torch.bfloat16, torch.bfloat16)
+    scales = torch.tensor([1.7, 1.7, 0.4, 0.4], dtype=torch.float32).double()[:, None]
+    assert torch.equal(call.query[:4].double() * scales, truth_of(problem, CPU).rows.query)
+    assert bool(torch.isnan(call.query[4:].double()).all())
+
+
+class NeverTakesCodes(ReferenceImpl):
+    """Would decode FP8 queries, but states that it does not take them."""
+
+    def __init__(self, *args, **more):
+        super().__init__(*args, **more)
+        self.supports_quant_query_input = False
+
+
+@pytest.mark.parametrize(
+    ("features", "outcome"),
+    [(ReferenceBackend.features - {"fp8_query"}, "passed"), (ReferenceBackend.features, "failed")],
+)
+def test_an_impl_that_takes_no_fp8_query_refuses(make_case, features, outcome):
+    members = {"get_impl_cls": staticmethod(lambda: NeverTakesCodes), "features": features}
+    candidate = LoadedBackend("no", "no", type("No", (ReferenceBackend,), members), "", "test")
+    records = {each.check: each for each in Examiner(RunPlan((make_case(**QUERY_CODES),), (candidate,))).run()}
+    assert records["refusals"].outcome == outcome
+    assert "supports_quant_query_input is False" in str(records["refusals"])
+
+
+@pytest.mark.parametrize(("factor", "holds"), [(256, True), (0.1, False)])
+def test_a_kernel_may_multiply_codes_of_values_by_weights_in_the_same_format(
+    judge, backend_of, make_case, factor, holds
+):
+    """Tensor cores take both operands in FP8. Weights are at most 1: without a factor, most become 0."""
+
+    class Rounded(Precision):
+        def round_prob(self, p):
+            return (factor * p).to(E4M3).to(p.dtype) / factor
+
+    class Impl(ReferenceImpl):
+        def attend(self, layer, query, key, value, caches, metadata, output, output_lse):
+            common, rows = metadata.common, metadata.num_rows
+            scales = {"q_scale": self.query_scale(layer), "k_scale": layer._k_scale, "v_scale": layer._v_scale}
+            places = common.block_table_tensor, common.seq_lens, common.query_start_loc
+            out, lse = paged_attention(
+                query[:rows], *caches, *places, self.params(metadata), precision=Rounded(torch.float32), **scales
+            )
+            output[:rows], output_lse[:rows] = out.to(output.dtype), lse.float()
+
+    case = make_case((1, 200), (5, 90), head_size=64, **QUERY_CODES)
+    assert isinstance(judge("numerics", backend_of(Impl), case), Holds) == holds
+
+
+@pytest.mark.parametrize(
+    ("change", "meaning"),
+    [
+        (lambda q: torch.ones(1), "q_scale is left out"),
+        (lambda q: q**2, "q_scale is applied twice"),
+        (lambda q: 1 / q, "q_scale divides the codes"),
+    ],
+)
+def test_faults_of_the_query_scale_are_named(judge, backend_of, make_case, change, meaning):
+    class Impl(ReferenceImpl):
+        def query_scale(self, layer):
+            return change(super().query_scale(layer))
+
+    finding = judge("numerics", backend_of(Impl), make_case((1, 40), (5, 30), **QUERY_CODES))
+    assert finding.meaning.startswith(f"{meaning}: a reference with this fault gives the same output in all rows")
+
+
+def test_a_case_that_cannot_notice_the_query_scale_is_blind(make_case):
+    cache = QUERY_CODES["cache"] | {"q_scale": 1.001}
+    with pytest.raises(BlindCaseError, match="q_scale"):
+        truth_of(build_problem(make_case((1, 40), query_quant=True, cache=cache), 0), CPU)
+
+
+class WritesIntoTheQuery(ReferenceImpl):
+    """Overwrites the first row of codes after it has read them."""
+
+    def attend(self, layer, query, *operands):
+        super().attend(layer, query, *operands)
+        query.view(torch.uint8)[0] = 0
+
+
+def test_codes_of_the_query_are_compared_and_persist_as_other_inputs_do(judge, backend_of, make_case):
+    case = make_case((1, 40), (5, 30), **QUERY_CODES)
+    finding = judge("cache_write", backend_of(WritesIntoTheQuery), case)
+    assert "query" in finding.summary
+    for form in ("fused", "padded", "transposed", "odd"):
+        strides = StridesSpec(query=form, key="contiguous", value="contiguous")
+        assert isinstance(judge("numerics", ReferenceBackend, replace(case, strides=strides)), Holds)
+    inputs = allocate_inputs(build_problem(case, 0), 2, 6, 64, CPU).largest
+    assert (inputs.query.dtype, inputs.key.dtype) == (E4M3, torch.bfloat16)

@@ -41,6 +41,7 @@ def test_every_dimension_is_tried_by_itself(make_case):
     assert {changes.split()[0] for changes in tried} == {
         *("dtype", "head_size", "head_size_v", "attn_type", "causal", "sliding_window", "logits_soft_cap", "alibi"),
         *("sinks", "output_quant", "kv_sharing", "layout", "block_size", "kv_cache_dtype"),
+        "query_quant",
     }
     assert {"attn_type encoder", "attn_type encoder_only", "attn_type encoder_decoder"} <= tried
     for form in forms:
@@ -63,7 +64,7 @@ def test_forms_are_tried_with_the_first_plain_case_and_a_right_answer_is_a_note(
     assert seen["b"].outcome == "passed"
     assert seen["b"].notes == snapshot(
         (
-            "tried undeclared, and answered right without declaring it: dtype float16; dtype float32; head_size 72; head_size 128; head_size 192; head_size 256; head_size 272; attn_type encoder; attn_type encoder_only; attn_type encoder_decoder; sliding_window 9; logits_soft_cap 20.0; alibi True; sinks True; causal False; output_quant OutputQuantSpec(dtype='fp8_e4m3', scale=0.005); kv_sharing True; layout HND; kv_cache_dtype fp8, k_scale 0.3, v_scale 0.07; kv_cache_dtype fp8_e5m2, k_scale 0.3, v_scale 0.07; kv_cache_dtype fp8, k_scale (0.3, 0.6), v_scale (0.07, 0.14); kv_cache_dtype fp8_e5m2, k_scale (0.3, 0.6), v_scale (0.07, 0.14)",
+            "tried undeclared, and answered right without declaring it: dtype float16; dtype float32; head_size 72; head_size 128; head_size 192; head_size 256; head_size 272; attn_type encoder; attn_type encoder_only; attn_type encoder_decoder; sliding_window 9; logits_soft_cap 20.0; alibi True; sinks True; causal False; output_quant OutputQuantSpec(dtype='fp8_e4m3', scale=0.005); kv_sharing True; layout HND; kv_cache_dtype fp8, k_scale 0.3, v_scale 0.07; kv_cache_dtype fp8_e5m2, k_scale 0.3, v_scale 0.07; query_quant True, kv_cache_dtype fp8, k_scale 0.3, v_scale 0.07, q_scale 1.7; kv_cache_dtype fp8, k_scale (0.3, 0.6), v_scale (0.07, 0.14); kv_cache_dtype fp8_e5m2, k_scale (0.3, 0.6), v_scale (0.07, 0.14)",
         )
     )
 

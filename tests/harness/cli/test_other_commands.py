@@ -60,6 +60,13 @@ def test_list_names_everything_and_schema_is_that_of_case_files(typed):
     assert "cases" in json.loads(typed("list schema").out)["properties"]
 
 
+def test_claims_are_listed_with_what_measures_them(typed):
+    lines = " ".join(typed("list claims").out.split())
+    assert "supports_sink backend cases with sinks" in lines
+    assert "supports_batch_invariance backend check bitwise" in lines
+    assert "supports_rswa backend declared, not examined: no case has a prefix" in lines
+
+
 @pytest.mark.parametrize(("columns", "width"), [("60", 60), ("20", 40), ("150", 150), ("900", 200)])
 def test_a_list_is_as_wide_as_the_terminal_within_limits(columns, width, typed, monkeypatch):
     monkeypatch.setenv("COLUMNS", columns)

@@ -14,7 +14,7 @@ from attncheck.cases.loader import load_suite
 from attncheck.cases.profile import load_profile, profile_names
 from attncheck.harness.run import statement as statements
 from attncheck.harness.run.statement import must_pass, profile_info
-from attncheck.reports.run_file.header import BackendInfo, SuiteInfo
+from attncheck.reports.run_file.header import BackendInfo, DeclaredClaim, SuiteInfo
 
 DECODER, GRAPHS = "vllm-0.32-decoder", "vllm-0.32-decoder-graphs"
 WAIVER = """\
@@ -36,10 +36,15 @@ def graph(declared, measured):
 def write(folder, header, make_record, write_run):
     """``write({(case, check): (outcome, fields)})``: ``run.jsonl``, where all other checks of the profile passed."""
 
-    def write(others=None, *, profile=DECODER, ref="smoke", level="ALWAYS", only=None):
+    def write(others=None, *, profile=DECODER, ref="smoke", level="ALWAYS", only=None, claims=()):
         (folder / "run.jsonl").unlink(missing_ok=True)
         backend = BackendInfo(
-            name="Mine", ref="./mine.py:Mine", version="2", features=("sliding_window",), conventions={"lse_base": "e"}
+            name="Mine",
+            ref="./mine.py:Mine",
+            version="2",
+            features=("sliding_window",),
+            conventions={"lse_base": "e"},
+            claims=claims,
         )
         suites = (SuiteInfo(name="smoke", ref=ref, cases=94),)
         records = []
@@ -122,6 +127,16 @@ checked:
 not checked:
   whether the records come from this backend: no digest shows it; --rerun N makes some checks again
 """)
+
+
+def test_a_statement_lists_the_claims_that_nothing_examines(state, verify):
+    sinks = DeclaredClaim(member="supports_sink", value="yes", feature="sinks")
+    rswa = DeclaredClaim(member="supports_rswa", value="yes", unexamined="no case has it")
+    assert state(claims=(sinks, rswa)).code == 0
+    done = verify()
+    assert done.code == 0
+    assert "declared, not examined:\n  supports_rswa: no case has it\n" in done.out
+    assert "supports_sink" not in done.out
 
 
 @pytest.mark.parametrize(

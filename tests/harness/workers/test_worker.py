@@ -326,7 +326,7 @@ def library(monkeypatch):
     monkeypatch.setattr(registry, "SURVEYS", {"some": "their_survey"})
     module = ModuleType("their_survey")
     module.member_names = lambda: ("reference", "deadly", "torch_sdpa", "vllm", "triton_unified:x")
-    module.declared_by = lambda name: ({"dtype": ("float16", name)}, "NEVER")
+    module.declared_by = lambda name: ({"dtype": ("float16", name)}, {"supports_sink": "yes"}, "NEVER")
     monkeypatch.setitem(sys.modules, "their_survey", module)
     return module
 

@@ -121,6 +121,7 @@ TRAITS = {
     "attn_chunk_size": 8,
     "kv_sharing": True,
     "output_quant": OutputQuantSpec(scale=1.0),
+    "query_quant": True,
     "block_size": 32,
     "layout": "HND",
     "pool_order": "BL",

@@ -44,6 +44,10 @@ LAYERS = {
     "value heads": {"head_size_v": 32},
     "not causal": {"causal": False},
     "output codes": {"output_quant": OutputQuantSpec(dtype="fp8_e4m3", scale=0.1)},
+    "query codes": {
+        "query_quant": True,
+        "cache": {"kv_cache_dtype": "fp8", "k_scale": 0.3, "v_scale": 0.07, "q_scale": (1.7, 0.6)},
+    },
     "latent": LATENT,
 }
 

@@ -74,7 +74,7 @@ def counted(case):
                 pairs += 1
                 if key not in brings:
                     read_of_cache.add(("shared" if key < request.shared_prefix else index, key))
-        moved += rows * layer.num_heads * layer.head_size * given_size
+        moved += rows * layer.num_heads * layer.head_size * (1 if layer.query_quant else given_size)
         moved += rows * layer.num_heads * layer.value_head_size * (1 if layer.output_quant else given_size)
         moved += len(brings) * one_key * (given_size + (0 if encoder else held))
     flops = sum(2 * layer.num_heads * pairs * size for size in (layer.head_size, layer.value_head_size))
