@@ -79,13 +79,13 @@ class TriedForm:
 
 
 def is_plain(case: Case) -> bool:
-    """Return whether the case is a causal decoder layer without modifiers, shared cache or output quantisation.
+    """Return whether the case is a causal decoder layer without modifiers, shared cache, quantised output or R-SWA.
 
     Its path must be ``paged`` or ``mla``.
     """
     layer = case.layer
-    shares = layer.kv_sharing or layer.output_quant is not None
-    return case.batch.path.name in ("paged", "mla") and layer.is_causal and not layer.modifiers and not shares
+    others = layer.kv_sharing or layer.output_quant is not None or layer.rswa_window is not None
+    return case.batch.path.name in ("paged", "mla") and layer.is_causal and not layer.modifiers and not others
 
 
 def undeclared_forms(backend: type[AttentionBackend], case: Case, device: str) -> Iterator[TriedForm]:
@@ -420,7 +420,7 @@ def _unmodified(layer: LayerSpec) -> Iterator[ChangedLayer]:
         heads = tuple(range(0, layer.num_heads, group))
         what = f"with one query head per KV head instead of {group}"
         yield ChangedLayer(what, replace(layer, num_heads=layer.num_kv_heads), heads)
-    if layer.attn_type == AttentionType.DECODER and layer.mla is None:
+    if layer.attn_type == AttentionType.DECODER and layer.mla is None and layer.rswa_window is None:
         causal = not layer.is_causal
         yield ChangedLayer(f"with causal {causal}", replace(layer, causal=causal), name="" if causal else "causal")
 

@@ -311,7 +311,7 @@ def _sees(truth: Truth, index: int) -> Tensor:
     device = truth.rows.keys.device
     q_pos = torch.arange(num_rows, device=device)[:, None] + (num_keys - num_rows)
     k_pos = torch.arange(num_keys, device=device)[None]
-    return truth.rows.sees(truth.params, q_pos, k_pos, num_keys - num_rows).expand(num_rows, num_keys)
+    return truth.rows.sees(truth.params, index, q_pos, k_pos).expand(num_rows, num_keys)
 
 
 def _weights(truth: Truth, index: int, taken: slice, sees: Tensor) -> Tensor:

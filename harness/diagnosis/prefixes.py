@@ -1,0 +1,62 @@
+"""Faults of image spans, and of first keys that are seen beyond a window."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from torch import Tensor
+
+from attncheck.harness.problem.problem import Problem
+from attncheck.harness.truth.faults import ChangePrefix, Hypothesis, altered, with_first_keys, with_prefixes
+from attncheck.harness.truth.truth import Truth
+from attncheck.harness.truth.unpaged import UnpagedAttention
+from attncheck.reference import AttentionParams, visible
+
+
+def prefix_explanations(problem: Problem, truth: Truth) -> Iterator[Hypothesis]:
+    """Yield the faults that image spans and first keys can have, besides those that a case must notice."""
+    params, rows = truth.params, truth.rows
+    if any(own.mm_req_doc_ranges for own in rows.prefixes):
+        yield from _span_explanations(params, rows)
+    if rows.has_first_keys:
+        yield from _first_key_explanations(params, rows, problem.cache.block_size)
+
+
+def _span_explanations(params: AttentionParams, rows: UnpagedAttention) -> Iterator[Hypothesis]:
+    left = params.window[0]
+    if left >= 0:
+        meaning = "the image spans are clipped at the window"
+        yield altered(meaning, rows, params, "mm_prefix", hidden=lambda _r, q, k: q - k > left)
+    meaning = "rows are compared with image spans by their index in the step, not by their position"
+    yield _with_local_rows(meaning, params, rows)
+    for which, step in (("before", 1), ("behind", -1)):
+        others = tuple(rows.prefixes[(index - step) % len(rows.prefixes)] for index in range(len(rows.prefixes)))
+        meaning = f"every request has the image spans of the request {which} it"
+        yield altered(meaning, replace(rows, prefixes=others), params, "mm_prefix")
+
+
+def _with_local_rows(meaning: str, params: AttentionParams, rows: UnpagedAttention) -> Hypothesis:
+    """Return the fault of a mask that gets the row's number among the new rows of its request as its position."""
+    context = (rows.num_keys - rows.num_rows).tolist()
+
+    def hidden(request: int, q: Tensor, k: Tensor) -> Tensor:
+        in_span = rows.prefixes[request].sees(q - context[request], k)
+        return ~(visible(params, q, k) | in_span)
+
+    every = replace(params, causal=False, window=(-1, -1))
+    return altered(meaning, replace(rows, prefixes=()), every, "mm_prefix", hidden=hidden)
+
+
+def _first_key_explanations(params: AttentionParams, rows: UnpagedAttention, block_size: int) -> Iterator[Hypothesis]:
+    changes: dict[str, ChangePrefix] = {
+        "the first keys are counted in pages": with_first_keys(lambda own: own * block_size),
+        "only whole pages of first keys are visible": with_first_keys(lambda own: own // block_size * block_size),
+        "the last page of first keys is visible to its end": with_first_keys(
+            lambda own: -(-own // block_size) * block_size
+        ),
+    }
+    for meaning, change in changes.items():
+        yield altered(meaning, with_prefixes(rows, change), params, "rswa")
+    for which, step in (("before", 1), ("behind", -1)):
+        others = tuple(rows.prefixes[(index - step) % len(rows.prefixes)] for index in range(len(rows.prefixes)))
+        meaning = f"every request has the first keys of the request {which} it"
+        yield altered(meaning, replace(rows, prefixes=others), params, "rswa")
