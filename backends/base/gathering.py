@@ -101,7 +101,9 @@ def unpaged_requests(
         else:
             raise RuntimeError("neither a cache nor keys and values to attend to")
         tree = metadata.tree if metadata.tree is not None and len(metadata.tree) == end - start else None
-        yield UnpagedRequest(slice(start, end), first_position, lo, found_key, found_value, tree, doc_ranges, first_keys)
+        yield UnpagedRequest(
+            slice(start, end), first_position, lo, found_key, found_value, tree, doc_ranges, first_keys
+        )
 
 
 def grouped_requests(found: Iterable[UnpagedRequest], limit: int | None) -> Iterator[list[UnpagedRequest]]:

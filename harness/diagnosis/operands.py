@@ -22,6 +22,7 @@ from attncheck.harness.truth.faults import (
     scale_toggles,
     scaled,
     toggles,
+    window_feature,
 )
 from attncheck.harness.truth.truth import Truth
 from attncheck.harness.truth.unpaged import HiddenKeys, UnpagedAttention
@@ -50,11 +51,12 @@ def common_explanations(problem: Problem, truth: Truth) -> Iterator[Hypothesis]:
         yield altered("the causal mask is missing", rows, replace(params, causal=False))
     else:
         yield altered("a causal mask is applied", rows, replace(params, causal=True), "non_causal")
-    if rows.tree is None and (params.causal or max(params.window) >= 0):
+    if rows.tree is None and not rows.prefixes and (params.causal or max(params.window) >= 0):
         every = replace(params, causal=False, window=(-1, -1), attn_chunk_size=None)
         for row, shift in (("the next row: a key too late", 1), ("the row before: a key too early", -1)):
             yield altered(f"the mask is that of {row}", rows, every, hidden=partial(_is_hidden_from, params, shift))
-    yield from _windows_of_other_rows(params, rows, problem.cache.block_size)
+    if not rows.prefixes:
+        yield from _windows_of_other_rows(params, rows, problem.cache.block_size)
     lost = _lost_keys(rows, problem.cache.block_size)
     for meaning, hidden in lost if params.causal else chain(lost, _lengths_of_others(rows)):
         yield altered(meaning, rows, params, hidden=hidden)
@@ -78,7 +80,7 @@ def common_explanations(problem: Problem, truth: Truth) -> Iterator[Hypothesis]:
 def _several_left_out(params: AttentionParams, rows: UnpagedAttention) -> Iterator[Hypothesis]:
     off = {modifier.feature: change for modifier, change in left_out(params)}
     if max(params.window) >= 0:
-        off["sliding_window"] = {"window": (-1, 0) if params.window[1] == 0 else (-1, -1)}
+        off[window_feature(rows)] = {"window": (-1, 0) if params.window[1] == 0 else (-1, -1)}
     for count in range(2, len(off) + 1):
         for features in combinations(sorted(off), count):
             changes = {field: value for feature in features for field, value in off[feature].items()}
@@ -159,10 +161,13 @@ def _lost_keys(rows: UnpagedAttention, block_size: int) -> Iterator[tuple[str, H
     query_lens = (rows.cu_seqlens_q[1:] - rows.cu_seqlens_q[:-1]).tolist()
     key_lens = (rows.cu_seqlens_k[1:] - rows.cu_seqlens_k[:-1]).tolist()
     context = [k - q for q, k in zip(query_lens, key_lens, strict=True)]
-    yield "the causal mask is aligned to the first key (top left)", lambda r, q, k: k > q - context[r]
+    is_causal_alone = not rows.prefixes  # with image spans, rows would lose more than the fault names
+    if is_causal_alone:
+        yield "the causal mask is aligned to the first key (top left)", lambda r, q, k: k > q - context[r]
     yield "the keys of this step are missing", lambda r, _q, k: k >= context[r]
     yield "the keys of the context are missing", lambda r, _q, k: k < context[r]
-    yield "the key of the row itself is missing", lambda _r, q, k: k >= q
+    if is_causal_alone:
+        yield "the key of the row itself is missing", lambda _r, q, k: k >= q
     yield "the last key is missing", lambda r, _q, k: k >= key_lens[r] - 1
     yield "the first key is missing", lambda _r, _q, k: k < 1
     yield "the last, partly filled page is missing", lambda r, _q, k: k >= key_lens[r] // block_size * block_size

@@ -28,10 +28,8 @@ def _span_explanations(params: AttentionParams, rows: UnpagedAttention) -> Itera
         yield altered(meaning, rows, params, "mm_prefix", hidden=lambda _r, q, k: q - k > left)
     meaning = "rows are compared with image spans by their index in the step, not by their position"
     yield _with_local_rows(meaning, params, rows)
-    for which, step in (("before", 1), ("behind", -1)):
-        others = tuple(rows.prefixes[(index - step) % len(rows.prefixes)] for index in range(len(rows.prefixes)))
-        meaning = f"every request has the image spans of the request {which} it"
-        yield altered(meaning, replace(rows, prefixes=others), params, "mm_prefix")
+    for meaning, others in _of_other_requests(rows, "image spans"):
+        yield altered(meaning, others, params, "mm_prefix")
 
 
 def _with_local_rows(meaning: str, params: AttentionParams, rows: UnpagedAttention) -> Hypothesis:
@@ -56,7 +54,17 @@ def _first_key_explanations(params: AttentionParams, rows: UnpagedAttention, blo
     }
     for meaning, change in changes.items():
         yield altered(meaning, with_prefixes(rows, change), params, "rswa")
-    for which, step in (("before", 1), ("behind", -1)):
-        others = tuple(rows.prefixes[(index - step) % len(rows.prefixes)] for index in range(len(rows.prefixes)))
-        meaning = f"every request has the first keys of the request {which} it"
-        yield altered(meaning, replace(rows, prefixes=others), params, "rswa")
+    for meaning, others in _of_other_requests(rows, "number of first keys"):
+        yield altered(meaning, others, params, "rswa")
+
+
+def _of_other_requests(rows: UnpagedAttention, what: str) -> Iterator[tuple[str, UnpagedAttention]]:
+    """Yield the fault of reading the masks of other requests, and the rows with these masks."""
+    own = rows.prefixes
+    masks = {
+        "request 0": own[:1] * len(own),
+        "the request before it": (own[-1], *own[:-1]),
+        "the request behind it": (*own[1:], own[0]),
+    }
+    for which, others in masks.items():
+        yield f"every request has the {what} of {which}", replace(rows, prefixes=others)

@@ -195,9 +195,7 @@ class _Rows(NamedTuple):
 
 def _rows_of(requests: Sequence[Request]) -> list[_Rows]:
     """Return the concatenated rows of all requests, in pieces of ``_ROWS_AT_ONCE``."""
-    fields = [
-        (r.first_row, r.first_position, 0, r.num_keys, r.base, 0, -1, r.prefix.rswa_prefix_len) for r in requests
-    ]
+    fields = [(r.first_row, r.first_position, 0, r.num_keys, r.base, 0, -1, r.prefix.rswa_prefix_len) for r in requests]
     of_request = np.repeat(fields, [request.rows for request in requests], axis=0)
     of_request[:, :3] += np.concatenate([np.arange(request.rows) for request in requests])[:, None]
     for request in requests:

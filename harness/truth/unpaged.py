@@ -95,7 +95,6 @@ class UnpagedAttention:
         # Use pages of one token: the contiguous keys are then a cache, and its block table is simple arithmetic.
         table = torch.minimum(starts[:, None] + torch.arange(width, device=starts.device), self.cu_seqlens_k[-1] - 1)
 
-
         def seen(request: int, q_pos: Tensor, k_pos: Tensor) -> Tensor:
             sees = self._sees_without_tree(params, request, q_pos, k_pos)
             return sees if hidden is None else sees & ~hidden(request, q_pos, k_pos)
@@ -178,7 +177,6 @@ class UnpagedAttention:
             for request, prefix in enumerate(self.prefixes):
                 seen = seen | ((of_request == request) & prefix.sees(q_pos, k_pos))
         return own & seen
-
 
     def count_seen(self, params: AttentionParams) -> Tensor:
         """Return int64 ``[T]``: how many keys each row sees, counted one by one."""
