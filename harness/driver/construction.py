@@ -62,8 +62,9 @@ def vllm_config(
 ) -> ConfigNode:
     """Return the ``vllm_config`` that a builder reads, for one layer, cache and execution path.
 
-    ``num_blocks``: pages of the pool. ``has_image_spans``: whether requests have ``mm_req_doc_ranges``. ``capture_sizes``: token counts of the graphs that will be captured, ascending.
-    ``layers``: the layers constructed so far, by name.
+    ``num_blocks``: pages of the pool. ``has_image_spans``: whether a request has ``mm_req_doc_ranges``.
+    ``capture_sizes``: token counts of the graphs that will be captured, ascending. ``layers``: the layers constructed
+    so far, by name.
     """
     model = ConfigNode(
         "vllm_config.model_config",

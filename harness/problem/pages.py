@@ -118,7 +118,7 @@ class Request:
     first_row: int
     base: int
     pages: tuple[int, ...] = ()
-    prefix: PrefixMask = PrefixMask()
+    prefix: PrefixMask = PrefixMask()  # noqa: RUF009 (frozen)
 
     @property
     def first_position(self) -> int:

@@ -260,7 +260,7 @@ def scaled(
     factors = {"keys": of_keys, "values": of_values, "query": of_query}
 
     def compute() -> tuple[Tensor, Tensor]:
-        made: dict[str, Tensor] = {}
+        made: dict[str, Any] = {}
         for part, factor in factors.items():
             if factor is not None:
                 made[part] = getattr(rows, part).double() * factor.to(rows.keys.device)

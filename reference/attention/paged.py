@@ -334,7 +334,9 @@ def prefix_masks(
         if not 0 <= request < num_reqs or any(first > last for first, last in own):
             required = f"pairs of first and last position for requests 0 to {num_reqs - 1}"
             raise ReferenceArgumentError("mm_req_doc_ranges", {request: own}, required)
-    return tuple(PrefixMask(tuple(map(tuple, ranges.get(r, ()))), lens[r]) for r in range(num_reqs))
+    return tuple(
+        PrefixMask(tuple((first, last) for first, last in ranges.get(r, ())), lens[r]) for r in range(num_reqs)
+    )
 
 
 def _check_tree(tree_mask: Tensor | None, max_query_len: int) -> None:

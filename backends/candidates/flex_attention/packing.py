@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -58,7 +59,8 @@ class Call:
 
     def _with_rows(self, change: Callable[[Tensor], Tensor]) -> "Call":
         of_rows = {name: getattr(self, name) for name in ("own", "low", "high", "node", "first_low", "first_high")}
-        return replace(self, **{name: change(values) for name, values in of_rows.items() if values is not None})
+        changed: dict[str, Any] = {name: change(values) for name, values in of_rows.items() if values is not None}
+        return replace(self, **changed)
 
 
 def pack_requests(params: AttentionParams, requests: list[UnpagedRequest]) -> Call:
