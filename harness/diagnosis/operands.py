@@ -4,6 +4,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import chain, combinations
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -199,7 +200,9 @@ def imprecisions(problem: Problem, truth: Truth) -> Iterator[Hypothesis]:
     for name, coarse in (("float16", torch.float16), ("bfloat16", torch.bfloat16)):
         if torch.finfo(coarse).eps > own:
             either = "TF32 or float16" if coarse == torch.float16 else name
-            parts = {part: _rounded(getattr(rows, part), coarse) for part in ("query", "keys", "values")}
+            parts: dict[str, Any] = {
+                part: _rounded(getattr(rows, part), coarse) for part in ("query", "keys", "values")
+            }
             inputs = replace(rows, **parts)
             scores = replace(inputs, values=rows.values)
             for meaning, read, precision in (

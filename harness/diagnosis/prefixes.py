@@ -2,14 +2,19 @@
 
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 
+import torch
 from torch import Tensor
 
 from attncheck.harness.problem.problem import Problem
-from attncheck.harness.truth.faults import ChangePrefix, Hypothesis, altered, with_first_keys, with_prefixes
+from attncheck.harness.truth.faults import Answer, ChangePrefix, Hypothesis, altered, with_first_keys, with_prefixes
 from attncheck.harness.truth.truth import Truth
 from attncheck.harness.truth.unpaged import UnpagedAttention
-from attncheck.reference import AttentionParams, visible
+from attncheck.reference import AttentionParams, PrefixMask, visible
+
+_TILES = (16, 32, 64, 128)
+"""Numbers of keys in a tile; kernels read whole tiles."""
 
 
 def prefix_explanations(problem: Problem, truth: Truth) -> Iterator[Hypothesis]:
@@ -17,6 +22,7 @@ def prefix_explanations(problem: Problem, truth: Truth) -> Iterator[Hypothesis]:
     params, rows = truth.params, truth.rows
     if any(own.mm_req_doc_ranges for own in rows.prefixes):
         yield from _span_explanations(params, rows)
+        yield from _keys_behind_explanations(params, rows)
     if rows.has_first_keys:
         yield from _first_key_explanations(params, rows, problem.cache.block_size)
 
@@ -30,6 +36,39 @@ def _span_explanations(params: AttentionParams, rows: UnpagedAttention) -> Itera
     yield _with_local_rows(meaning, params, rows)
     for meaning, others in _of_other_requests(rows, "image spans"):
         yield altered(meaning, others, params, "mm_prefix")
+
+
+def _keys_behind_explanations(params: AttentionParams, rows: UnpagedAttention) -> Iterator[Hypothesis]:
+    """Yield the faults of counting keys of a span that do not exist yet, up to the end of a tile, as zeros."""
+    if params.alibi_slopes is not None:
+        return  # the bias gives such keys other scores than 0
+    tried: list[Tensor] = []
+    for tile in _TILES:
+        counts = [_keys_behind(own, tile, *sizes) for own, *sizes in _sizes(rows)]
+        extra = torch.cat(counts).double().to(rows.query.device)[:, None]
+        if bool(extra.any()) and not any(torch.equal(extra, other) for other in tried):
+            tried.append(extra)
+            meaning = f"image spans cut by a chunk have keys behind it, with score 0, to the end of a tile of {tile}"
+            yield Hypothesis(meaning, partial(_with_zeros, params, rows, extra), ("mm_prefix",))
+
+
+def _sizes(rows: UnpagedAttention) -> Iterator[tuple[PrefixMask, int, int]]:
+    return zip(rows.prefixes, rows.num_rows.tolist(), rows.num_keys.tolist(), strict=True)
+
+
+def _keys_behind(prefix: PrefixMask, tile: int, num_rows: int, num_keys: int) -> Tensor:
+    """Return for each row of a request how many keys behind its last one, in the same tile, are in the row's span."""
+    q_pos = torch.arange(num_keys - num_rows, num_keys)[:, None]
+    behind = torch.arange(num_keys, -(-num_keys // tile) * tile)[None]
+    in_span = replace(prefix, rswa_prefix_len=0).sees(q_pos, behind)
+    return in_span.sum(dim=1)
+
+
+def _with_zeros(params: AttentionParams, rows: UnpagedAttention, extra: Tensor) -> Answer:
+    """Return output and LSE with ``extra`` more keys a row, whose score and value are 0."""
+    out, lse = rows.attend(params)
+    share = torch.sigmoid(lse - extra.log())
+    return out * share[..., None], torch.logaddexp(lse, extra.log())
 
 
 def _with_local_rows(meaning: str, params: AttentionParams, rows: UnpagedAttention) -> Hypothesis:

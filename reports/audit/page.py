@@ -27,11 +27,11 @@ from attncheck.reports.run_file.store import Run
 FORMS = ("dtype", "kv_cache_dtype", "block_size", "head_size", "attn_type")
 """Columns whose values are forms of cases."""
 
-FEATURES = ("sinks", "sliding_window", "non_causal")
+FEATURES = ("sinks", "sliding_window", "non_causal", "mm_prefix", "rswa")
 """Columns of yes or no that are features of cases."""
 
-UNTRIED = ("sparse", "mm_prefix", "dcp")
-"""Columns that no case tests: sparse attention, bidirectional prefixes, decode context parallelism."""
+UNTRIED = ("sparse", "dcp")
+"""Columns that no case tests: sparse attention, decode context parallelism."""
 
 LAYERS, CAPABILITY = "layers", "compute_capability"
 
@@ -240,7 +240,7 @@ _SHOWN_LAYERS = 4
 
 _LEGEND = (
     "A number counts cases. Right and wrong are measured. What is not declared is shown where it was tried. "
-    "No case covers sparse, mm_prefix and dcp, nor compute_capability on a CPU."
+    "No case covers sparse and dcp, nor compute_capability on a CPU."
 )
 
 

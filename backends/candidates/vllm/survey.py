@@ -55,6 +55,7 @@ def declared_by(argument: str) -> tuple[dict[str, tuple[str, ...]], str]:
         "non_causal": lambda: _yes(theirs.supports_non_causal()),
         "sparse": lambda: _yes(theirs.is_sparse()),
         "mm_prefix": lambda: _yes(theirs.supports_mm_prefix()),
+        "rswa": lambda: _yes(theirs.supports_rswa()),
         "dcp": lambda: _yes(theirs.supports_dcp()),
         "attn_type": lambda: [kind.value for kind in AttentionType if theirs.supports_attn_type(kind.value)],
         "compute_capability": lambda: _capabilities(theirs),
