@@ -73,8 +73,8 @@ _ALL = (
         unexamined="no probe replays a graph of decodes with batches of several query lengths",
     ),
     Claim(member="is_sparse", unexamined="no case has sparse attention"),
-    Claim(member="supports_mm_prefix", unexamined="no case has image tokens that see each other"),
-    Claim(member="supports_rswa", unexamined="no case has a prefix that stays visible beside a window"),
+    Claim(member="supports_mm_prefix", feature="mm_prefix"),
+    Claim(member="supports_rswa", feature="rswa"),
     Claim(member="supports_dcp", unexamined="no case has ranks; the path dcp merges parts of one process"),
     Claim(member="supports_pcp", unexamined="no case has ranks that share the rows of a request"),
     Claim(

@@ -223,6 +223,7 @@ def _layer_needs(layer: LayerSpec) -> list[str]:
         "output_quant": layer.output_quant is not None,
         "fp8_query": layer.query_quant,
         "mla": layer.mla is not None,
+        "rswa": layer.rswa_window is not None,
     }
     modifiers = [MODIFIERS[name].feature for name in layer.modifiers]
     return modifiers + [feature for feature, needed in needs.items() if needed]
@@ -271,6 +272,8 @@ def _batch_needs(layer: LayerSpec, batch: BatchSpec) -> list[str]:
     needs = {"tree": ["tree"], "fast_prefill": ["kv_sharing"]}.get(batch.path.name, [])
     if layer.attn_type == AttentionType.DECODER and any(request.context_len < 0 for request in batch.requests):
         needs.append("short_keys")
+    if any(request.mm_req_doc_ranges for request in batch.requests):
+        needs.append("mm_prefix")
     return needs
 
 
@@ -307,6 +310,10 @@ def _describe(feature: str, layer: LayerSpec, cache: CacheSpec, batch: BatchSpec
             return "the layer has a latent cache"
         case "tree":
             return "path tree"
+        case "mm_prefix":
+            return "mm_req_doc_ranges of image spans"
+        case "rswa":
+            return f"rswa_window {layer.rswa_window}"
         case "short_keys":
             short = next((request for request in batch.requests if request.context_len < 0), None)
             if short is None:

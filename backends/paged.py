@@ -104,7 +104,7 @@ class PagedImpl(CandidateImpl[PagedMetadata]):
             head_size_v=self.head_size_v,
             scale=self.scale,
             causal=causal,
-            window=window_pair(self._window_size, bidirectional=not causal),
+            window=window_pair(self._window_size or metadata.rswa_window, bidirectional=not causal),
             logits_soft_cap=self.logits_soft_cap,
             alibi_slopes=self.alibi_slopes,
             sinks=self._sink_logits,

@@ -7,6 +7,7 @@ The metadata is the common metadata, and its lengths on the host. The builder re
 import ast
 import itertools
 from collections.abc import Iterator
+from copy import deepcopy
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -36,6 +37,7 @@ class PagedMetadata:
     attention_chunk_size: int | None
     tree: torch.Tensor | None = None
     common_prefix_len: int = 0
+    rswa_window: int | None = None
 
     @property
     def num_rows(self) -> int:
@@ -75,12 +77,15 @@ class PagedBuilder(AttentionMetadataBuilder[PagedMetadata]):
         refuse_cache(self.backend, kv_cache_spec)
         self._tree = tree_of(vllm_config, device)
         refuse_tree(self.backend, self._tree)
+        self._rswa_window = getattr(getattr(vllm_config, "model_config", None), "rswa_window", None)
+        refuse_rswa(self.backend, self._rswa_window)
 
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
     ) -> PagedMetadata:
         """Build the metadata. A shared prefix may be ignored, since every block table row includes its pages."""
         common, declared = common_attn_metadata, self.backend.conventions
+        refuse_image_spans(self.backend, common)
         waits = self.has_exact_lens and not declared.sync_free_build and declared.host_lens != "exact"
         return self.metadata_cls(
             common=with_own_host_tensors(common),
@@ -89,6 +94,7 @@ class PagedBuilder(AttentionMetadataBuilder[PagedMetadata]):
             attention_chunk_size=self.kv_cache_spec.attention_chunk_size,
             tree=self._tree,
             common_prefix_len=common_prefix_len,
+            rswa_window=self._rswa_window,
             **self.own_fields(common),
         )
 
@@ -104,6 +110,8 @@ def with_own_host_tensors(common: CommonAttentionMetadata) -> CommonAttentionMet
         query_start_loc_cpu=common.query_start_loc_cpu.clone(),
         seq_lens_cpu=common.seq_lens_cpu.clone(),
         num_computed_tokens_cpu=common.num_computed_tokens_cpu.clone(),
+        mm_req_doc_ranges=deepcopy(common.mm_req_doc_ranges),
+        rswa_prefix_lens=None if common.rswa_prefix_lens is None else common.rswa_prefix_lens.clone(),
     )
 
 
@@ -121,6 +129,21 @@ def refuse_tree(backend: type[AttentionBackend], tree: torch.Tensor | None) -> N
     """Raise ``NotImplementedError`` for a tree if the backend does not declare the feature."""
     if tree is not None and "tree" not in backend.features:
         raise NotImplementedError(f"{backend.get_name()}: a tree of {len(tree) - 1} draft tokens is not supported")
+
+
+def refuse_rswa(backend: type[AttentionBackend], rswa_window: int | None) -> None:
+    """Raise ``NotImplementedError`` for first keys beyond a window if the backend does not declare the feature."""
+    if rswa_window is not None and "rswa" not in backend.features:
+        raise NotImplementedError(f"{backend.get_name()}: rswa_window {rswa_window} is not supported")
+
+
+def refuse_image_spans(backend: type[AttentionBackend], common: CommonAttentionMetadata) -> None:
+    """Raise ``NotImplementedError`` for a request with image spans if the backend does not declare the feature."""
+    for request, ranges in (common.mm_req_doc_ranges or {}).items():
+        if ranges and "mm_prefix" not in backend.features:
+            raise NotImplementedError(
+                f"{backend.get_name()}: mm_req_doc_ranges {ranges} of request {request} are not supported"
+            )
 
 
 def tree_of(vllm_config: Any, device: torch.device) -> torch.Tensor | None:

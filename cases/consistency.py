@@ -258,6 +258,7 @@ def check_meaning(layer: LayerSpec, cache: CacheSpec, batch: BatchSpec) -> None:
     for index, request in enumerate(batch.requests):
         _check_request(cache, batch.path.name, request, f"batch.requests.{index}")
     _check_sharing(batch)
+    _check_prefixes(layer, batch)
     _check_surroundings(layer, cache, batch)
     _check_pool(layer, cache, batch)
 
@@ -416,6 +417,47 @@ def _check_sharing(batch: BatchSpec) -> None:
             value=request.shared_prefix,
             allowed="give shared_prefix to two requests, or a count",
         )
+
+
+def _check_prefixes(layer: LayerSpec, batch: BatchSpec) -> None:
+    """Raise for image spans, and first keys beyond a window, where no mask with them is defined."""
+    ranges = [index for index, request in enumerate(batch.requests) if request.mm_req_doc_ranges]
+    first_keys = [index for index, request in enumerate(batch.requests) if request.rswa_prefix_len]
+    for index in ranges:
+        _check_image_spans(layer, batch, index)
+    if first_keys and layer.rswa_window is None:
+        raise SpecError(
+            "without a window, a row sees the first keys as it is",
+            field=f"batch.requests.{first_keys[0]}.rswa_prefix_len",
+            value=batch.requests[first_keys[0]].rswa_prefix_len,
+            allowed="give layer.rswa_window, or leave rswa_prefix_len out",
+        )
+    if layer.rswa_window is not None and batch.path.name != "paged":
+        raise SpecError(
+            f"not defined for the path {batch.path.name}",
+            field="layer.rswa_window",
+            value=layer.rswa_window,
+            allowed="leave rswa_window out, or give the path paged",
+        )
+
+
+def _check_image_spans(layer: LayerSpec, batch: BatchSpec, index: int) -> None:
+    is_plain = layer.attn_type == AttentionType.DECODER and layer.is_causal and layer.mla is None
+    obstacles = {
+        "are defined for causal decoder layers": not is_plain,
+        "are not defined beside chunks of local attention": layer.attn_chunk_size is not None,
+        "are not defined beside rswa_window, which vLLM's kernels combine in different orders": layer.rswa_window,
+        f"are not defined for the path {batch.path.name}": batch.path.name != "paged",
+        "are not laid out beside null pages": batch.block_table.null_pages,
+    }
+    for reason, is_given in obstacles.items():
+        if is_given:
+            raise SpecError(
+                f"image spans {reason}",
+                field=f"batch.requests.{index}.mm_req_doc_ranges",
+                value=batch.requests[index].mm_req_doc_ranges,
+                allowed="leave mm_req_doc_ranges out",
+            )
 
 
 def _check_surroundings(layer: LayerSpec, cache: CacheSpec, batch: BatchSpec) -> None:

@@ -30,6 +30,7 @@ from attncheck.reference.attention.paged import (
 from attncheck.reference.attention.params import (
     AttentionParams as AttentionParams,
     Precision as Precision,
+    PrefixMask as PrefixMask,
     layer_params as layer_params,
     visible as visible,
     window_pair as window_pair,

@@ -210,6 +210,8 @@ FEATURES: tuple[str, ...] = (
     "tree_depth",
     "short_keys",
     "merge_nan",
+    "mm_prefix",
+    "rswa",
 )
 """Everything a backend may declare in ``features``."""
 
@@ -334,6 +336,9 @@ class LayerSpec:
     sinks: bool | tuple[float, ...] = option(False, "sink logits, one per query head; true: generated, all distinct")
     sinks_dtype: Literal["float32"] | None = option(None, "dtype of the sinks; default: dtype, as in vLLM")
     attn_chunk_size: int | None = option(None, "chunk size of local attention, in tokens", ge=1)
+    rswa_window: int | None = option(
+        None, "a query sees the first keys of its request (rswa_prefix_len), and at most this many more", ge=1
+    )
     kv_sharing: bool = option(False, "the layer reads another layer's cache and writes nothing")
     mla: MLASpec | None = option(None, "multi-head latent attention")
     output_quant: OutputQuantSpec | None = option(None, "quantisation fused into the output")
@@ -382,6 +387,8 @@ class LayerSpec:
                     value=self.attn_chunk_size,
                     allowed="leave attn_chunk_size out",
                 )
+        if self.rswa_window is not None:
+            self._refuse_beside_rswa()
         if self.attn_type == AttentionType.ENCODER_DECODER:
             for name in self.position_modifiers:
                 raise SpecError(
@@ -399,6 +406,24 @@ class LayerSpec:
                     value=f"num_kv_heads {self.num_kv_heads}, head_size {self.head_size}",
                     allowed=f"give num_kv_heads: 1, head_size: {width}",
                 )
+
+    def _refuse_beside_rswa(self) -> None:
+        """Raise for what vLLM defines no order of masks with, or where its kernels have different ones."""
+        for name in ("sliding_window", "attn_chunk_size", "mla"):
+            if getattr(self, name) is not None:
+                raise SpecError(
+                    f"rswa_window is a window, and is not defined beside {name}",
+                    field="rswa_window",
+                    value=self.rswa_window,
+                    allowed=f"leave {name} out, or leave rswa_window out",
+                )
+        if not self.is_causal:
+            raise SpecError(
+                "rswa_window is defined for causal decoder layers",
+                field="rswa_window",
+                value=self.rswa_window,
+                allowed="leave rswa_window out, or leave causal and attn_type out",
+            )
 
     @property
     def has_cache(self) -> bool:
@@ -637,10 +662,17 @@ class RequestSpec:
     count: int = option(1, "how many such requests", gt=0, le=MAX_TOKENS)
     encoder_len: int | None = option(None, "tokens of the encoder (cross attention)", ge=0, le=MAX_TOKENS)
     shared_prefix: int = option(0, "number of leading tokens whose pages all sharing requests have in common", ge=0)
+    mm_req_doc_ranges: tuple[tuple[int, int], ...] = option(
+        (), "image spans, first and last position of each: its rows see all of its keys, later ones too"
+    )
+    rswa_prefix_len: int = option(
+        0, "number of first keys that every later row sees, beyond layer.rswa_window too", ge=0, le=MAX_TOKENS
+    )
 
     def __post_init__(self) -> None:
         if self.seq_len is None:
             object.__setattr__(self, "seq_len", self.query_len)
+        self._check_doc_ranges()
         if self.shared_prefix > max(self.context_len, 0):
             raise SpecError(
                 f"only the {max(self.context_len, 0)} tokens of context can be shared",
@@ -648,6 +680,21 @@ class RequestSpec:
                 value=self.shared_prefix,
                 allowed="lower it, or raise seq_len",
             )
+
+    def _check_doc_ranges(self) -> None:
+        """Raise unless each range has two positions or more, and lies behind the range before it."""
+        behind = 0
+        for number, (start, end) in enumerate(self.mm_req_doc_ranges):
+            if not behind <= start < end <= MAX_TOKENS:
+                raise SpecError(
+                    f"range {number} is no [first, last] with first < last"
+                    if start >= end
+                    else f"range {number} begins before position {behind}, or ends too far behind",
+                    field="mm_req_doc_ranges",
+                    value=[start, end],
+                    allowed="give the first and last position of each span, in order, without overlaps",
+                )
+            behind = end + 1
 
     @property
     def total_len(self) -> int:

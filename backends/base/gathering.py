@@ -6,7 +6,7 @@ whose values are ``code * scale``; a scale is a float32 tensor with one element 
 and deliberately not the reference's code, with which these candidates are compared.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -25,6 +25,7 @@ class UnpagedRequest:
     first_position: the position of the first row; negative if the request has more rows than keys.
     key, value: ``[n, num_kv_heads, head size]``; n may be 0.
     tree: bool ``[rows, rows]``, which of the last keys each row may see; None if there is no tree.
+    doc_ranges: its image spans, as first and last position. first_keys: how many it sees beyond a window.
     """
 
     rows: slice
@@ -33,6 +34,8 @@ class UnpagedRequest:
     key: Tensor
     value: Tensor
     tree: Tensor | None = None
+    doc_ranges: Sequence[tuple[int, int]] = ()
+    first_keys: int = 0
 
     @property
     def num_rows(self) -> int:
@@ -80,9 +83,14 @@ def unpaged_requests(
     Keys come from ``caches`` through the block table, converted to ``dtype``, or row by row from ``key`` and ``value``.
     """
     scales = layer._k_scale, layer._v_scale
+    all_ranges = metadata.common.mm_req_doc_ranges or {}
+    prefix_lens = metadata.common.rswa_prefix_lens
     for request, start, end, seq_len in metadata.requests():
         first_position = seq_len - (end - start)
+        doc_ranges = all_ranges.get(request, ())
+        first_keys = 0 if prefix_lens is None else int(prefix_lens[request])
         lo, hi = key_range(params, first_position, seq_len)
+        lo = min([0 if first_keys else lo, *(start for start, end in doc_ranges if end >= first_position)])
         if caches is not None:
             place = token_places(metadata.common.block_table_tensor[request], lo, hi, caches[0])
             found_key, found_value = (
@@ -93,7 +101,9 @@ def unpaged_requests(
         else:
             raise RuntimeError("neither a cache nor keys and values to attend to")
         tree = metadata.tree if metadata.tree is not None and len(metadata.tree) == end - start else None
-        yield UnpagedRequest(slice(start, end), first_position, lo, found_key, found_value, tree)
+        yield UnpagedRequest(
+            slice(start, end), first_position, lo, found_key, found_value, tree, doc_ranges, first_keys
+        )
 
 
 def grouped_requests(found: Iterable[UnpagedRequest], limit: int | None) -> Iterator[list[UnpagedRequest]]:

@@ -50,6 +50,8 @@ class ReferenceBackend(PagedBackend):
             "tree",
             "cascade",
             "merge_nan",
+            "mm_prefix",
+            "rswa",
         }
     )
     conventions = Conventions(padded_rows="untouched", cache_strides="any")
@@ -121,6 +123,8 @@ class ReferenceImpl(PagedImpl):
                 k_scale=layer._k_scale,
                 v_scale=layer._v_scale,
                 tree_mask=self._tree_of_step(metadata),
+                mm_req_doc_ranges=common.mm_req_doc_ranges,
+                rswa_prefix_lens=common.rswa_prefix_lens,
             )
             out, lse = _cascade(attend, metadata.common_prefix_len) if metadata.common_prefix_len else attend()
         elif key is not None and value is not None:

@@ -42,6 +42,8 @@ class PlainBackend(PagedBackend):
             "tree",
             "cascade",
             "merge_nan",
+            "mm_prefix",
+            "rswa",
         }
     )
     conventions = Conventions(padded_rows="untouched")
@@ -141,6 +143,7 @@ class PlainImpl(PagedImpl):
             else:
                 keys, values = key[start:end].float(), value[start:end].float()
             seen = self.seen(metadata, q_pos, k_pos)
+            seen = self.with_prefixes(seen, metadata, request, q_pos, k_pos)
             scores = self.scores(query[start:end], keys, q_pos, k_pos)
             scores = scores.masked_fill(~seen, -torch.inf)
             # Weight 0 does not hide NaN: values that no row sees are left out.
@@ -185,6 +188,23 @@ class PlainImpl(PagedImpl):
         if tree is not None and len(tree) == len(q_pos):
             node = k_pos - q_pos[0]  # new keys are numbered like rows; older ones are seen by all
             seen &= (node < 0) | tree[:, node.clamp(min=0)]
+        return seen
+
+    def with_prefixes(
+        self, seen: Tensor, metadata: PagedMetadata, request: int, q_pos: Tensor, k_pos: Tensor
+    ) -> Tensor:
+        """Return which rows see which keys with the window beside first keys, and with image spans."""
+        row, key = q_pos[:, None], k_pos[None, :]
+        window, prefix_lens = metadata.rswa_window, metadata.common.rswa_prefix_lens
+        if window is not None and prefix_lens is not None:
+            is_first_key = key < prefix_lens[request]
+            in_window = row - key < window
+            seen = seen & (is_first_key | in_window)
+        ranges = metadata.common.mm_req_doc_ranges or {}
+        for first, last in ranges.get(request, ()):
+            row_inside = (row >= first) & (row <= last)
+            key_inside = (key >= first) & (key <= last)
+            seen = seen | (row_inside & key_inside)
         return seen
 
     def scores(self, query: Tensor, keys: Tensor, q_pos: Tensor, k_pos: Tensor) -> Tensor:

@@ -335,7 +335,7 @@ def other_kind_of_layer(problem: Problem, backend: type[AttentionBackend]) -> La
     """
     layer = problem.layer
     other = replace(layer, scale=(layer.softmax_scale or 1.0) / 2)
-    if layer.mla is None and layer.attn_type == AttentionType.DECODER:
+    if layer.mla is None and layer.attn_type == AttentionType.DECODER and layer.rswa_window is None:
         window = replace(other, sliding_window=None if layer.sliding_window else _WINDOW)
         other = other if unsupported_reasons(backend, replace(problem.case, layer=window)) else window
         cap = replace(other, logits_soft_cap=None if layer.logits_soft_cap else 2.0)
@@ -476,6 +476,7 @@ def takes_several_steps(problem: Problem) -> bool:
     """Return whether several steps may compute the rows of a case: each row then sees the keys that it sees in one."""
     case, layer = problem.case, problem.layer
     is_plain = layer.attn_type == AttentionType.DECODER and layer.is_causal and not problem.writes_nothing
+    is_plain = is_plain and not any(spec.mm_req_doc_ranges for spec in case.batch)
     has_contexts = all(spec.context_len >= 0 and not spec.shared_prefix for spec in case.batch)
     return is_plain and has_contexts and case.batch.path.name in _PATHS
 

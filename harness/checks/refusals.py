@@ -79,13 +79,14 @@ class TriedForm:
 
 
 def is_plain(case: Case) -> bool:
-    """Return whether the case is a causal decoder layer without modifiers, shared cache or quantised query or output.
+    """Return whether the case is a causal decoder layer on the path ``paged`` or ``mla`` without any of these:
 
-    Its path must be ``paged`` or ``mla``.
+    modifiers, a shared cache, R-SWA, a quantised query or output.
     """
     layer = case.layer
-    shares = layer.kv_sharing or layer.output_quant is not None or layer.query_quant
-    return case.batch.path.name in ("paged", "mla") and layer.is_causal and not layer.modifiers and not shares
+    others = (layer.kv_sharing, layer.output_quant, layer.query_quant, layer.rswa_window)
+    is_decoder = case.batch.path.name in ("paged", "mla") and layer.is_causal
+    return is_decoder and not layer.modifiers and not any(others)
 
 
 def undeclared_forms(backend: type[AttentionBackend], case: Case, device: str) -> Iterator[TriedForm]:
@@ -421,7 +422,7 @@ def _unmodified(layer: LayerSpec) -> Iterator[ChangedLayer]:
         heads = tuple(range(0, layer.num_heads, group))
         what = f"with one query head per KV head instead of {group}"
         yield ChangedLayer(what, replace(layer, num_heads=layer.num_kv_heads), heads)
-    if layer.attn_type == AttentionType.DECODER and layer.mla is None:
+    if layer.attn_type == AttentionType.DECODER and layer.mla is None and layer.rswa_window is None:
         causal = not layer.is_causal
         yield ChangedLayer(f"with causal {causal}", replace(layer, causal=causal), name="" if causal else "causal")
 

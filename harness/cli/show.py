@@ -37,14 +37,16 @@ MOST_LINES = 16
 """Maximum number of lines of a picture; if there are more rows, each line shows several."""
 
 
-def visible_keys(layer: LayerSpec, position: int, keys: int) -> range:
+def visible_keys(layer: LayerSpec, position: int, keys: int, request: RequestSpec | None = None) -> list[range]:
     """Return which of ``keys`` keys the row at ``position`` sees, not counting what a tree mask hides.
 
+    ``request``: the one with the row, for its image spans and first keys.
+
     >>> visible_keys(LayerSpec(num_heads=1, num_kv_heads=1, head_size=8, sliding_window=3), 5, 9)
-    range(3, 6)
+    [range(3, 6)]
     """
     first, end = 0, keys
-    left, right = layer.window
+    left, right = layer.window if layer.rswa_window is None else (layer.rswa_window - 1, 0)
     if layer.is_causal:
         end = min(end, position + 1)
     if right >= 0:
@@ -55,7 +57,11 @@ def visible_keys(layer: LayerSpec, position: int, keys: int) -> range:
         chunk = position // layer.attn_chunk_size
         first = max(first, chunk * layer.attn_chunk_size)
         end = min(end, (chunk + 1) * layer.attn_chunk_size)
-    return range(first, max(first, end))
+    for span_first, span_last in request.mm_req_doc_ranges if request is not None else ():
+        if span_first <= position <= span_last:
+            first, end = min(first, span_first), max(end, min(span_last + 1, keys))
+    first_keys = [] if request is None else [range(min(request.rswa_prefix_len, first))]
+    return [*first_keys, range(first, max(first, end))]
 
 
 def hidden_nodes(path: PathSpec, row: int) -> list[int]:
@@ -85,19 +91,20 @@ def draw_mask(layer: LayerSpec, path: PathSpec, request: RequestSpec, width: int
     start = keys - rows  # the rows are aligned to the end of the keys
     for top in range(0, rows, tall):
         block = range(top, min(top + tall, rows))
-        seen = [visible_keys(layer, start + row, keys) for row in block]
+        seen = [visible_keys(layer, start + row, keys, request) for row in block]
         hidden = [[start + node for node in hidden_nodes(path, row)] for row in block]
         cells = (range(left, min(left + wide, keys)) for left in range(0, keys, wide))
         lines.append("".join(_character(cell, seen, hidden) for cell in cells))
     return lines
 
 
-def _character(cell: range, seen: Sequence[range], hidden: Sequence[Sequence[int]]) -> str:
+def _character(cell: range, seen: Sequence[Sequence[range]], hidden: Sequence[Sequence[int]]) -> str:
     """Return the character for the keys of ``cell``; ``seen``, ``hidden``: the visible and hidden keys of each row."""
     count = 0
-    for own, nodes in zip(seen, hidden, strict=True):
-        common = range(max(own.start, cell.start), min(own.stop, cell.stop))
-        count += len(common) - sum(node in common for node in nodes)
+    for parts, nodes in zip(seen, hidden, strict=True):
+        for part in parts:
+            common = range(max(part.start, cell.start), min(part.stop, cell.stop))
+            count += len(common) - sum(node in common for node in nodes)
     if not count:
         return _HIDDEN
     return _VISIBLE if count == len(cell) * len(seen) else _SOME

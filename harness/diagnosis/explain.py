@@ -31,6 +31,7 @@ from attncheck.harness.diagnosis.operands import (
 )
 from attncheck.harness.diagnosis.paging import paging_explanations, path_explanations
 from attncheck.harness.diagnosis.patterns import key_pattern, lost_keys, pattern, shared_by, which_heads
+from attncheck.harness.diagnosis.prefixes import prefix_explanations
 from attncheck.harness.diagnosis.scores import (
     merging_explanations,
     modifier_explanations,
@@ -228,6 +229,7 @@ _SOURCES = (
     scale_explanations,  # first, because leaving out a k_scale of 1/8 equals leaving out a softmax scale of 1/8
     latent_explanations,
     common_explanations,
+    prefix_explanations,
     modifier_explanations,
     path_explanations,
     paging_explanations,

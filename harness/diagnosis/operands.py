@@ -4,6 +4,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import chain, combinations
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,6 +24,7 @@ from attncheck.harness.truth.faults import (
     scale_toggles,
     scaled,
     toggles,
+    window_feature,
 )
 from attncheck.harness.truth.truth import Truth
 from attncheck.harness.truth.unpaged import HiddenKeys, UnpagedAttention
@@ -51,11 +53,12 @@ def common_explanations(problem: Problem, truth: Truth) -> Iterator[Hypothesis]:
         yield altered("the causal mask is missing", rows, replace(params, causal=False))
     else:
         yield altered("a causal mask is applied", rows, replace(params, causal=True), "non_causal")
-    if rows.tree is None and (params.causal or max(params.window) >= 0):
+    if rows.tree is None and not rows.prefixes and (params.causal or max(params.window) >= 0):
         every = replace(params, causal=False, window=(-1, -1), attn_chunk_size=None)
         for row, shift in (("the next row: a key too late", 1), ("the row before: a key too early", -1)):
             yield altered(f"the mask is that of {row}", rows, every, hidden=partial(_is_hidden_from, params, shift))
-    yield from _windows_of_other_rows(params, rows, problem.cache.block_size)
+    if not rows.prefixes:
+        yield from _windows_of_other_rows(params, rows, problem.cache.block_size)
     lost = _lost_keys(rows, problem.cache.block_size)
     for meaning, hidden in lost if params.causal else chain(lost, _lengths_of_others(rows)):
         yield altered(meaning, rows, params, hidden=hidden)
@@ -79,7 +82,7 @@ def common_explanations(problem: Problem, truth: Truth) -> Iterator[Hypothesis]:
 def _several_left_out(params: AttentionParams, rows: UnpagedAttention) -> Iterator[Hypothesis]:
     off = {modifier.feature: change for modifier, change in left_out(params)}
     if max(params.window) >= 0:
-        off["sliding_window"] = {"window": (-1, 0) if params.window[1] == 0 else (-1, -1)}
+        off[window_feature(rows)] = {"window": (-1, 0) if params.window[1] == 0 else (-1, -1)}
     for count in range(2, len(off) + 1):
         for features in combinations(sorted(off), count):
             changes = {field: value for feature in features for field, value in off[feature].items()}
@@ -160,10 +163,13 @@ def _lost_keys(rows: UnpagedAttention, block_size: int) -> Iterator[tuple[str, H
     query_lens = (rows.cu_seqlens_q[1:] - rows.cu_seqlens_q[:-1]).tolist()
     key_lens = (rows.cu_seqlens_k[1:] - rows.cu_seqlens_k[:-1]).tolist()
     context = [k - q for q, k in zip(query_lens, key_lens, strict=True)]
-    yield "the causal mask is aligned to the first key (top left)", lambda r, q, k: k > q - context[r]
+    is_causal_alone = not rows.prefixes  # with image spans, rows would lose more than the fault names
+    if is_causal_alone:
+        yield "the causal mask is aligned to the first key (top left)", lambda r, q, k: k > q - context[r]
     yield "the keys of this step are missing", lambda r, _q, k: k >= context[r]
     yield "the keys of the context are missing", lambda r, _q, k: k < context[r]
-    yield "the key of the row itself is missing", lambda _r, q, k: k >= q
+    if is_causal_alone:
+        yield "the key of the row itself is missing", lambda _r, q, k: k >= q
     yield "the last key is missing", lambda r, _q, k: k >= key_lens[r] - 1
     yield "the first key is missing", lambda _r, _q, k: k < 1
     yield "the last, partly filled page is missing", lambda r, _q, k: k >= key_lens[r] // block_size * block_size
@@ -195,7 +201,9 @@ def imprecisions(problem: Problem, truth: Truth) -> Iterator[Hypothesis]:
     for name, coarse in (("float16", torch.float16), ("bfloat16", torch.bfloat16)):
         if torch.finfo(coarse).eps > own:
             either = "TF32 or float16" if coarse == torch.float16 else name
-            parts = {part: _rounded(getattr(rows, part), coarse) for part in ("query", "keys", "values")}
+            parts: dict[str, Any] = {
+                part: _rounded(getattr(rows, part), coarse) for part in ("query", "keys", "values")
+            }
             inputs = replace(rows, **parts)
             scores = replace(inputs, values=rows.values)
             for meaning, read, precision in (

@@ -102,9 +102,10 @@ def _row_properties(problem: Problem, rows: Tensor, others: Tensor) -> Iterator[
             for name, value in (("position", position), ("number in the request", nth), ("number", row)):
                 yield f"whose {name} is a multiple of {step}", value % step == 0
                 yield f"whose {name} is {step - 1} modulo {step}", value % step == step - 1
-    start, _ = visible_span(params_of(problem), position, num_keys)
-    yield "whose keys begin inside of a page", start % size != 0
-    yield "whose keys begin behind the first key", start > 0
+    if not problem.prefixes:
+        start, _ = visible_span(params_of(problem), position, num_keys)
+        yield "whose keys begin inside of a page", start % size != 0
+        yield "whose keys begin behind the first key", start > 0
     values = (
         ("seq_len", num_keys),
         ("query_len", query_len),
@@ -311,7 +312,7 @@ def _sees(truth: Truth, index: int) -> Tensor:
     device = truth.rows.keys.device
     q_pos = torch.arange(num_rows, device=device)[:, None] + (num_keys - num_rows)
     k_pos = torch.arange(num_keys, device=device)[None]
-    return truth.rows.sees(truth.params, q_pos, k_pos, num_keys - num_rows).expand(num_rows, num_keys)
+    return truth.rows.sees(truth.params, index, q_pos, k_pos).expand(num_rows, num_keys)
 
 
 def _weights(truth: Truth, index: int, taken: slice, sees: Tensor) -> Tensor:

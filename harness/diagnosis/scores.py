@@ -224,7 +224,7 @@ def masked_scores(params: AttentionParams, rows: UnpagedAttention, request: int)
     num_rows, num_keys = scores.shape[1:]
     q_pos = torch.arange(num_rows, device=scores.device)[:, None] + (num_keys - num_rows)
     k_pos = torch.arange(num_keys, device=scores.device)[None]
-    return scores.masked_fill(~rows.sees(params, q_pos, k_pos, num_keys - num_rows), -torch.inf)
+    return scores.masked_fill(~rows.sees(params, request, q_pos, k_pos), -torch.inf)
 
 
 def unmasked_scores(params: AttentionParams, rows: UnpagedAttention, request: int) -> Tensor:

@@ -55,14 +55,16 @@ def vllm_config(
     max_num_seqs: int,
     max_tokens: int,
     num_blocks: int = 0,
+    has_image_spans: bool = False,
     path: PathSpec = PathSpec(),  # noqa: B008 (frozen)
     capture_sizes: tuple[int, ...] = (),
     layers: Mapping[str, "LayerStub"] = MappingProxyType({}),
 ) -> ConfigNode:
     """Return the ``vllm_config`` that a builder reads, for one layer, cache and execution path.
 
-    ``num_blocks``: pages of the pool. ``capture_sizes``: token counts of the graphs that will be captured, ascending.
-    ``layers``: the layers constructed so far, by name.
+    ``num_blocks``: pages of the pool. ``has_image_spans``: whether a request has ``mm_req_doc_ranges``.
+    ``capture_sizes``: token counts of the graphs that will be captured, ascending. ``layers``: the layers constructed
+    so far, by name.
     """
     model = ConfigNode(
         "vllm_config.model_config",
@@ -71,6 +73,8 @@ def vllm_config(
         get_num_attention_heads=lambda _parallel_config: layer.num_heads,
         get_num_kv_heads=lambda _parallel_config: layer.num_kv_heads,
         get_head_size=lambda: layer.head_size,
+        is_mm_prefix_lm=has_image_spans,
+        rswa_window=layer.rswa_window,
     )
     return ConfigNode(
         "vllm_config",
@@ -338,6 +342,7 @@ def builder_arguments(
         max_num_seqs=max(_num_seqs(backend, one) for one in problems),
         max_tokens=max(fills, *(_num_tokens(one) for one in problems)),
         num_blocks=max(one.num_blocks for one in problems),
+        has_image_spans=any(request.prefix.mm_req_doc_ranges for one in problems for request in one.requests),
         path=batch.path,
         capture_sizes=capture_sizes,
         layers=layers,

@@ -2,6 +2,7 @@
 
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, fields, replace
 from typing import Any, cast
 
@@ -106,6 +107,8 @@ _LOOSE = 7
 HOST_TENSORS = ("query_start_loc_cpu", "seq_lens_cpu", "num_computed_tokens_cpu")
 """The metadata tensors that the contract puts on the host."""
 
+_ON_HOST = (*HOST_TENSORS, "rswa_prefix_lens")
+
 HOST_LENS = "host_lens"
 """Name of ``seq_lens_cpu`` and ``num_computed_tokens_cpu`` among what is loose."""
 
@@ -182,6 +185,8 @@ class Step:
             slot_mapping=slots,
             causal=self.problem.layer.is_causal and is_aligned,
             encoder_seq_lens=np.array(host_lens.tolist(), dtype=np.int32) if cross else None,
+            mm_req_doc_ranges=self._doc_ranges(),
+            rswa_prefix_lens=self._prefix_lens(),
         )
         if isinstance(self.problem.case.batch.path.options, FastPrefillOptions):
             metadata.logits_indices_padded = self._logits_indices()
@@ -222,6 +227,19 @@ class Step:
         table[: len(self.order)] = own.table[list(self.order)]
         mine = (self.slot_keys >= 0) & (part_of_key[self.slot_keys.clamp(min=0)] == part)
         return lens, table, torch.where(mine, self.slot_mapping, -1)
+
+    def _doc_ranges(self) -> dict[int, list[tuple[int, int]]] | None:
+        """Return the image spans of each request, as vLLM's runner passes them; None if no request has one."""
+        ranges = [self.problem.requests[i].prefix.mm_req_doc_ranges for i in self.order]
+        return {number: list(own) for number, own in enumerate(ranges)} if any(ranges) else None
+
+    def _prefix_lens(self) -> Tensor | None:
+        """Return int32 ``[R]``, on the host as in vLLM's runner: the first keys of each request; None without them."""
+        if self.problem.layer.rswa_window is None:
+            return None
+        padding = [0] * (len(self.seq_lens) - len(self.order))
+        lens = [self.problem.requests[i].prefix.rswa_prefix_len for i in self.order]
+        return torch.tensor([*lens, *padding], dtype=torch.int32)
 
     def _logits_indices(self) -> Tensor:
         """Return int64 token indices whose rows are judged, the last ones of each request, padded with token 0."""
@@ -743,12 +761,12 @@ def lend_in_place(buffers: Sequence[PersistentInputs], calls: Sequence[ForwardCa
 
 
 def zeroed(common: CommonAttentionMetadata, device: torch.device) -> CommonAttentionMetadata:
-    """Return metadata of zeros with the same sizes on ``device``, but for the ``_cpu`` tensors, which stay on the host.
+    """Return metadata of zeros with the same sizes on ``device``, but for those that the contract puts on the host.
 
     No two tensors share memory.
     """
     zeros: dict[str, Any] = {
-        name: torch.zeros_like(tensor, device="cpu" if name.endswith("_cpu") else device)
+        name: torch.zeros_like(tensor, device="cpu" if name in _ON_HOST else device)
         for name, tensor in _tensors_of(common)
     }
     return replace(common, **zeros)
@@ -780,13 +798,16 @@ def copied_calls(calls: Sequence[ForwardCall]) -> tuple[ForwardCall, ...]:
         copy = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
         return copy.set_(memory[place], tensor.storage_offset(), tensor.shape, tensor.stride())
 
-    return tuple(_with_own_lengths(map_tensors(call, twin)) for call in calls)
+    return tuple(_with_own_objects(map_tensors(call, twin)) for call in calls)
 
 
-def _with_own_lengths(call: ForwardCall) -> ForwardCall:
-    """Return the call with a copy of ``encoder_seq_lens``, the only metadata field that is a NumPy array."""
-    lens = call.common.encoder_seq_lens
-    return call if lens is None else replace(call, common=replace(call.common, encoder_seq_lens=lens.copy()))
+def _with_own_objects(call: ForwardCall) -> ForwardCall:
+    """Return the call with copies of the metadata fields that are neither tensors nor numbers."""
+    common = call.common
+    if common.encoder_seq_lens is None and common.mm_req_doc_ranges is None:
+        return call
+    own = {name: deepcopy(getattr(common, name)) for name in ("encoder_seq_lens", "mm_req_doc_ranges")}
+    return replace(call, common=replace(common, **own))
 
 
 def _tensors_of(common: Any) -> Iterator[tuple[str, Tensor]]:

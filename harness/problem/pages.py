@@ -14,7 +14,7 @@ from torch import Tensor
 from attncheck.cases.model import Case
 from attncheck.errors import SpecError
 from attncheck.harness.problem.sizes import naive_layer
-from attncheck.reference import AttentionParams, layer_params
+from attncheck.reference import AttentionParams, PrefixMask, layer_params
 from attncheck.reference.spec import DCPOptions, RequestSpec, SplitKVOptions
 
 # Random integers that are equal on every machine and in every version of numpy and torch.
@@ -66,11 +66,17 @@ class RandomStream:
 # compare them.
 
 
-def visible_span(params: AttentionParams, positions: Tensor, num_keys: Tensor | int) -> tuple[Tensor, Tensor]:
+def visible_span(
+    params: AttentionParams,
+    positions: Tensor,
+    num_keys: Tensor | int,
+    doc_range: tuple[Tensor, Tensor] | None = None,
+) -> tuple[Tensor, Tensor]:
     """Return the first and the last key that rows at ``positions`` see; last < first if a row sees none.
 
     positions: int64 ``[q]``; negative for a row before the first key. num_keys: of the rows' requests, one number or
-    ``[q]``. Both results are non-decreasing in the position.
+    ``[q]``. doc_range: first and last position of each row's own image span, ``[q]`` each; last < first without one.
+    Both results are non-decreasing in the position. First keys beyond a window (``rswa_prefix_len``) are left out.
 
     >>> visible_span(AttentionParams(1, 1, 8, window=(2, 0)), torch.tensor([1, 5]), 9)
     (tensor([0, 3]), tensor([1, 5]))
@@ -88,6 +94,11 @@ def visible_span(params: AttentionParams, positions: Tensor, num_keys: Tensor | 
         chunk = positions // params.attn_chunk_size
         first = torch.maximum(first, (chunk - params.attn_chunk_lookback) * params.attn_chunk_size)
         last = torch.minimum(last, (chunk + 1) * params.attn_chunk_size - 1)
+    if doc_range is not None:
+        start, end = doc_range
+        has_range = start <= end
+        first = torch.where(has_range, torch.minimum(first, start), first)
+        last = torch.where(has_range, torch.maximum(last, end.clamp(max=num_keys - 1)), last)
     return first, last
 
 
@@ -96,7 +107,8 @@ class Request:
     """One request of the batch: ``rows`` query rows at the end of ``num_keys`` keys, the first ``cached`` of them old.
 
     ``query_len``: its new tokens in this step; more than ``rows`` if only the last ones are computed (fast prefill).
-    ``first_row`` and ``base``: indices of its first row and key in the batch.
+    ``first_row`` and ``base``: indices of its first row and key in the batch. ``prefix``: its image spans and first
+    keys.
     """
 
     rows: int
@@ -106,6 +118,7 @@ class Request:
     first_row: int
     base: int
     pages: tuple[int, ...] = ()
+    prefix: PrefixMask = PrefixMask()  # noqa: RUF009 (frozen)
 
     @property
     def first_position(self) -> int:

@@ -32,7 +32,7 @@ from attncheck.harness.problem.storage import (
     query_storage,
     value_storage,
 )
-from attncheck.reference import layer_params
+from attncheck.reference import PrefixMask, layer_params
 from attncheck.reference.spec import (
     AttentionType,
     CacheSpec,
@@ -170,6 +170,12 @@ class Problem:
         """Bool ``[Q, Q]``: which new key each row may see if drafts form a tree; None without a tree."""
         options = self.case.batch.path.options
         return ancestors(options.parents) if isinstance(options, TreeOptions) else None
+
+    @cached_property
+    def prefixes(self) -> tuple[PrefixMask, ...]:
+        """The image spans and first keys of each request; empty if none has any."""
+        masks = tuple(request.prefix for request in self.requests)
+        return masks if any(mask != PrefixMask() for mask in masks) else ()
 
     @property
     def layer(self) -> LayerSpec:
@@ -327,7 +333,8 @@ def request_of(case: Case, spec: RequestSpec) -> Request:
         cached = num_keys if spec.context_len > 0 else 0
     else:
         cached = max(0, spec.context_len)
-    return Request(spec.num_rows(case.batch.path), spec.query_len, num_keys, cached, first_row=0, base=0)
+    prefix = PrefixMask(spec.mm_req_doc_ranges, spec.rswa_prefix_len)
+    return Request(spec.num_rows(case.batch.path), spec.query_len, num_keys, cached, first_row=0, base=0, prefix=prefix)
 
 
 def _starts(lengths: list[int]) -> Tensor:
@@ -504,6 +511,10 @@ def _freed_slots(problem: Problem) -> Tensor:
     positions = torch.tensor([request.first_position for request in problem.requests])
     lens = torch.tensor([request.num_keys for request in problem.requests])
     first, _ = visible_span(params, positions, lens)
+    for index, request in enumerate(problem.requests):
+        also_seen = request.prefix.reach(request.first_position, request.num_keys - 1)
+        if also_seen is not None:
+            first[index] = min(int(first[index]), also_seen[0])
     if not bool((first >= size).any()):
         return lens[:0]
     needed = [

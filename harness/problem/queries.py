@@ -174,6 +174,8 @@ class _Rows(NamedTuple):
 
     number: index in the batch. node: index in its request.
     num_keys, base: number and first index of its request's keys.
+    doc_first, doc_last: positions of the ends of the row's image span; doc_last < doc_first without one.
+    prefix_len: number of first keys that it sees beyond its window.
     """
 
     number: Tensor
@@ -181,6 +183,9 @@ class _Rows(NamedTuple):
     node: Tensor
     num_keys: Tensor
     base: Tensor
+    doc_first: Tensor
+    doc_last: Tensor
+    prefix_len: Tensor
 
     @property
     def first(self) -> Tensor:
@@ -190,9 +195,13 @@ class _Rows(NamedTuple):
 
 def _rows_of(requests: Sequence[Request]) -> list[_Rows]:
     """Return the concatenated rows of all requests, in pieces of ``_ROWS_AT_ONCE``."""
-    fields = [(request.first_row, request.first_position, 0, request.num_keys, request.base) for request in requests]
+    fields = [(r.first_row, r.first_position, 0, r.num_keys, r.base, 0, -1, r.prefix.rswa_prefix_len) for r in requests]
     of_request = np.repeat(fields, [request.rows for request in requests], axis=0)
     of_request[:, :3] += np.concatenate([np.arange(request.rows) for request in requests])[:, None]
+    for request in requests:
+        own = of_request[request.first_row : request.first_row + request.rows]
+        for first, last in request.prefix.mm_req_doc_ranges:
+            own[(own[:, 1] >= first) & (own[:, 1] <= last), 5:7] = first, last
     return [_Rows(*piece.unbind(dim=1)) for piece in torch.from_numpy(of_request).split(_ROWS_AT_ONCE)]
 
 
@@ -207,7 +216,7 @@ def _row_queries(
     heads = torch.arange(layer.num_heads)
     number = rows.number[:, None]
     params = layer_params(layer)
-    lo, hi = visible_span(params, rows.position, rows.num_keys)
+    lo, hi = visible_span(params, rows.position, rows.num_keys, (rows.doc_first, rows.doc_last))
     if params.attn_chunk_size is not None:
         # Version 1 of the generator ignores the end of a chunk. That changes nothing if a causal mask hides more.
         _, hi = visible_span(replace(params, attn_chunk_size=None), rows.position, rows.num_keys)
@@ -216,7 +225,9 @@ def _row_queries(
     kv_head = heads // (layer.num_heads // layer.num_kv_heads)
     needle = keys[(rows.base[:, None] + target) % len(keys), kv_head].double()
     norm = needle.norm(dim=-1).clamp(min=1e-3)
-    background, bias = _background(layer, rows.position, lo, hi, target)
+    # First keys beyond the window weigh like as many keys before it.
+    first_keys = torch.minimum(rows.prefix_len, lo)
+    background, bias = _background(layer, rows.position, lo - first_keys, hi, target)
     score = _needle_score(norm, background - bias)
     kind = (number * 5 + heads) % 16
     if "needles" not in inputs:
@@ -271,6 +282,11 @@ def _targets(
         node = places - rows.first[:, None]
         among = (node < 0) | tree[rows.node].gather(1, node.clamp(0, len(tree) - 1))
         seen = valid & _within(places, lo, hi) & among
+    if bool((rows.prefix_len > 0).any()):
+        first_places, first_valid, first_seen = _first_key_places(rows, lo)
+        places = torch.cat([first_places, places], dim=-1)
+        valid = torch.cat([first_valid, valid], dim=-1)
+        seen = torch.cat([first_seen, seen], dim=-1)
     target = _nth_valid(places, valid, number)
     seen[:, -1] |= ~seen.any(dim=-1)
     return target, _nth_valid(places, seen, number + 1)
@@ -278,6 +294,17 @@ def _targets(
 
 def _within(places: Tensor, lo: Tensor, hi: Tensor) -> Tensor:
     return (places >= lo[:, None]) & (places <= hi[:, None])
+
+
+def _first_key_places(rows: _Rows, lo: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the ends of the first keys that rows see beyond their window: places ``[q, 3]``, valid ones, seen ones.
+
+    They are the last of these keys, the key behind it, which is hidden unless the window begins there, and key 0.
+    """
+    end = rows.prefix_len
+    places = torch.stack([end - 1, end, torch.zeros_like(end)], dim=-1)
+    valid = (end > 0)[:, None] & (places < lo[:, None])
+    return places, valid, valid & (places < end[:, None])
 
 
 def _tree_places(rows: _Rows, lo: Tensor, tree: Tensor) -> tuple[Tensor, Tensor]:

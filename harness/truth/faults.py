@@ -11,7 +11,7 @@ from attncheck.harness.problem.pages import visible_span
 from attncheck.harness.problem.problem import Problem
 from attncheck.harness.problem.storage import UpProjections, key_storage, value_storage
 from attncheck.harness.truth.unpaged import HiddenKeys, UnpagedAttention
-from attncheck.reference import AttentionParams, Precision, merge_attn_states, mla_params
+from attncheck.reference import AttentionParams, Precision, PrefixMask, merge_attn_states, mla_params
 from attncheck.reference.spec import MODIFIERS, Modifier
 
 # Outputs that a faulty backend may have computed instead of the right one.
@@ -56,6 +56,7 @@ def toggles(params: AttentionParams, rows: UnpagedAttention) -> Iterator[Toggle]
         yield Toggle(modifier.feature, ignored, seen >= modifier.fewest_keys, mostly=True)
     yield from _window_toggles(params, rows, seen)
     yield from _chunk_toggles(params, rows, seen)
+    yield from _prefix_toggles(params, rows, seen)
     if rows.tree is not None:
         flat = replace(rows, tree=None)
         ignored = altered("the tree is ignored: drafts see other branches", flat, params, "tree")
@@ -95,8 +96,58 @@ def _chunk_toggles(params: AttentionParams, rows: UnpagedAttention, seen: Tensor
     yield Toggle("attn_chunk_size, not a window", slid, keys_seen(rows, window) > seen, mostly=False)
 
 
+def _prefix_toggles(params: AttentionParams, rows: UnpagedAttention, seen: Tensor) -> Iterator[Toggle]:
+    def toggle(key: str, feature: str, meaning: str, change: ChangePrefix, *, mostly: bool = False) -> Toggle:
+        other = with_prefixes(rows, change)
+        acts = keys_seen(other, params) != seen
+        return Toggle(key, altered(meaning, other, params, feature), acts, mostly)
+
+    if any(own.mm_req_doc_ranges for own in rows.prefixes):
+        key, feature = "mm_req_doc_ranges", "mm_prefix"
+        yield toggle(key, feature, "the image spans are ignored", with_ends(None), mostly=True)
+        yield toggle(f"{key}: last + 1", feature, "the image spans end one key too late", with_ends((0, 1)))
+        yield toggle(f"{key}: last - 1", feature, "the image spans end one key too early", with_ends((0, -1)))
+        yield toggle(f"{key}: first + 1", feature, "the image spans begin one key too late", with_ends((1, 0)))
+        yield toggle(f"{key}: first - 1", feature, "the image spans begin one key too early", with_ends((-1, 0)))
+    if rows.has_first_keys:
+        key, feature = "rswa_prefix_len", "rswa"
+        meaning = "the first keys are not visible beyond the window"
+        yield toggle(key, feature, meaning, with_first_keys(lambda _: 0), mostly=True)
+        meaning = "one first key too many is visible beyond the window"
+        yield toggle(f"{key} + 1", feature, meaning, with_first_keys(lambda own: own + 1))
+        meaning = "one first key too few is visible beyond the window"
+        yield toggle(f"{key} - 1", feature, meaning, with_first_keys(lambda own: max(own - 1, 0)))
+
+
+ChangePrefix = Callable[[PrefixMask], PrefixMask]
+
+
+def with_prefixes(rows: UnpagedAttention, change: ChangePrefix) -> UnpagedAttention:
+    """Return the rows with the changed prefix of each request."""
+    return replace(rows, prefixes=tuple(map(change, rows.prefixes)))
+
+
+def with_ends(moves: tuple[int, int] | None) -> ChangePrefix:
+    """Return the change that moves first and last position of every image span; None removes the spans."""
+
+    def change(own: PrefixMask) -> PrefixMask:
+        if moves is None:
+            return replace(own, mm_req_doc_ranges=())
+        first, last = moves
+        return replace(own, mm_req_doc_ranges=tuple((lo + first, hi + last) for lo, hi in own.mm_req_doc_ranges))
+
+    return change
+
+
+def with_first_keys(change: Callable[[int], int]) -> ChangePrefix:
+    """Return the change of the number of first keys."""
+    return lambda own: replace(own, rswa_prefix_len=change(own.rswa_prefix_len))
+
+
 def _window_toggles(params: AttentionParams, rows: UnpagedAttention, seen: Tensor) -> Iterator[Toggle]:
     left, right = params.window
+    feature = window_feature(rows)
+    field = "rswa_window" if feature == "rswa" else feature
     for bound, side, value in (("left", 0, left), ("right", 1, right)):
         if value < 0 or (side == 1 and params.causal):
             continue
@@ -107,14 +158,19 @@ def _window_toggles(params: AttentionParams, rows: UnpagedAttention, seen: Tenso
 
         size = value + 1
         where = "" if params.causal else f" on the {bound}"
-        name = "sliding_window" if params.causal else f"sliding_window ({bound} bound)"
+        name = field if params.causal else f"{field} ({bound} bound)"
         acts = keys_seen(rows, moved(-1)) > seen
-        yield Toggle(name, altered(f"the window{where} is ignored", rows, moved(-1), "sliding_window"), acts, True)
-        longer = f"the window is one key too long{where} (sliding_window={size + 1})"
-        yield Toggle(f"{name} + 1", altered(longer, rows, moved(value + 1), "sliding_window"), acts, False)
+        yield Toggle(name, altered(f"the window{where} is ignored", rows, moved(-1), feature), acts, True)
+        longer = f"the window is one key too long{where} ({field}={size + 1})"
+        yield Toggle(f"{name} + 1", altered(longer, rows, moved(value + 1), feature), acts, False)
         if value > 0:
-            shorter = f"the window is one key too short{where} (sliding_window={size - 1})"
-            yield Toggle(f"{name} - 1", altered(shorter, rows, moved(value - 1), "sliding_window"), acts, False)
+            shorter = f"the window is one key too short{where} ({field}={size - 1})"
+            yield Toggle(f"{name} - 1", altered(shorter, rows, moved(value - 1), feature), acts, False)
+
+
+def window_feature(rows: UnpagedAttention) -> str:
+    """Return the feature that a backend declares to support the window of these rows."""
+    return "rswa" if rows.has_first_keys else "sliding_window"
 
 
 def altered(
@@ -148,6 +204,8 @@ def is_behind(ends: Sequence[int], request: int, _rows: Tensor, keys: Tensor) ->
 
 def keys_seen(rows: UnpagedAttention, params: AttentionParams) -> Tensor:
     """Return int64 ``[T]``: how many keys each row sees."""
+    if rows.prefixes:
+        return rows.count_seen(params)
     num_keys, _, node, context_len = rows.places
     first, last = visible_span(params, context_len + node, num_keys)
     count = (last - first + 1).clamp(min=0)
@@ -215,7 +273,7 @@ def scaled(
     factors = {"keys": of_keys, "values": of_values, "query": of_query}
 
     def compute() -> tuple[Tensor, Tensor]:
-        made: dict[str, Tensor] = {}
+        made: dict[str, Any] = {}
         for part, factor in factors.items():
             if factor is not None:
                 made[part] = getattr(rows, part).double() * factor.to(rows.keys.device)

@@ -258,6 +258,7 @@ def rows_of(problem: Problem, device: torch.device) -> UnpagedAttention:
         problem.cu_seqlens_q,
         problem.cu_seqlens_k,
         problem.tree,
+        problem.prefixes,
     ).to(device)
 
 

@@ -4,12 +4,13 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from attncheck.reference import AttentionParams, Precision, paged_attention, varlen_attention, visible
+from attncheck.reference import AttentionParams, Precision, PrefixMask, paged_attention, varlen_attention, visible
 
 # Attention without pages: contiguous rows, keys and values, and which row sees which key.
 #
@@ -38,6 +39,7 @@ class UnpagedAttention:
     """The arguments of one unpaged attention: ``query [T, H, D]``, ``keys [N, Hkv, D]``, ``values [N, Hkv, Dv]``.
 
     ``tree``: bool ``[Q, Q]``; row ``i`` of a request sees its new key ``m`` only if ``tree[i, m]``. None for no tree.
+    ``prefixes``: the image spans and first keys of each request; empty if none has any.
     """
 
     query: Tensor
@@ -46,6 +48,7 @@ class UnpagedAttention:
     cu_seqlens_q: Tensor
     cu_seqlens_k: Tensor
     tree: Tensor | None = None
+    prefixes: tuple[PrefixMask, ...] = ()
 
     def to(self, device: torch.device) -> "UnpagedAttention":
         """Return the same arguments on ``device``."""
@@ -56,6 +59,7 @@ class UnpagedAttention:
             self.cu_seqlens_q.to(device),
             self.cu_seqlens_k.to(device),
             None if self.tree is None else self.tree.to(device),
+            self.prefixes,
         )
 
     def of_requests(self, first: int, end: int) -> "UnpagedAttention":
@@ -71,6 +75,7 @@ class UnpagedAttention:
             values=self.values[own_keys],
             cu_seqlens_q=rows - rows[0],
             cu_seqlens_k=keys - keys[0],
+            prefixes=self.prefixes[first:end],
         )
 
     def attend(
@@ -81,7 +86,7 @@ class UnpagedAttention:
         Keys for which ``hidden`` is True are not seen; positions do not change.
         """
         precision = precision or Precision()
-        if self.tree is None and hidden is None:
+        if self.tree is None and hidden is None and not self.prefixes:
             return varlen_attention(
                 self.query, self.keys, self.values, self.cu_seqlens_q, self.cu_seqlens_k, params, precision=precision
             )
@@ -89,7 +94,12 @@ class UnpagedAttention:
         width = max(int(lens.max()), 1)
         # Use pages of one token: the contiguous keys are then a cache, and its block table is simple arithmetic.
         table = torch.minimum(starts[:, None] + torch.arange(width, device=starts.device), self.cu_seqlens_k[-1] - 1)
-        mask = None if hidden is None else (lambda r, q, k: visible(params, q, k) & ~hidden(r, q, k))
+
+        def seen(request: int, q_pos: Tensor, k_pos: Tensor) -> Tensor:
+            sees = self._sees_without_tree(params, request, q_pos, k_pos)
+            return sees if hidden is None else sees & ~hidden(request, q_pos, k_pos)
+
+        is_plain = hidden is None and not self.prefixes
         return paged_attention(
             self.query,
             self.keys[:, None],
@@ -99,7 +109,7 @@ class UnpagedAttention:
             self.cu_seqlens_q,
             params,
             tree_mask=self.tree,
-            mask_fn=mask,
+            mask_fn=None if is_plain else seen,
             precision=precision,
         )
 
@@ -123,6 +133,11 @@ class UnpagedAttention:
         """int64 ``[R]``: rows of each request."""
         return self.cu_seqlens_q[1:] - self.cu_seqlens_q[:-1]
 
+    @property
+    def has_first_keys(self) -> bool:
+        """Whether some request has first keys that rows see beyond the window."""
+        return any(prefix.rswa_prefix_len for prefix in self.prefixes)
+
     @cached_property
     def places(self) -> RowPlaces:
         """The place of each row."""
@@ -131,24 +146,47 @@ class UnpagedAttention:
         node = torch.arange(len(num_keys), device=num_keys.device) - first_row
         return RowPlaces(num_keys, first_key, node, num_keys - num_rows)
 
-    def sees(self, params: AttentionParams, q_pos: Tensor, k_pos: Tensor, context_len: Tensor | int) -> Tensor:
-        """Return a bool tensor, True where a row sees a key by :func:`~attncheck.reference.visible` and the tree.
+    def sees(self, params: AttentionParams, request: int, q_pos: Tensor, k_pos: Tensor) -> Tensor:
+        """Return a bool tensor, True where a row of ``request`` sees a key: by params, prefixes and tree.
 
-        It has the broadcast shape of the positions. ``context_len``: position of the first row of the request, one
-        number or one per row.
+        It has the broadcast shape of the positions.
         """
+        context_len = int(self.num_keys[request] - self.num_rows[request])
+        seen = self._sees_without_tree(params, request, q_pos, k_pos)
+        return seen & self._tree_shows(q_pos - context_len, k_pos - context_len)
+
+    def _sees_without_tree(self, params: AttentionParams, request: int, q_pos: Tensor, k_pos: Tensor) -> Tensor:
         seen = visible(params, q_pos, k_pos)
+        return seen | self.prefixes[request].sees(q_pos, k_pos) if self.prefixes else seen
+
+    def _tree_shows(self, row: Tensor, node: Tensor) -> Tensor:
+        """Return where the tree lets a row see a key, by their places behind the context; all keys without a tree."""
         if self.tree is None:
-            return seen
-        row, node = q_pos - context_len, k_pos - context_len
-        return seen & (self.tree[row, node.clamp(0, len(self.tree) - 1)] | (node < 0))
+            return torch.ones((), dtype=torch.bool, device=row.device)
+        return self.tree[row, node.clamp(0, len(self.tree) - 1)] | (node < 0)
 
     def sees_packed(self, params: AttentionParams, rows: slice, keys: slice) -> Tensor:
         """Return bool ``[rows, keys]``: which of these keys each of these rows sees; none of another request."""
         num_keys, first_key, node, context_len = (field[rows, None] for field in self.places)
         k_pos = torch.arange(keys.start, keys.stop, device=first_key.device) - first_key
         own = (k_pos >= 0) & (k_pos < num_keys)
-        return own & self.sees(params, context_len + node, k_pos, context_len)
+        q_pos = context_len + node
+        seen = visible(params, q_pos, k_pos) & self._tree_shows(node, k_pos - context_len)
+        if self.prefixes:
+            of_request = torch.searchsorted(self.cu_seqlens_k, first_key.contiguous(), right=True) - 1
+            for request, prefix in enumerate(self.prefixes):
+                seen = seen | ((of_request == request) & prefix.sees(q_pos, k_pos))
+        return own & seen
+
+    def count_seen(self, params: AttentionParams) -> Tensor:
+        """Return int64 ``[T]``: how many keys each row sees, counted one by one."""
+        starts_q: list[int] = self.cu_seqlens_q.tolist()
+        starts_k: list[int] = self.cu_seqlens_k.tolist()
+        counts = [
+            self.sees_packed(params, slice(*of_rows), slice(*of_keys)).sum(dim=1)
+            for of_rows, of_keys in zip(pairwise(starts_q), pairwise(starts_k), strict=True)
+        ]
+        return torch.cat(counts)
 
 
 # The error budget: how far from the truth a correct kernel of a dtype may be. It is defined in this module alone.

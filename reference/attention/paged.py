@@ -5,7 +5,7 @@ only the slots a request owns. The index tensors are read on the host once and c
 function computes the part of one rank under decode context parallelism.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -31,6 +31,7 @@ from attncheck.reference.attention.params import (
     AttentionParams,
     MaskFunction,
     Precision,
+    PrefixMask,
     Span,
     Visibility,
     require_params,
@@ -168,6 +169,8 @@ def paged_attention(
     include_sinks: bool = True,
     tree_mask: Tensor | None = None,
     mask_fn: MaskFunction | None = None,
+    mm_req_doc_ranges: Mapping[int, Sequence[tuple[int, int]]] | None = None,
+    rswa_prefix_lens: Tensor | None = None,
     precision: Precision = Precision(),  # noqa: B008 (frozen)
     q_tile: int = 128,
     kv_tile: int = 1024,
@@ -203,6 +206,9 @@ def paged_attention(
         requests share one tree, and ``query_len <= Q``. Context keys are not affected. ``None``: no tree.
     mask_fn: ``(request, q_pos [a, 1], k_pos [1, b]) -> bool [a, b]``, used instead of ``visible``. It is called with
         tiles of absolute positions. ``None``: ``visible``.
+    mm_req_doc_ranges: image spans of each request by its index, as inclusive positions ``(first, last)``, and
+    rswa_prefix_lens: ``[R]``, the number of first keys that are seen beyond the window. Both add keys to those of
+        ``visible``; see :class:`~attncheck.reference.attention.params.PrefixMask`. ``None``: no such keys.
     precision: the roundings to apply; the default computes in float64.
     q_tile, kv_tile: rows and keys of a tile; they change results by rounding only.
 
@@ -230,10 +236,12 @@ def paged_attention(
     requests = paged_requests(("query", query), key_cache, block_table, seq_lens, query_start_loc)
     _check_tree(tree_mask, max((request.query_len for request in requests), default=0))
     tree = None if tree_mask is None else tree_mask.to(query.device)
+    prefixes = prefix_masks(len(seq_lens), mm_req_doc_ranges, rswa_prefix_lens)
 
     def sight(request: PagedRequest) -> Visibility:
         span = request.span(kv_range)
-        return Visibility(params, span, request.context_len, request.index, tree, mask_fn)
+        prefix = prefixes[request.index] if prefixes else None
+        return Visibility(params, span, request.context_len, request.index, tree, mask_fn, prefix)
 
     rule = ScoreRule(params, precision, query.device, include_sinks)
     scales = (q_scale, k_scale, v_scale)
@@ -308,6 +316,27 @@ def _page_reader(
         )
 
     return fetch
+
+
+def prefix_masks(
+    num_reqs: int,
+    mm_req_doc_ranges: Mapping[int, Sequence[tuple[int, int]]] | None,
+    rswa_prefix_lens: Tensor | None,
+) -> tuple[PrefixMask, ...]:
+    """Return the mask of each request from the fields of vLLM's common metadata; none if both are None."""
+    if mm_req_doc_ranges is None and rswa_prefix_lens is None:
+        return ()
+    lens = [0] * num_reqs if rswa_prefix_lens is None else rswa_prefix_lens.tolist()
+    if len(lens) != num_reqs:
+        raise ReferenceArgumentError("rswa_prefix_lens.shape", (len(lens),), f"one number for each of {num_reqs}")
+    ranges = mm_req_doc_ranges or {}
+    for request, own in ranges.items():
+        if not 0 <= request < num_reqs or any(first > last for first, last in own):
+            required = f"pairs of first and last position for requests 0 to {num_reqs - 1}"
+            raise ReferenceArgumentError("mm_req_doc_ranges", {request: own}, required)
+    return tuple(
+        PrefixMask(tuple((first, last) for first, last in ranges.get(r, ())), lens[r]) for r in range(num_reqs)
+    )
 
 
 def _check_tree(tree_mask: Tensor | None, max_query_len: int) -> None:

@@ -243,9 +243,54 @@ def visible(params: LayerParams, q_pos: Tensor, k_pos: Tensor) -> Tensor:
     return sees
 
 
+@dataclass(frozen=True)
+class PrefixMask:
+    """The keys that the rows of one request see besides those of :func:`visible`: image spans, and its first keys.
+
+    A row at position ``q`` also sees the key at ``j`` if::
+
+        first <= q <= last and first <= j <= last       for one of mm_req_doc_ranges
+        or (j <= q and j < rswa_prefix_len)
+
+    So a span is seen whole by its own rows, with later keys, and beyond the left edge of a window. This is vLLM's
+    ``(causal AND window) OR mm_prefix`` and ``causal AND (key < prefix_len OR q - key < rswa_window)``, from
+    ``compute_kv_seq_mask`` in ``v1/attention/ops/triton_attention_helpers.py`` of vLLM 0.32. For image spans, its
+    FlexAttention and FA4 masks have the same order. Keys behind the last key of the request do not exist, so a span
+    that a chunk cuts has only the keys up to the end of the chunk.
+
+    mm_req_doc_ranges: inclusive positions ``(first, last)``, as in vLLM's common metadata.
+    rswa_prefix_len: number of first keys, for a layer whose ``window`` is ``(rswa_window - 1, 0)``.
+
+    >>> PrefixMask(((1, 2),), 1).sees(torch.tensor([[0], [1], [2], [3]]), torch.arange(4)).int()
+    tensor([[1, 0, 0, 0],
+            [1, 1, 1, 0],
+            [1, 1, 1, 0],
+            [1, 0, 0, 0]], dtype=torch.int32)
+    """
+
+    mm_req_doc_ranges: tuple[tuple[int, int], ...] = ()
+    rswa_prefix_len: int = 0
+
+    def sees(self, q_pos: Tensor, k_pos: Tensor) -> Tensor:
+        """Return whether the row at ``q_pos`` sees the key at ``k_pos``: bool, of their broadcast shape."""
+        seen = (k_pos <= q_pos) & (k_pos < self.rswa_prefix_len)
+        for first, last in self.mm_req_doc_ranges:
+            of_rows = (q_pos >= first) & (q_pos <= last)
+            seen = seen | (of_rows & (k_pos >= first) & (k_pos <= last))
+        return seen
+
+    def reach(self, first: int, last: int) -> "Span | None":
+        """Return a span that contains every such key of the rows ``first .. last``; None if there is none."""
+        ends = [(lo, hi + 1) for lo, hi in self.mm_req_doc_ranges if lo <= last and hi >= first]
+        if self.rswa_prefix_len:
+            ends.append((0, self.rswa_prefix_len))
+        return (min(lo for lo, _ in ends), max(hi for _, hi in ends)) if ends else None
+
+
 def layer_params(layer: LayerSpec, *, causal: bool | None = None) -> AttentionParams:
     """Return the parameters of a layer spec. ``causal`` overrides the layer's own flag for one call.
 
+    The window of ``rswa_window`` is one to the left; see :class:`PrefixMask` for the keys that are seen beyond it.
     The window follows ``causal``: vLLM passes ``causal`` in the metadata of each call, and mirrors the window of a
     causal layer when it is False. Raise :class:`~attncheck.errors.ReferenceArgumentError` for latent attention
     (``layer.mla``), whose parameters are :class:`~attncheck.reference.attention.mla.MLAParams`.
@@ -264,7 +309,7 @@ def layer_params(layer: LayerSpec, *, causal: bool | None = None) -> AttentionPa
         head_size_v=layer.head_size_v,
         scale=layer.softmax_scale,
         causal=is_causal,
-        window=window_pair(layer.sliding_window, bidirectional=not is_causal),
+        window=window_pair(layer.sliding_window or layer.rswa_window, bidirectional=not is_causal),
         logits_soft_cap=layer.soft_cap,
         alibi_slopes=layer.alibi_slopes,
         sinks=layer.sink_logits,
@@ -333,7 +378,7 @@ class Visibility:
 
     ``span``: positions of the existing keys. ``context_len``: position of the first row (the tree's root, if there is
     one). ``tree_mask``: bool ``[Q, Q]`` on the device of the positions, ANDed for keys from ``context_len`` on.
-    ``mask_fn``: replaces the base predicate.
+    ``mask_fn``: replaces the base predicate. ``prefix``: the keys that are seen besides those of the base predicate.
     """
 
     params: AttentionParams
@@ -342,12 +387,17 @@ class Visibility:
     request: int = 0
     tree_mask: Tensor | None = None
     mask_fn: MaskFunction | None = None
+    prefix: PrefixMask | None = None
 
     def reach(self, first: int, last: int) -> Span:
         """Return a span that contains every key seen by any row of ``first .. last``."""
         if self.mask_fn is not None:
             return self.span
-        return row_span(self.params, first, self.span)[0], row_span(self.params, last, self.span)[1]
+        lo, hi = row_span(self.params, first, self.span)[0], row_span(self.params, last, self.span)[1]
+        more = None if self.prefix is None else self.prefix.reach(first, last)
+        if more is None:
+            return lo, hi
+        return max(min(lo, more[0]), self.span[0]), min(max(hi, more[1]), self.span[1])
 
     def common(self, first: int, last: int) -> Span:
         """Return a span whose keys are seen by every row of ``first .. last``."""
@@ -373,6 +423,8 @@ class Visibility:
         """Return the mask, bool ``[a, b]``, for row positions ``[a, 1]`` and key positions ``[1, b]``."""
         if self.mask_fn is None:
             sees = visible(self.params, q_pos, k_pos)
+            if self.prefix is not None:
+                sees = sees | self.prefix.sees(q_pos, k_pos)
         else:
             sees = self.mask_fn(self.request, q_pos, k_pos)
             want = (q_pos.shape[0], k_pos.shape[1])

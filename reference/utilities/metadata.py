@@ -82,6 +82,12 @@ class CommonAttentionMetadata:
     """``[R]``, host: encoder lengths, for cross attention."""
     dcp_local_seq_lens: Tensor | None = None
     """``[R]``, device: context on this rank under decode context parallelism."""
+    mm_req_doc_ranges: dict[int, list[tuple[int, int]]] | None = None
+    """Image spans of each request by its index: first and last position, from the prompt's first token on.
+
+    Its spans do not overlap. They may lie behind the tokens of this step, or be cut by its end."""
+    rswa_prefix_lens: Tensor | None = None
+    """``[R]``, host: number of first keys that rows see beyond ``model_config.rswa_window``; vLLM's prompt lengths."""
 
 
 @dataclass

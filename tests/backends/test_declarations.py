@@ -31,6 +31,7 @@ SIZES = MLASpec(kv_lora_rank=32, qk_nope_head_dim=16, qk_rope_head_dim=16, v_hea
 LATENT = LayerSpec(num_heads=4, num_kv_heads=1, head_size=48, mla=SIZES)
 
 # feature -> (case that needs it, the part of it that does, features that come along)
+IMAGE = BatchSpec(requests=(RequestSpec(query_len=8, mm_req_doc_ranges=((2, 5),)),))
 NEEDS = {
     "sliding_window": ((layer(sliding_window=7), CacheSpec(), batch()), "sliding_window 7", ()),
     "logits_soft_cap": ((layer(logits_soft_cap=30.0), CacheSpec(), batch()), "logits_soft_cap 30.0", ()),
@@ -55,6 +56,8 @@ NEEDS = {
     "output_quant": ((layer(output_quant=OutputQuantSpec(scale=0.5)), CacheSpec(), batch()), "fp8_e4m3", ()),
     "mla": ((LATENT, CacheSpec(), batch()), "latent cache", ()),
     "tree": ((layer(), CacheSpec(), batch(path="tree")), "path tree", ()),
+    "mm_prefix": ((layer(), CacheSpec(), IMAGE), "mm_req_doc_ranges of image spans", ()),
+    "rswa": ((layer(rswa_window=8), CacheSpec(), batch()), "rswa_window 8", ()),
     "short_keys": ((layer(), CacheSpec(), batch(3, 1)), "query_len 3 above seq_len 1", ()),
 }
 

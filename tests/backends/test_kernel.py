@@ -177,6 +177,7 @@ def test_contradictions_are_refused(refusals):
         (right, {"features": ("fp8_kv",)}, codes),
         (right, {"supported_kv_cache_dtypes": ("fp8",)}, codes),
         (right, {"features": ("tree",)}, "a function does not get the tree ('tree'): derive a backend"),
+        (right, {"features": ("rswa",)}, "a function does not get the metadata of 'rswa': derive a backend"),
         (right, {"features": ("mla",)}, "a function over keys and values cannot serve a latent cache ('mla')"),
         (right, {"supported_attn_types": ("encoder_only",)}, "attn_type encoder_only has no paged cache"),
         (lambda query, out: None, {}, "<lambda>(query, out) cannot be called with (query, key_cache, value_cache"),

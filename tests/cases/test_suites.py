@@ -30,6 +30,7 @@ SUITES = {
     "micro_batch": "311177f6f436",
     "mixed": "214145cf27ef",
     "mla": "9e54ea138398",
+    "mm_prefix": "8c0d317b14c3",
     "named_batches": "678bf4a7c20a",
     "output_quant": "682c102e11b3",
     "padding": "cde5d24e5c93",

@@ -147,6 +147,14 @@ def test_what_a_gpu_platform_refuses_is_refused_there_and_taken_on_a_cpu(cpu_att
     assert impl.join(scaled) is impl.layer
     with pytest.raises(ValueError, match="CPU_ATTN is not valid for this configuration: per-head quant scales not sup"):
         impl.join(per_head)
+    for name, value, stated in (
+        ("is_mm_prefix_lm", True, "partial multimodal token full attention not supported"),
+        ("rswa_window", 8, "R-SWA not supported"),
+    ):
+        plain = plain_config(**SIZES)
+        setattr(plain.model_config, name, value)
+        with pytest.raises(ValueError, match=f"CPU_ATTN is not valid for this configuration: {stated}"):
+            made(cpu_attn, plain=plain)
 
 
 @pytest.mark.parametrize(
@@ -196,6 +204,26 @@ def test_metadata_refer_to_the_common_ones_and_to_one_buffer_of_positions(cpu_at
     assert metadata.query_start_loc is common.query_start_loc
     assert metadata.slot_mapping is common.slot_mapping
     assert builder.reorder_batch_threshold is None
+
+
+def test_image_spans_and_first_keys_reach_the_builder_of_a_class_that_claims_them(cpu_attn):
+    backend = registry.load("vllm:TRITON_ATTN").backend
+    assert backend.features >= {"mm_prefix", "rswa"}
+    plain = plain_config(**SIZES)
+    plain.model_config.is_mm_prefix_lm, plain.model_config.rswa_window = True, 8
+    builder = backend.get_builder_cls()(SPEC, ["layer.1"], plain, CPU)
+    assert builder.config.model_config.is_mm_prefix_lm is True
+    ranges, lens = {0: [(2, 6)], 1: []}, torch.tensor([3, 7], dtype=torch.int32)
+    common = common_metadata([5, 1], [9, 20], mm_req_doc_ranges=ranges, rswa_prefix_lens=lens)
+    metadata = builder.build(0, common)
+    assert metadata.mm_prefix_range == ranges
+    assert metadata.mm_prefix_range is not ranges
+    assert (metadata.rswa_prefix_lens.tolist(), metadata.rswa_window) == ([3, 7], 8)
+    batch = BatchSpec(requests=(RequestSpec(query_len=9, mm_req_doc_ranges=((2, 6),)),))
+    layer = LayerSpec(num_heads=4, num_kv_heads=2, head_size=64)
+    assert cpu_attn.unsupported_reasons(layer, CacheSpec(block_size=32, layout="HND"), batch) == [
+        "mm_req_doc_ranges of image spans: feature 'mm_prefix' is not declared"
+    ]
 
 
 @pytest.mark.parametrize(("name", "updates_drafts"), [("CPU_ATTN", False), ("TRITON_ATTN", True)])

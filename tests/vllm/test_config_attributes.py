@@ -17,7 +17,8 @@ SET = {
     "hf_config": "model_type",
     "hf_text_config": "attn_logit_softcapping head_dim kv_lora_rank model_type q_lora_rank qk_nope_head_dim "
     "qk_rope_head_dim v_head_dim",
-    "model_config": "architectures dtype get_head_size get_num_attention_heads get_num_kv_heads max_model_len",
+    "model_config": "architectures dtype get_head_size get_num_attention_heads get_num_kv_heads is_mm_prefix_lm "
+    "max_model_len rswa_window",
     "scheduler_config": "max_num_batched_tokens max_num_seqs",
     "speculative_config": "method num_speculative_tokens",
     "vllm_config": "num_speculative_tokens",
@@ -39,9 +40,9 @@ LEFT = {
         "parallel_config": "cp_kv_cache_interleave_size dcp_comm_backend decode_context_parallel_size "
         "pcp_shard_decode_requests prefill_context_parallel_size tensor_parallel_size",
     },
-    "a fact of a model that no case describes: image tokens, diffusion, layers of several kinds, quantised weights": {
+    "a fact of a model that no case describes: diffusion, layers of several kinds, quantised weights": {
         "cache_config": "skip_page_size_padded sliding_window",
-        "model_config": "is_diffusion is_hybrid is_mm_prefix_lm rswa_window",
+        "model_config": "is_diffusion is_hybrid",
         "quant_config": "kv_cache_scheme",
     },
     "of layers whose keys an indexer chooses, which the bridge refuses": {

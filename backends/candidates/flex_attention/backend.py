@@ -8,7 +8,7 @@ borders between requests.
 A compilation takes seconds, and torch recompiles for each number of heads, head size, scale, and length of 1. To avoid
 that, KV heads are the batch dimension, each query head of a KV head adds a row, head sizes are rounded up, numbers are
 passed as tensors, and no length is 1, except for one KV head with an odd number of query heads. So it compiles once for
-each dtype, rounded head size, and combination of soft cap, ALiBi and tree.
+each dtype, rounded head size, and combination of soft cap, ALiBi, tree and first keys.
 """
 
 import contextlib
@@ -80,6 +80,8 @@ class FlexBackend(PagedBackend):
             "short_keys",
             "local",
             "tree",
+            "mm_prefix",
+            "rswa",
         }
     )
     conventions = Conventions(padded_rows="untouched", cache_strides="any")

@@ -147,7 +147,7 @@ class VLLMBackend(AttentionBackend):
     def unsupported_reasons(cls, layer: LayerSpec, cache: CacheSpec, batch: BatchSpec) -> list[str]:
         """See the contract; adds the reasons of vLLM's own check of a configuration, or else of its constructors."""
         reasons = super().unsupported_reasons(layer, cache, batch)
-        reasons += configuration_problems(cls.their_backend, layer, cache, refused=bool(reasons))
+        reasons += configuration_problems(cls.their_backend, layer, cache, batch, refused=bool(reasons))
         return reasons or list(refusals(cls, layer, cache))
 
     @classmethod

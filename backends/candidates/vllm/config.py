@@ -62,6 +62,8 @@ class _Sizes:
 
 def _sizes_of(plain: Any, more: Mapping[str, Any]) -> _Sizes:
     model, speculative = plain.model_config, plain.speculative_config
+    prefixes = {"is_mm_prefix_lm": uses_image_spans(plain), "rswa_window": uses_rswa_window(plain)}
+    more = {**more, **{name: value for name, value in prefixes.items() if value}}
     return _Sizes(
         dtype=model.dtype,
         max_model_len=model.max_model_len,
@@ -75,6 +77,17 @@ def _sizes_of(plain: Any, more: Mapping[str, Any]) -> _Sizes:
         num_drafts=None if speculative is None else speculative.num_speculative_tokens,
         more=json.dumps(dict(more), sort_keys=True),
     )
+
+
+def uses_image_spans(plain: Any) -> bool:
+    """Return whether requests have image spans (``is_mm_prefix_lm``); a config of no case has none."""
+    return bool(getattr(plain.model_config, "is_mm_prefix_lm", False))
+
+
+def uses_rswa_window(plain: Any) -> int | None:
+    """Return the window beside first keys (``rswa_window``), or None."""
+    found: int | None = getattr(plain.model_config, "rswa_window", None)
+    return found
 
 
 @lru_cache(maxsize=64)

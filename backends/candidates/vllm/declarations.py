@@ -13,14 +13,14 @@ import torch
 
 from attncheck.backends.candidates.vllm import package
 from attncheck.backends.candidates.vllm.cache import kernel_block_sizes
-from attncheck.backends.candidates.vllm.config import plain_config, their_config
+from attncheck.backends.candidates.vllm.config import plain_config, their_config, uses_image_spans, uses_rswa_window
 from attncheck.backends.candidates.vllm.layers import LatentSizes, has_value_size, has_writer, load_weights, make_layer
 from attncheck.backends.candidates.vllm.trial import absent_part
 from attncheck.backends.claims import PREDICATES
 from attncheck.backends.declarations import MultipleOf
 from attncheck.backends.dtypes import DTYPES
 from attncheck.backends.impl import STATIC_FP8, LatentArguments, LayerArguments, QuantKey
-from attncheck.reference.spec import AttentionType, CacheSpec, KVCacheDType, LayerSpec
+from attncheck.reference.spec import AttentionType, BatchSpec, CacheSpec, KVCacheDType, LayerSpec
 
 _PLAIN = LayerArguments(num_heads=2, head_size=64, scale=0.125, num_kv_heads=1)
 
@@ -179,13 +179,17 @@ _PREDICATES = (
     "sliding window",
     "non-causal",
     "per-head quant",
+    "partial multimodal token",
+    "R-SWA",
     "MLA",
     "non-MLA",
 )
 """Beginnings of reasons from predicates that the declarations already use."""
 
 
-def configuration_problems(their_backend: type[Any], layer: LayerSpec, cache: CacheSpec, *, refused: bool) -> list[str]:
+def configuration_problems(
+    their_backend: type[Any], layer: LayerSpec, cache: CacheSpec, batch: BatchSpec, *, refused: bool
+) -> list[str]:
     """Return the reasons of the class's ``validate_configuration`` against a layer; an empty list if it has none.
 
     refused: whether the declarations already refuse the layer, with values and limits. Reasons of predicates, which
@@ -203,6 +207,8 @@ def configuration_problems(their_backend: type[Any], layer: LayerSpec, cache: Ca
         has_sliding_window=layer.sliding_window is not None,
         use_per_head_quant_scales=isinstance(cache.k_scale, tuple) or isinstance(cache.v_scale, tuple),
         use_non_causal=layer.attn_type == AttentionType.DECODER and not layer.is_causal,
+        use_mm_prefix=any(request.mm_req_doc_ranges for request in batch.requests),
+        use_rswa=layer.rswa_window is not None,
     )
     shown = f"head_size {layer.head_size}, dtype {layer.dtype}, kv_cache_dtype {cache.kv_cache_dtype}, "
     shown += f"block_size {cache.block_size}"
@@ -235,6 +241,8 @@ def refuse_as_vllm_does(
         has_sliding_window=given.sliding_window is not None,
         use_per_head_quant_scales=scales_per_head,
         use_non_causal=False,
+        use_mm_prefix=uses_image_spans(config),
+        use_rswa=uses_rswa_window(config) is not None,
     )
     if reasons:
         raise ValueError(f"{their_backend.get_name()} is not valid for this configuration: {'; '.join(reasons)}")
@@ -247,5 +255,5 @@ def _reasons(their_backend: type[Any], **config: Any) -> list[str]:
     known = inspect.signature(their_backend.validate_configuration).parameters
     # Without a GPU, query the lowest capability: a class that needs a GPU does not support it.
     capability = package.platform().get_device_capability() or package.lowest_capability()
-    config |= {"device_capability": capability, "use_sparse": False, "use_mm_prefix": False}
+    config |= {"device_capability": capability, "use_sparse": False}
     return list(their_backend.validate_configuration(**{name: config[name] for name in config if name in known}))

@@ -162,6 +162,7 @@ def dummy_call(problem: Problem, bucket: Bucket, max_model_len: int, *, longest:
         block_table_tensor=torch.zeros(bucket.num_reqs, num_pages, dtype=torch.int32),
         slot_mapping=torch.full((bucket.num_tokens,), -1),
         causal=problem.layer.is_causal,
+        rswa_prefix_lens=None if problem.layer.rswa_window is None else torch.zeros_like(seq_lens),
     )
     query, key, value = (
         torch.full((bucket.num_tokens, *rows.shape[1:]), nan, dtype=problem.dtype)

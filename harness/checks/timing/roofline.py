@@ -33,7 +33,7 @@ from attncheck.harness.device import accelerator_of
 from attncheck.harness.problem.pages import Request, visible_span
 from attncheck.harness.problem.problem import request_of
 from attncheck.harness.problem.sizes import ITEMSIZES, naive_layer, num_weights
-from attncheck.reference import layer_params
+from attncheck.reference import PrefixMask, layer_params
 from attncheck.reference.spec import LayerSpec, MLASpec, RequestSpec, TreeOptions
 from attncheck.reports.run_file.timings import Ceilings
 
@@ -93,11 +93,22 @@ def visible_keys_of(case: Case, request: Request) -> VisibleKeys:
     low, last = visible_span(layer_params(naive_layer(case.layer)), position, request.num_keys)
     high = last + 1
     pairs = int((high - low).clamp(min=0).sum())
+    if request.prefix != PrefixMask():
+        return _visible_keys_of_prefix(request, position, low, high)
     if isinstance(options, TreeOptions):
         pairs -= _hidden_pairs(options.parents, position, low, high)
     sees = high > low
     first, end = (int(low[sees].min()), int(high[sees].max())) if sees.any() else (0, 0)
     return VisibleKeys(request, pairs, first, end)
+
+
+def _visible_keys_of_prefix(request: Request, position: Tensor, low: Tensor, high: Tensor) -> VisibleKeys:
+    keys = torch.arange(request.num_keys)
+    sees = (keys >= low[:, None]) & (keys < high[:, None]) | request.prefix.sees(position[:, None], keys)
+    seen = sees.any(dim=0).nonzero()
+    # First keys beyond the window count like as many keys right before it, since those between are not read.
+    end = int(seen[-1]) + 1 if len(seen) else 0
+    return VisibleKeys(request, int(sees.sum()), end - len(seen), end)
 
 
 def _hidden_pairs(parents: tuple[int, ...], position: Tensor, low: Tensor, high: Tensor) -> int:

@@ -1,9 +1,11 @@
 """The layers and machines that our candidates refuse, and the FP8 codes that they write."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
+from common_batches import common_metadata
 
 from attncheck.backends.base import machine
 from attncheck.backends.base.gathering import decode_fp8, encode_fp8
@@ -78,6 +80,24 @@ def test_a_builder_and_a_cache_s_shape_refuse_sizes(refusals):
     assert refusals(shape, [{"block_size": 8}]) == ["BARE: block_size 8: supported are multiples of 16"]
     wide = [{"block_size": 16, "head_size_v": 8}]
     assert refusals(shape, wide, NotImplementedError) == ["BARE: head_size_v 8 beside head_size 16"]
+
+
+def test_a_builder_refuses_masks_that_the_backend_does_not_declare(refusals):
+    spec = KVCacheSpec(block_size=16, num_kv_heads=2, head_size=16, dtype=torch.float32)
+    cpu = torch.device("cpu")
+
+    def construct(changes):
+        BARE.get_builder_cls()(spec, [], SimpleNamespace(model_config=SimpleNamespace(**changes)), cpu)
+
+    def build(changes):
+        BARE.get_builder_cls()(spec, [], None, cpu).build(0, common_metadata([5, 3], [9, 3], **changes))
+
+    assert refusals(construct, [{"rswa_window": 8}], NotImplementedError) == ["BARE: rswa_window 8 is not supported"]
+    ranges = [{"mm_req_doc_ranges": {0: [], 1: [(1, 2)]}}]
+    assert refusals(build, ranges, NotImplementedError) == [
+        "BARE: mm_req_doc_ranges [(1, 2)] of request 1 are not supported"
+    ]
+    build({"mm_req_doc_ranges": {0: [], 1: []}})
 
 
 def assert_refused(step, error, message, **changes):

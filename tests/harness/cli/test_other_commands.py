@@ -33,7 +33,7 @@ from attncheck.harness.cli.common import backends, cases, checks, suites, termin
 from attncheck.harness.cli.show import BackendKind, backend_ref, case_lines, draw_mask, template_files
 from attncheck.harness.device import Cuda, Facts, GpuModes
 from attncheck.harness.truth.shared_folder import SharedFolder
-from attncheck.reference import layer_params
+from attncheck.reference import PrefixMask, layer_params
 from attncheck.reference.attention.params import visible
 from attncheck.reference.spec import LayerSpec, PaddingSpec, PathSpec, RequestSpec, TreeOptions
 
@@ -204,6 +204,8 @@ def reference_mask(case, request):
     keys = request.encoder_len if is_cross else request.total_len
     positions = torch.arange(keys - request.query_len, keys)
     sees = visible(layer_params(case.layer), positions[:, None], torch.arange(keys)[None])
+    prefix = PrefixMask(request.mm_req_doc_ranges, request.rswa_prefix_len)
+    sees |= prefix.sees(positions[:, None], torch.arange(keys)[None])
     if isinstance(case.batch.path.options, TreeOptions):
         for row in range(request.query_len):
             above, node = {row}, row
@@ -226,6 +228,12 @@ def test_masks_are_those_of_the_reference():
                 compared.add((case.batch.path.name, *case.layer.modifiers))
     paths = {("paged", "sliding_window"), ("tree",), ("cross",), ("encoder_only",), ("local", "attn_chunk_size")}
     assert paths <= compared
+
+
+def test_image_spans_are_drawn():
+    request = RequestSpec(query_len=6, seq_len=8, mm_req_doc_ranges=((1, 3), (5, 20)))
+    picture = draw_mask(replace(LAYER, sliding_window=2), PathSpec(), request, 80)
+    assert picture[1:] == [".###....", ".###....", "...##...", "....####", ".....###", ".....###"]
 
 
 def test_the_yaml_is_the_same_question_with_batches_before_and_layers_beside(tmp_path):

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from attncheck.harness.driver.step import copied_calls, forward_calls_of, make_step, refill_host
+from attncheck.harness.driver.step import copied_calls, forward_calls_of, lend_copies, make_step, refill_host
 from attncheck.harness.problem.problem import build_problem
 from attncheck.reference.spec import AttentionType, BlockTableSpec, PaddingSpec, RequestSpec
 
@@ -112,3 +112,31 @@ def test_rows_before_every_key_still_bring_a_key_each(make_case):
     assert step.key is not None
     assert len(step.key) == len(step.slot_mapping) == 5
     assert step.slot_mapping.tolist() == [-1] * 5
+
+
+def test_image_spans_and_first_keys_follow_their_requests(make_case):
+    """As vLLM's runner passes them: by the index in the step, with empty lists, and numbers of keys on the host."""
+    first, second = ((1, 4), (6, 30)), ((0, 2),)
+    images = [
+        RequestSpec(query_len=9, mm_req_doc_ranges=first),
+        RequestSpec(query_len=1, seq_len=8),
+        RequestSpec(query_len=4, seq_len=7, mm_req_doc_ranges=second),
+    ]
+    problem = build_problem(make_case(*images, padding=(2, 0)), 0)
+    common = make_step(problem, CPU, (2, 0, 1)).common_metadata()
+    assert common.mm_req_doc_ranges == {0: [(0, 2)], 1: [(1, 4), (6, 30)], 2: []}
+    assert common.rswa_prefix_lens is None
+    keys = [RequestSpec(query_len=1, seq_len=60, rswa_prefix_len=20), RequestSpec(query_len=1, seq_len=40)]
+    problem = build_problem(make_case(*keys, padding=(2, 0), rswa_window=8), 0)
+    common = make_step(problem, CPU, (1, 0)).common_metadata()
+    assert common.mm_req_doc_ranges is None
+    assert common.rswa_prefix_lens.tolist() == [0, 20, 0, 0]
+    assert make_step(build_problem(make_case(*images[1:2]), 0), CPU).common_metadata().mm_req_doc_ranges is None
+
+
+def test_a_change_of_the_image_spans_shows(make_case):
+    case = make_case(RequestSpec(query_len=9, mm_req_doc_ranges=((1, 4),)))
+    lent = lend_copies(forward_calls_of(make_step(build_problem(case, 0), CPU), frozenset()))
+    assert lent.changed() == []
+    lent.calls[0].common.mm_req_doc_ranges[0].append((5, 6))
+    assert lent.changed() == ["metadata.mm_req_doc_ranges"]

@@ -108,6 +108,8 @@ def test_a_piece_describes_its_tokens(requests, cuts, padding, dtype, one_object
                 "num_logits_indices": None,
                 "encoder_seq_lens": None,
                 "dcp_local_seq_lens": None,
+                "mm_req_doc_ranges": None,
+                "rswa_prefix_lens": None,
             }
         )
     with unchanged(batch):

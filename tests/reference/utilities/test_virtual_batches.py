@@ -26,7 +26,14 @@ LOCAL = [  # chunk, block, q, s, table, start locations, lengths, computed, page
     (4, 2, [0], [8], [[1, 2, 3, 4]], [0, 0], [4], [4], "34"),
 ]
 DTYPES = st.sampled_from((torch.int32, torch.int64))
-OPTIONAL = ["logits_indices_padded", "num_logits_indices", "encoder_seq_lens", "dcp_local_seq_lens"]
+OPTIONAL = [
+    "logits_indices_padded",
+    "num_logits_indices",
+    "encoder_seq_lens",
+    "dcp_local_seq_lens",
+    "mm_req_doc_ranges",
+    "rswa_prefix_lens",
+]
 GIVEN = dict.fromkeys(OPTIONAL, torch.tensor([1])) | {"causal": False}
 
 
