@@ -10,6 +10,7 @@ from torch import Tensor
 
 from attncheck.backends.contract import AttentionBackend
 from attncheck.backends.dtypes import FP8_DTYPES, cache_dtype
+from attncheck.harness.checks.coded_rows import has_coded_rows, wrong_coded_rows
 from attncheck.harness.checks.findings import Broken, Finding, Holds, NotExamined
 from attncheck.harness.checks.interface import Check, CheckedCase, Function, call
 from attncheck.harness.checks.numerics import check_numerics
@@ -34,6 +35,7 @@ from attncheck.harness.problem.storage import (
 )
 from attncheck.harness.truth.truth import Truth
 from attncheck.reference import copy_blocks, reshape_and_cache, swap_blocks
+from attncheck.reference.spec import ROW_FORMATS
 
 # What correct and faulty writers store in an FP8 cache for numbers that no code represents exactly.
 #
@@ -226,7 +228,8 @@ def check_block_moves(
 def _questions(problem: Problem, offered: Mapping[str, Function], device: torch.device) -> Iterator[_Question]:
     stream = RandomStream(problem.seed, problem.case.hash, "block moves")
     for name in NAMES:
-        if name not in offered:
+        is_coded = name == "reshape_and_cache" and problem.cache.kv_cache_dtype in ROW_FORMATS
+        if name not in offered or is_coded:  # the function has no arguments for the scales of rows
             continue
         function = offered[name]
         if name == "reshape_and_cache":
@@ -411,6 +414,9 @@ def _examine_steps(problem: Problem, session: Session, seen: Observation) -> Fin
     if storages[0].is_fp8:
         rows = extreme_rows(problem.keys, storages[0]), extreme_rows(problem.values, storages[1])
         honest, name = honest_rows(rows, storages), "that no FP8 code represents"
+    elif storages[0].coded_rows is not None and storages[1].coded_rows is not None:
+        rows = storages[0].coded_rows.extreme(problem.keys), storages[1].coded_rows.extreme(problem.values)
+        honest, name = [rows], "between codes"
     else:
         rows = _extreme(problem.keys), _extreme(problem.values)
         honest, name = [rows], f"at the limits of {problem.layer.dtype}"
@@ -433,6 +439,14 @@ def judge_pool(problem: Problem, pool: KVPool, seen: Observation, rows: Rows, ho
     figures = {"slots_written": len(slots), "pool_bytes": seen.pool_before.numel()}
     changed = (f"inputs were changed: {', '.join(seen.changed)}",) if seen.changed else ()
     held, before = _storages(problem)[0].held, seen.pool_before
+    if has_coded_rows(problem):
+        fault = wrong_coded_rows(problem, pool, seen.pool_after, rows)
+        if fault is not None:
+            return replace(fault, figures=figures | fault.figures, details=changed)
+        # These slots are right. With the codec's own bytes in them, all bytes can be compared.
+        after_step = seen.pool_after.clone()
+        pool.write_image(after_step, slots, *(part.index_select(0, new.to(part.device)) for part in rows))
+        seen = replace(seen, pool_after=after_step)
 
     def after(written: Rows) -> Tensor:
         image = before.clone()
