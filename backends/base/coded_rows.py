@@ -77,7 +77,8 @@ class CodedCache:
 
     def _grouped(self, rows: Tensor) -> Tensor:
         """Return ``[..., groups, numbers that share a scale]``."""
-        return rows.unflatten(-1, (-1, self.row_format.group or rows.shape[-1]))
+        groups: Tensor = rows.unflatten(-1, (-1, self.row_format.group or rows.shape[-1]))
+        return groups
 
     def _scales(self, numbers: Tensor, unit: Tensor) -> Tensor:
         """Return the scales that are stored, ``[rows, num_kv_heads, groups]``, in their dtype."""

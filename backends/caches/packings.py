@@ -244,15 +244,9 @@ def pool_axes(
 def _axis_of(backend: CacheGeometry, layer: LayerSpec, cache: CacheSpec, counts: Mapping[str, int], letter: str) -> int:
     """Return the axis whose extent is the number of pages (B) or heads (H), if no other changes with that number."""
     count = counts[letter]
+    numbers = ({**counts, letter: number} for number in (count, 2 * count))
     one, two = (
-        kv_cache_shape(
-            backend,
-            layer,
-            cache.block_size,
-            *{**counts, letter: number}.values(),
-            kv_cache_dtype=cache.kv_cache_dtype,
-        )
-        for number in (count, 2 * count)
+        kv_cache_shape(backend, layer, cache.block_size, each["B"], each["H"], cache.kv_cache_dtype) for each in numbers
     )
     changed = [axis for axis, extents in enumerate(zip(one, two, strict=False)) if extents[0] != extents[1]]
     if len(one) == len(two) and len(changed) == 1 and (one[changed[0]], two[changed[0]]) == (count, 2 * count):

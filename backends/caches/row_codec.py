@@ -93,7 +93,8 @@ def decode_rows(stored: Tensor, row_format: RowFormat, size: int, unit: float = 
     scale_dtype = torch.float32 if row_format.group is None else torch.float8_e4m3fn
     scales = scale_bytes.contiguous().view(scale_dtype).double() * unit
     groups = _numbers(codes.contiguous(), row_format).unflatten(-1, (scales.shape[-1], -1))
-    return (groups * scales[..., None]).flatten(-2)
+    rows: Tensor = (groups * scales[..., None]).flatten(-2)
+    return rows
 
 
 def _codes(numbers: Tensor, row_format: RowFormat) -> Tensor:
@@ -111,7 +112,8 @@ def _codes(numbers: Tensor, row_format: RowFormat) -> Tensor:
     if row_format.bits == 8:
         return codes
     low, high = codes.unflatten(-1, (-1, 2)).unbind(dim=-1)
-    return low & 0xF | (high & 0xF) << 4
+    packed: Tensor = low & 0xF | (high & 0xF) << 4
+    return packed
 
 
 def _numbers(codes: Tensor, row_format: RowFormat) -> Tensor:

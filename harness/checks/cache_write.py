@@ -436,36 +436,35 @@ def judge_pool(problem: Problem, pool: KVPool, seen: Observation, rows: Rows, ho
         return NotExamined(("the cache was not observed",), "attncheck")
     new = problem.new_keys[problem.new_keys >= 0]
     slots = problem.key_slots[new]
-    figures = {"slots_written": len(slots), "pool_bytes": seen.pool_before.numel()}
+    figures: dict[str, int | float] = {"slots_written": len(slots), "pool_bytes": seen.pool_before.numel()}
     changed = (f"inputs were changed: {', '.join(seen.changed)}",) if seen.changed else ()
-    held, before = _storages(problem)[0].held, seen.pool_before
+    held, before, got = _storages(problem)[0].held, seen.pool_before, seen.pool_after
     if has_coded_rows(problem):
-        fault = wrong_coded_rows(problem, pool, seen.pool_after, rows)
+        fault = wrong_coded_rows(problem, pool, got, rows)
         if fault is not None:
-            return replace(fault, figures=figures | fault.figures, details=changed)
-        # These slots are right. With the codec's own bytes in them, all bytes can be compared.
-        after_step = seen.pool_after.clone()
-        pool.write_image(after_step, slots, *(part.index_select(0, new.to(part.device)) for part in rows))
-        seen = replace(seen, pool_after=after_step)
+            return replace(fault, figures={**figures, **fault.figures}, details=changed)
 
-    def after(written: Rows) -> Tensor:
-        image = before.clone()
+    def after(written: Rows, image: Tensor = before) -> Tensor:
+        image = image.clone()
         pool.write_image(image, slots, *(rows.index_select(0, new.to(rows.device)) for rows in written))
         return image
+
+    if has_coded_rows(problem):  # the new rows are right, so all bytes are if they are the codec's with its bytes there
+        got = after(rows, got)
 
     expected = after(honest[0])
     if len(honest) > 1:
         for image in map(after, honest):
-            right = alike(image, held) == alike(seen.pool_after, held)
-            expected = torch.where(right, seen.pool_after, expected)
-    if same_bytes(expected, seen.pool_after):
+            right = alike(image, held) == alike(got, held)
+            expected = torch.where(right, got, expected)
+    if same_bytes(expected, got):
         return Broken(changed[0], figures, changed[0] + _CHANGED) if changed else Holds(figures)
     examined = torch.cat([slots, *pool.regions.values(), problem.owned_slots]).unique()
-    wrong = _differing(pool, expected, seen.pool_after, examined.to(expected.device)).cpu()
+    wrong = _differing(pool, expected, got, examined.to(expected.device)).cpu()
     figures["slots_wrong"] = len(wrong)
     if not len(wrong):
         return Broken("bytes between the slots of the pool were changed", figures, details=changed)
-    images = seen.pool_before, seen.pool_after
+    images = seen.pool_before, got
     complaints = [_complaint(problem, pool, images, int(slot), slots) for slot in wrong[:_NAMED]]
     if len(wrong) > _NAMED:
         rest = len(wrong) - _NAMED
@@ -473,12 +472,10 @@ def judge_pool(problem: Problem, pool: KVPool, seen: Observation, rows: Rows, ho
     count = "1 slot is wrong" if len(wrong) == 1 else f"{len(wrong)} slots are wrong, the first"
     if problem.writes_nothing:
         return Broken(f"{count}: {complaints[0]}", figures, _WRITES_SHARED, (*complaints[1:], *changed))
-    meaning = _padding_fault(problem, wrong, slots) or _fault_of_writer(
-        problem, pool, rows, (before, expected, seen.pool_after)
-    )
+    meaning = _padding_fault(problem, wrong, slots) or _fault_of_writer(problem, pool, rows, (before, expected, got))
     if meaning is None and held.itemsize == 1:
         guesses = ((text, after(stored)) for text, stored in faulty_rows(rows, _storages(problem)))
-        meaning = _coding_fault(expected, seen.pool_after, held, guesses)
+        meaning = _coding_fault(expected, got, held, guesses)
     if meaning is None:
         meaning = _stray_rows(wrong, slots)
     return Broken(f"{count}: {complaints[0]}", figures, meaning, (*complaints[1:], *changed))

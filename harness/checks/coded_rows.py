@@ -69,8 +69,8 @@ def _difference(parts: Sequence[_Part], shares: Sequence[Tensor], row: int) -> s
     )
     head, element = divmod(int(share[row].argmax()), share.shape[-1])
     return (
-        f"holds {float(got[row, head, element]):.6g} instead of {float(wanted[row, head, element]):.6g} in {name}, KV head "
-        f"{head}, element {element} ({float(share[row, head, element]):.3g} times half a step)"
+        f"holds {float(got[row, head, element]):.6g} instead of {float(wanted[row, head, element]):.6g} in {name}, "
+        f"KV head {head}, element {element} ({float(share[row, head, element]):.3g} times half a step)"
     )
 
 

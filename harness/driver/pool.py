@@ -481,15 +481,15 @@ class PoolFiller:
 def new_pool(backend: type[AttentionBackend], problem: Problem, device: torch.device, impl: Any) -> KVPool:
     """Return the problem's pool. Raises TypeError if the backend has neither a codec nor a writer."""
     dense = replace(problem.cache, pool_order="LB")
-    codec: KVCacheCodec | NoCodec | None = backend.kv_cache_codec(problem.layer, dense)
-    if codec is None and not impl.brings_writer:
+    declared = backend.kv_cache_codec(problem.layer, dense)
+    if declared is None and not impl.brings_writer:
         raise TypeError(
             f"{backend.get_name()} brings neither a writer nor a cache codec: one of them must fill its cache"
         )
     writer = PoolFiller(backend, problem, device, problem.cache).write
     if problem.cache.kv_cache_dtype in ROW_FORMATS:
-        _require_exact_rows(codec, backend, problem)
-    codec = _learned(backend, problem, dense, device) if codec is None else codec
+        _require_exact_rows(declared, backend, problem)
+    codec = _learned(backend, problem, dense, device) if declared is None else declared
     if problem.cache != dense and not isinstance(codec, NoCodec | PackedCodec | RowCodec):
         is_large = problem.num_blocks * dense.block_size > SMALL_POOL
         order = stride_order(backend, problem.layer, dense)

@@ -118,7 +118,8 @@ class CodedRows:
 
     def grouped(self, rows: Tensor) -> Tensor:
         """Return ``[..., groups, numbers that share a scale]``."""
-        return rows.unflatten(-1, (-1, self.row_format.group or rows.shape[-1]))
+        groups: Tensor = rows.unflatten(-1, (-1, self.row_format.group or rows.shape[-1]))
+        return groups
 
     def _nearest(self, magnitudes: Tensor) -> Tensor:
         """Return the index of the nearest number of a code, int64."""

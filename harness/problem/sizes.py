@@ -18,9 +18,8 @@ from attncheck.reference.spec import (
 if TYPE_CHECKING:
     import torch
 
-ITEMSIZES: dict[str, float] = {"float16": 2, "bfloat16": 2, "float32": 4, **dict.fromkeys(FP8_CACHES, 1)}
-ITEMSIZES |= {name: form.bits / 8 for name, form in ROW_FORMATS.items()}
-"""Bytes per element, by dtype names of layers and caches; without the scales of a row."""
+ITEMSIZES = {"float16": 2, "bfloat16": 2, "float32": 4, **dict.fromkeys(FP8_CACHES, 1)}
+"""Bytes per element, by dtype names of layers and caches."""
 
 
 def naive_layer(layer: LayerSpec) -> LayerSpec:
