@@ -5,12 +5,14 @@ middle. So the rows of a written slot are compared as numbers: each within half 
 (:meth:`~attncheck.harness.problem.coded_rows.CodedRows.allowed_error`). All other bytes must be unchanged.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from itertools import chain
 
 import torch
 from torch import Tensor
 
 from attncheck.harness.checks.findings import Broken
+from attncheck.harness.diagnosis.coded_rows import exchanged_scales, faulty_coded_rows
 from attncheck.harness.driver.pool import KVPool
 from attncheck.harness.problem.coded_rows import CodedRows
 from attncheck.harness.problem.problem import Problem
@@ -22,11 +24,11 @@ Rows = tuple[Tensor, Tensor]
 _Part = tuple[Tensor, Tensor, CodedRows]
 """Rows given to the writer, the same rows read from the cache in float64, and their form; of keys or of values."""
 
-_NEAR = 2.0**-6
+_NEAR = 2.0**-10
 """Relative difference within which a stored number is the one that a fault explains."""
 
 _EXPLAINED = 0.98
-"""Share of the wrong elements that a fault must explain to be reported."""
+"""Share of the elements that a fault must explain to be reported."""
 
 
 def has_coded_rows(problem: Problem) -> bool:
@@ -77,43 +79,21 @@ def _difference(parts: Sequence[_Part], shares: Sequence[Tensor], row: int) -> s
 def _cause(parts: Sequence[_Part], shares: Sequence[Tensor]) -> str | None:
     """Return the fault of a writer that explains nearly all wrong elements, or None."""
     is_wrong = [share > 1 for share in shares]
-    total = sum(int(wrong.sum()) for wrong in is_wrong)
     if any(bool(torch.isnan(got[wrong]).any()) for (_, got, _), wrong in zip(parts, is_wrong, strict=True)):
         return "a scale or code is NaN: the scale of a row of zeros must be above 0"
-    for meaning, stored in _faults(parts):
-        near = [(got - made).abs() <= _NEAR * made.abs() for (_, got, _), made in zip(parts, stored, strict=True)]
-        explained = sum(int((a & b).sum()) for a, b in zip(near, is_wrong, strict=True))
-        if explained >= _EXPLAINED * total:
+    rows = parts[0][0].double(), parts[1][0].double()
+    forms = parts[0][2], parts[1][2]
+    for meaning, stored in chain(faulty_coded_rows(rows, forms), exchanged_scales(rows, forms)):
+        if _explained(parts, stored, is_wrong):
             return meaning
-    is_cut = [
-        (got.abs() <= wanted.double().abs()) & (share <= 2)
-        for (wanted, got, _), share in zip(parts, shares, strict=True)
-    ]
-    explained = sum(int((a & b).sum()) for a, b in zip(is_cut, is_wrong, strict=True))
-    return "codes are truncated, not rounded to the nearest" if explained >= _EXPLAINED * total else None
+    cut = forms[0].truncated(rows[0]), forms[1].truncated(rows[1])
+    everywhere = [torch.ones_like(wrong) for wrong in is_wrong]  # elements within the allowed error must be cut, too
+    is_cut = _explained(parts, cut, is_wrong) and _explained(parts, cut, everywhere)
+    return "codes are truncated, not rounded to the nearest" if is_cut else None
 
 
-def _faults(parts: Sequence[_Part]) -> Iterator[tuple[str, tuple[Tensor, ...]]]:
-    """Yield (fault of a writer, keys and values as they are then read), for right codes with a wrong scale or place."""
-    rows = [wanted.double() for wanted, _, _ in parts]
-    groups = [form.grouped(row) for row, (_, _, form) in zip(rows, parts, strict=True)]
-    scales = [group.abs().amax(dim=-1, keepdim=True) for group in groups]
-
-    def scaled(others: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        factors = [other / scale.masked_fill(scale == 0, 1.0) for other, scale in zip(others, scales, strict=True)]
-        return tuple((group * factor).flatten(-2) for group, factor in zip(groups, factors, strict=True))
-
-    for where, shift in (("before", 1), ("after", -1)):
-        yield f"a row has the scale of the row {where}", scaled([scale.roll(shift, 0) for scale in scales])
-        yield f"a head has the scale of the head {where}", scaled([scale.roll(shift, 1) for scale in scales])
-        if scales[0].shape[2] > 1:
-            meaning = f"a group of numbers has the scale of the group {where}"
-            yield meaning, scaled([scale.roll(shift, 2) for scale in scales])
-    yield "the scale of KV head 0 is used for all heads", scaled([scale[:, :1] for scale in scales])
-    if scales[0].shape == scales[1].shape:
-        yield "keys have the scales of values", scaled([scales[1], scales[1]])
-        yield "values have the scales of keys", scaled([scales[0], scales[0]])
-        yield "the scales of keys and values are exchanged", scaled([scales[1], scales[0]])
-    if parts[0][2].row_format.bits == 4:
-        exchanged = [row.unflatten(-1, (-1, 2)).flip(-1).flatten(-2) for row in rows]
-        yield "the two codes of a byte are exchanged", tuple(exchanged)
+def _explained(parts: Sequence[_Part], stored: Sequence[Tensor], chosen: Sequence[Tensor]) -> bool:
+    """Return whether nearly all ``chosen`` elements of the cache equal those of ``stored``."""
+    near = [(got - made).abs() <= _NEAR * made.abs() for (_, got, _), made in zip(parts, stored, strict=True)]
+    explained = sum(int((a & b).sum()) for a, b in zip(near, chosen, strict=True))
+    return explained >= _EXPLAINED * sum(int(each.sum()) for each in chosen)

@@ -75,6 +75,14 @@ class CodedRows:
         half = torch.maximum(self._half_step(groups.abs() / used), self._half_step(groups.abs() / least))
         return (half * used).flatten(-2)
 
+    def truncated(self, rows: Tensor) -> Tensor:
+        """Return the float64 rows that a cache returns if their codes are rounded towards 0."""
+        groups = self.grouped(rows.double())
+        scale = (groups.abs().amax(dim=-1, keepdim=True) / self.row_format.largest).clamp(min=_SMALLEST_SCALE)
+        numbers = self._magnitudes.to(rows.device)
+        below = torch.searchsorted(numbers, (groups.abs() / scale).contiguous(), right=True) - 1
+        return torch.copysign(numbers[below] * scale, groups).flatten(-2)
+
     def extreme(self, rows: Tensor) -> Tensor:
         """Return rows ``[n, Hkv, D]`` of the shape and dtype of ``rows`` that expose how a writer rounds.
 
