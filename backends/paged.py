@@ -180,31 +180,25 @@ class PagedImpl(CandidateImpl[PagedMetadata]):
         """
 
     def _run(self, call: Call[PagedMetadata]) -> None:
-        if self.has_cache and self.kv_cache_dtype in ROW_FORMATS:
-            caches: tuple[Tensor, Tensor] | None = self._decoded_rows(call)
-        else:
-            caches = self._cache_views(call.kv_cache) if self.has_cache else None
-            if caches is not None and (new := self._new_rows(call)) is not None:
-                self.write(call.layer, *new, *caches, call.metadata.common.slot_mapping)
+        is_coded = self.has_cache and self.kv_cache_dtype in ROW_FORMATS
+        caches = self._cache_views(call.kv_cache) if self.has_cache and not is_coded else None
+        writes = self.brings_writer and self.kv_sharing_target_layer_name is None
+        if writes and caches is not None and call.key is not None and call.value is not None:
+            self.write(call.layer, call.key, call.value, *caches, call.metadata.common.slot_mapping)
+        if is_coded:
+            caches = self._decoded_rows(call, writes=writes)
         operands = (call.layer, call.query, call.key, call.value, caches, call.metadata, call.output, call.output_lse)
         if call.output_scale is None:
             self.attend(*operands)
         else:
             self.attend_quantised(*operands, call.output_scale)
 
-    def _new_rows(self, call: Call[PagedMetadata]) -> tuple[Tensor, Tensor] | None:
-        """Return the keys and values that the layer writes, or None if it writes nothing."""
-        writes = self.brings_writer and self.kv_sharing_target_layer_name is None
-        if not writes or call.key is None or call.value is None:
-            return None
-        return call.key, call.value
-
-    def _decoded_rows(self, call: Call[PagedMetadata]) -> tuple[Tensor, Tensor]:
+    def _decoded_rows(self, call: Call[PagedMetadata], *, writes: bool) -> tuple[Tensor, Tensor]:
         """Write the new rows as codes, and return all rows of the cache as numbers, as if it held float32."""
         units = call.layer._k_scale, call.layer._v_scale
         coded = CodedCache(call.kv_cache, self.kv_cache_dtype, (self.head_size, self.head_size_v), units)
-        if (new := self._new_rows(call)) is not None:
-            coded.write(*new, call.metadata.common.slot_mapping)
+        if writes and call.key is not None and call.value is not None:
+            coded.write(call.key, call.value, call.metadata.common.slot_mapping)
         return coded.read()
 
     def _cache_views(self, kv_cache: Tensor) -> tuple[Tensor, Tensor]:

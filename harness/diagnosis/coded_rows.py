@@ -34,11 +34,9 @@ def faulty_coded_rows(rows: Rows, forms: tuple[CodedRows, CodedRows]) -> Iterato
     """Yield (fault, the float64 rows that are then read), for rows that the cache stores exactly."""
     scales = _scales(rows, forms)
     for where, shift in (("before", 1), ("after", -1)):
-        yield f"a row has the scale of the row {where}", _scaled(rows, forms, [each.roll(shift, 0) for each in scales])
-        yield (
-            f"a head has the scale of the head {where}",
-            _scaled(rows, forms, [each.roll(shift, 1) for each in scales]),
-        )
+        for axis, name in enumerate(("row", "head")):
+            moved = [each.roll(shift, axis) for each in scales]
+            yield f"a {name} has the scale of the {name} {where}", _scaled(rows, forms, moved)
         if scales[0].shape[2] > 1:
             meaning = f"a group of numbers has the scale of the group {where}"
             yield meaning, _scaled(rows, forms, [each.roll(shift, 2) for each in scales])
@@ -57,7 +55,7 @@ def faulty_coded_rows(rows: Rows, forms: tuple[CodedRows, CodedRows]) -> Iterato
 
 
 def exchanged_scales(rows: Rows, forms: tuple[CodedRows, CodedRows]) -> Iterator[tuple[str, Rows]]:
-    """Yield (fault, the float64 rows that are then read), for scales of keys and values that take each other's place."""
+    """Yield (fault, the float64 rows that are then read), for keys or values with the scales of the others."""
     key, value = _scales(rows, forms)
     if key.shape == value.shape:
         yield "keys have the scales of values", _scaled(rows, forms, [value, value])
