@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -460,10 +460,12 @@ def judge_pool(problem: Problem, pool: KVPool, seen: Observation, rows: Rows, ho
     if same_bytes(expected, got):
         return Broken(changed[0], figures, changed[0] + _CHANGED) if changed else Holds(figures)
     examined = torch.cat([slots, *pool.regions.values(), problem.owned_slots]).unique()
-    wrong = _differing(pool, expected, got, examined.to(expected.device)).cpu()
+    read = pool.read_exactly if has_coded_rows(problem) else pool.read_image
+    wrong = _differing(read, expected, got, examined.to(expected.device)).cpu()
     figures["slots_wrong"] = len(wrong)
     if not len(wrong):
-        return Broken("bytes between the slots of the pool were changed", figures, details=changed)
+        where = "that are not of the new rows" if has_coded_rows(problem) else "between the slots of the pool"
+        return Broken(f"bytes {where} were changed", figures, details=changed)
     images = seen.pool_before, got
     complaints = [_complaint(problem, pool, images, int(slot), slots) for slot in wrong[:_NAMED]]
     if len(wrong) > _NAMED:
@@ -511,10 +513,10 @@ def _extreme(rows: Tensor) -> Tensor:
     return pattern.repeat(-(-rows.numel() // len(pattern)))[: rows.numel()].reshape(rows.shape)
 
 
-def _differing(pool: KVPool, expected: Tensor, got: Tensor, slots: Tensor) -> Tensor:
+def _differing(read: Callable[[Tensor, Tensor], Rows], expected: Tensor, got: Tensor, slots: Tensor) -> Tensor:
     """Return those of ``slots`` whose key or value differs in any bit."""
     unequal = torch.zeros(len(slots), dtype=torch.bool, device=slots.device)
-    for a, b in zip(pool.read_image(expected, slots), pool.read_image(got, slots), strict=True):
+    for a, b in zip(read(expected, slots), read(got, slots), strict=True):
         bits = torch.int16 if a.element_size() == 2 else torch.int32
         unequal |= (a.contiguous().view(bits) != b.contiguous().view(bits)).flatten(1).any(dim=1)
     return slots[unequal]
