@@ -131,11 +131,11 @@ class VLLMImpl(AttentionImpl[Any]):
         It makes them at its first step, and then sets every scale to 1: in an engine, the cache is empty, and a layer
         has a single one.
         """
-        impl, place = self.layer.impl, kv_cache.data_ptr()
-        if place in (0, self._cache_seen) or not hasattr(impl, "_ensure_scale_caches"):
+        impl = self.layer.impl
+        if self._given.kv_cache_dtype not in ROW_FORMATS or not hasattr(impl, "_ensure_scale_caches"):
             return
-        self._cache_seen = place
-        if self._given.kv_cache_dtype in ROW_FORMATS:
+        if kv_cache.data_ptr() != self._cache_seen and kv_cache.numel():
+            self._cache_seen = kv_cache.data_ptr()
             contents = kv_cache.clone()
             impl._k_scale_cache = impl._v_scale_cache = None
             impl._ensure_scale_caches(kv_cache)
