@@ -829,9 +829,10 @@ ROW_FORMATS: Mapping[str, RowFormat] = {
     "int4_per_token_head": RowFormat(code="int", bits=4, largest=7.0),
     "nvfp4": RowFormat(code="float4_e2m1fn", bits=4, largest=6.0, group=16),
 }
-"""The caches that scale each row by itself. The first two and NVFP4 are vLLM's formats.
+"""The caches that scale each row by itself. The first two are vLLM's formats.
 
-vLLM's ``int4_per_token_head`` differs: it also rotates a row, and has codes from 0 to 15 with a zero point.
+vLLM's ``int4_per_token_head`` differs: it also rotates a row, and has codes from 0 to 15 with a zero point. Where vLLM's
+classes store the scales of ``nvfp4`` is not defined here.
 """
 
 Layout = Literal["NHD", "HND"]
