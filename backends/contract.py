@@ -176,7 +176,9 @@ class AttentionBackend(ABC):
         its value; for a latent cache ``[num_blocks, block_size, head_size]``.
 
         Raise ``ValueError`` for a block size that the kernels do not support. A backend that declares ``head_size_v``
-        accepts it as a keyword, which is passed only if it differs from ``head_size``.
+        accepts it as a keyword, which is passed only if it differs from ``head_size``. A backend that declares a cache
+        of ``attncheck.reference.spec.ROW_FORMATS`` accepts its name as the keyword ``cache_dtype_str``, which is passed
+        only for such a cache; the shape is then that of a tensor of bytes.
         """
         packing: Packing = "latent" if cls.is_mla() else "content"
         return packed_shape(packing, num_blocks, block_size, num_kv_heads, head_size, head_size)
@@ -277,7 +279,8 @@ class AttentionBackend(ABC):
         If None, the harness derives the layout by observing the backend's own writer. The default detects the usual
         packings by calling ``get_kv_cache_shape`` with distinctive sizes. It returns None for other packings, and if
         the value head size differs from the head size. Override it to return None if the cache has a usual shape but
-        another layout within.
+        another layout within. A cache of ``ROW_FORMATS`` is examined only with a codec; the default is
+        :func:`~attncheck.backends.caches.row_codec.row_codec` for codes of eight bits.
         """
         return default_codec(cls, layer, cache)
 

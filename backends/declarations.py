@@ -14,6 +14,7 @@ from attncheck.backends.claims import PREDICATES
 from attncheck.backends.conventions import CacheStrides, Conventions
 from attncheck.reference.spec import (
     FORMS,
+    FP8_CACHES,
     MODIFIERS,
     AttentionType,
     BatchSpec,
@@ -104,7 +105,7 @@ def read_predicates(backend: type[Any]) -> None:
         backend.supported_kv_cache_dtypes = tuple(name for name in names if backend.supports_kv_cache_dtype(name))
     names_caches = not own.keys().isdisjoint(("supported_kv_cache_dtypes", "supports_kv_cache_dtype"))
     if names_caches and "features" not in own:  # vLLM's classes declare FP8 caches by their names alone
-        has_codes = any(name.startswith("fp8") for name in backend.supported_kv_cache_dtypes)
+        has_codes = any(name in FP8_CACHES for name in backend.supported_kv_cache_dtypes)
         backend.features |= {"fp8_kv"} if has_codes else set()
 
 
@@ -230,7 +231,7 @@ def _layer_needs(layer: LayerSpec) -> list[str]:
 
 
 def _cache_needs(layer: LayerSpec, cache: CacheSpec) -> list[str]:
-    if not cache.kv_cache_dtype.startswith("fp8"):
+    if cache.kv_cache_dtype not in FP8_CACHES:
         return []
     scales = [cache.k_scale, cache.v_scale, *([cache.q_scale] if layer.query_quant else [])]
     per_head = any(isinstance(scale, tuple) for scale in scales)

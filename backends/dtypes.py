@@ -2,7 +2,7 @@
 
 import torch
 
-from attncheck.reference.spec import CacheSpec, LayerSpec
+from attncheck.reference.spec import ROW_FORMATS, CacheSpec, LayerSpec
 
 DTYPES: dict[str, torch.dtype] = {
     "float16": torch.float16,
@@ -20,7 +20,12 @@ FP8_DTYPES: dict[str, torch.dtype] = {
 
 
 def cache_dtype(layer: LayerSpec, cache: CacheSpec) -> torch.dtype:
-    """Return the dtype of the allocated cache: the layer's, the named one, or ``torch.uint8`` for FP8 codes."""
-    if cache.kv_cache_dtype in FP8_DTYPES:
+    """Return the dtype of the allocated cache: the layer's, the named one, or that of bytes for codes.
+
+    Bytes are ``torch.uint8``, or ``torch.int8`` for ``int8_per_token_head``, as in vLLM.
+    """
+    if cache.kv_cache_dtype == "int8_per_token_head":
+        return torch.int8
+    if cache.kv_cache_dtype in (*FP8_DTYPES, *ROW_FORMATS):
         return torch.uint8
     return DTYPES[layer.dtype if cache.kv_cache_dtype == "auto" else cache.kv_cache_dtype]

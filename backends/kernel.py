@@ -27,7 +27,7 @@ from attncheck.backends.paged import PagedBackend, PagedImpl
 from attncheck.backends.paged_metadata import PagedBuilder, PagedMetadata
 from attncheck.errors import UnknownNameError
 from attncheck.reference.attention.params import LayerParams
-from attncheck.reference.spec import FEATURES
+from attncheck.reference.spec import FEATURES, FP8_CACHES
 
 Kernel = Callable[..., object]
 Writer = Callable[..., object]
@@ -263,7 +263,7 @@ def _check_declarations(
     for feature, parameter in (("fp8_query", "q_scale"), ("lse", "output_lse"), ("output_quant", "output_scale")):
         if (parameter in options) != (feature in features):
             wrong.append(f"the feature {feature!r} needs a parameter {parameter}, and the parameter needs the feature")
-    codes = [dtype for dtype in kv_cache_dtypes if dtype.startswith("fp8")]
+    codes = [dtype for dtype in kv_cache_dtypes if dtype in FP8_CACHES]
     if bool(codes) != ("fp8_kv" in features):
         wrong.append(
             "the feature 'fp8_kv' needs an FP8 dtype in supported_kv_cache_dtypes, and the dtype needs the feature"

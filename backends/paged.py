@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from attncheck.backends.base.coded_rows import CodedCache
 from attncheck.backends.base.gathering import encode_fp8
 from attncheck.backends.base.layer import (
     Call,
@@ -22,7 +23,7 @@ from attncheck.backends.base.layer import (
     wrong_shapes,
 )
 from attncheck.backends.caches.codecs import KVCacheCodec, packed_codec
-from attncheck.backends.caches.packings import Packing, packed_shape
+from attncheck.backends.caches.packings import Packing, coded_rows_shape, packed_shape
 from attncheck.backends.contract import AttentionLayer, AttentionType, QuantKey
 from attncheck.backends.declarations import block_size_reason
 from attncheck.backends.dtypes import FP8_DTYPES
@@ -30,7 +31,7 @@ from attncheck.backends.impl import STATIC_FP8, LayerArguments
 from attncheck.backends.paged_metadata import PagedMetadata
 from attncheck.reference.attention.cache import kv_cache_views
 from attncheck.reference.attention.params import AttentionParams, window_pair
-from attncheck.reference.spec import CacheSpec, LayerSpec
+from attncheck.reference.spec import ROW_FORMATS, CacheSpec, LayerSpec
 
 
 class PagedBackend(CandidateBackend):
@@ -40,13 +41,21 @@ class PagedBackend(CandidateBackend):
 
     @classmethod
     def get_kv_cache_shape(
-        cls, num_blocks: int, block_size: int, num_kv_heads: int, head_size: int, head_size_v: int | None = None
+        cls,
+        num_blocks: int,
+        block_size: int,
+        num_kv_heads: int,
+        head_size: int,
+        head_size_v: int | None = None,
+        cache_dtype_str: str = "auto",
     ) -> tuple[int, ...]:
         if reason := block_size_reason(cls, block_size):
             raise ValueError(f"{cls.get_name()}: {reason}")
         value_size = head_size if head_size_v is None else head_size_v
         if value_size != head_size and "head_size_v" not in cls.features:
             raise NotImplementedError(f"{cls.get_name()}: head_size_v {value_size} beside head_size {head_size}")
+        if cache_dtype_str in ROW_FORMATS:
+            return coded_rows_shape(cache_dtype_str, num_blocks, block_size, num_kv_heads, head_size, value_size)
         packing = cls.packing_of(head_size, value_size)
         return packed_shape(packing, num_blocks, block_size, num_kv_heads, head_size, value_size)
 
@@ -177,15 +186,26 @@ class PagedImpl(CandidateImpl[PagedMetadata]):
         """
 
     def _run(self, call: Call[PagedMetadata]) -> None:
-        caches = self._cache_views(call.kv_cache) if self.has_cache else None
+        is_coded = self.has_cache and self.kv_cache_dtype in ROW_FORMATS
+        caches = self._cache_views(call.kv_cache) if self.has_cache and not is_coded else None
         writes = self.brings_writer and self.kv_sharing_target_layer_name is None
         if writes and caches is not None and call.key is not None and call.value is not None:
             self.write(call.layer, call.key, call.value, *caches, call.metadata.common.slot_mapping)
+        if is_coded:
+            caches = self._decoded_rows(call, writes=writes)
         operands = (call.layer, call.query, call.key, call.value, caches, call.metadata, call.output, call.output_lse)
         if call.output_scale is None:
             self.attend(*operands)
         else:
             self.attend_quantised(*operands, call.output_scale)
+
+    def _decoded_rows(self, call: Call[PagedMetadata], *, writes: bool) -> tuple[Tensor, Tensor]:
+        """Write the new rows as codes, and return all rows of the cache as numbers, as if it held float32."""
+        units = call.layer._k_scale, call.layer._v_scale
+        coded = CodedCache(call.kv_cache, self.kv_cache_dtype, (self.head_size, self.head_size_v), units)
+        if writes and call.key is not None and call.value is not None:
+            coded.write(call.key, call.value, call.metadata.common.slot_mapping)
+        return coded.read()
 
     def _cache_views(self, kv_cache: Tensor) -> tuple[Tensor, Tensor]:
         codes = FP8_DTYPES.get(self.kv_cache_dtype)

@@ -5,11 +5,13 @@ a dotted path from the case (``batch.requests.2.shared_prefix``).
 """
 
 import itertools
+import math
 from collections.abc import Collection
 
 from attncheck.errors import SpecError
 from attncheck.reference.spec import (
     MODIFIERS,
+    ROW_FORMATS,
     AttentionType,
     BatchSpec,
     BlockTableSpec,
@@ -253,6 +255,7 @@ def check_meaning(layer: LayerSpec, cache: CacheSpec, batch: BatchSpec) -> None:
     """Raise :class:`SpecError` for the first invalid combination; the path is that of ``batch``."""
     _check_mla(layer)
     _check_scales(layer, cache)
+    _check_row_format(layer, cache)
     check_path(layer, cache, batch)
     _check_geometry(layer, cache, batch.path.name)
     for index, request in enumerate(batch.requests):
@@ -263,7 +266,7 @@ def check_meaning(layer: LayerSpec, cache: CacheSpec, batch: BatchSpec) -> None:
     _check_pool(layer, cache, batch)
 
 
-def check_inputs(layer: LayerSpec, inputs: Collection[InputName] | None) -> None:
+def check_inputs(layer: LayerSpec, cache: CacheSpec, inputs: Collection[InputName] | None) -> None:
     """Raise :class:`SpecError` if the layer's keys cannot have the ``inputs``; None selects those of every layer."""
     if "negative_scores" in (inputs or ()) and layer.mla is not None and not layer.mla.qk_rope_head_dim:
         raise SpecError(
@@ -271,6 +274,13 @@ def check_inputs(layer: LayerSpec, inputs: Collection[InputName] | None) -> None
             field="inputs",
             value="negative_scores",
             allowed="leave negative_scores out, or give qk_rope_head_dim",
+        )
+    if "negative_scores" in (inputs or ()) and cache.kv_cache_dtype in ROW_FORMATS:
+        raise SpecError(
+            f"keys whose last channels are equal cannot be stored exactly as {cache.kv_cache_dtype}",
+            field="inputs",
+            value="negative_scores",
+            allowed="leave negative_scores out",
         )
 
 
@@ -341,6 +351,40 @@ def _check_scales(layer: LayerSpec, cache: CacheSpec) -> None:
             value=True,
             allowed="leave kv_sharing out",
         )
+
+
+def _check_row_format(layer: LayerSpec, cache: CacheSpec) -> None:
+    row_format = ROW_FORMATS.get(cache.kv_cache_dtype)
+    if row_format is None:
+        return
+    if layer.mla is not None:
+        raise SpecError(
+            "defined for caches of keys and values",
+            field="cache.kv_cache_dtype",
+            value=cache.kv_cache_dtype,
+            allowed="leave kv_cache_dtype out, or leave layer.mla out",
+        )
+    for size in (layer.head_size, layer.value_head_size):
+        if not row_format.divides(size):
+            raise SpecError(
+                f"a row of {cache.kv_cache_dtype} has no whole number of bytes and groups",
+                field="layer.head_size",
+                value=size,
+                allowed=f"give a multiple of {row_format.group or 8 // row_format.bits}",
+            )
+    for name in ("k_scale", "v_scale"):
+        scale = getattr(cache, name)
+        if row_format.group is not None and (isinstance(scale, tuple) or not _is_unit(scale)):
+            raise SpecError(
+                f"rows of {cache.kv_cache_dtype} with other scales cannot be stored exactly",
+                field=f"cache.{name}",
+                value=scale,
+                allowed="give one power of two from 2**-10 to 2",
+            )
+
+
+def _is_unit(scale: float) -> bool:
+    return math.frexp(scale)[0] == 0.5 and 2.0**-10 <= scale <= 2.0
 
 
 def _check_geometry(layer: LayerSpec, cache: CacheSpec, path: str) -> None:

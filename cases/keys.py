@@ -224,7 +224,7 @@ def read_case(tree: Table, suite: str, name: str, description: str, origin: str)
     mistakes.raise_all()
     try:
         check_meaning(layer, cache, batch)
-        check_inputs(layer, inputs)
+        check_inputs(layer, cache, inputs)
     except SpecError as error:
         raise _point(tree, error) from error
     after = read_after(entries["after"], layer, cache, path) if "after" in entries else ()

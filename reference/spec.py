@@ -819,7 +819,70 @@ class AttentionCGSupport(Enum):
     """Any query lengths, including mixed prefills and decodes."""
 
 
-KVCacheDType = Literal["auto", "float16", "bfloat16", "float32", "fp8", "fp8_e4m3", "fp8_e5m2"]
+KVCacheDType = Literal[
+    "auto",
+    "float16",
+    "bfloat16",
+    "float32",
+    "fp8",
+    "fp8_e4m3",
+    "fp8_e5m2",
+    "fp8_per_token_head",
+    "int8_per_token_head",
+    "int4_per_token_head",
+    "nvfp4",
+]
+FP8_CACHES = ("fp8", "fp8_e4m3", "fp8_e5m2")
+"""The caches of FP8 codes whose scales belong to the layer."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowFormat:
+    """How a cache stores a row, the numbers of one token and KV head: as codes, with scales that the row determines.
+
+    A number is ``code * scale``. The scale of some numbers is ``absmax / largest``, where ``absmax`` is the largest
+    magnitude among them.
+
+    code: the numbers of the codes: integers from ``-largest`` to ``largest``, or those of a float format.
+    bits: size of a code. If two codes share a byte, the first is in its low bits.
+    group: how many numbers share a scale; None: all of the row.
+    """
+
+    code: Literal["int", "float8_e4m3fn", "float4_e2m1fn"]
+    bits: int
+    largest: float
+    group: int | None = None
+
+    @property
+    def scale_bytes(self) -> int:
+        """Bytes of a scale: a float32, or one float8_e4m3fn (in units of ``k_scale`` or ``v_scale``) for a group."""
+        return 4 if self.group is None else 1
+
+    def code_bytes(self, size: int) -> int:
+        """Return the bytes of the codes of a row of ``size`` numbers."""
+        return size * self.bits // 8
+
+    def row_bytes(self, size: int) -> int:
+        """Return the bytes of a row of ``size`` numbers: its codes, then its scales."""
+        return self.code_bytes(size) + size // (self.group or size) * self.scale_bytes
+
+    def divides(self, size: int) -> bool:
+        """Return whether a row of ``size`` numbers fills whole bytes and groups."""
+        return size % (self.group or 8 // self.bits) == 0
+
+
+ROW_FORMATS: Mapping[str, RowFormat] = {
+    "fp8_per_token_head": RowFormat(code="float8_e4m3fn", bits=8, largest=448.0),
+    "int8_per_token_head": RowFormat(code="int", bits=8, largest=127.0),
+    "int4_per_token_head": RowFormat(code="int", bits=4, largest=7.0),
+    "nvfp4": RowFormat(code="float4_e2m1fn", bits=4, largest=6.0, group=16),
+}
+"""The caches that scale each row by itself. The first two are vLLM's formats.
+
+vLLM's ``int4_per_token_head`` differs: it also rotates a row, and has codes from 0 to 15 with a zero point. Where vLLM's
+classes store the scales of ``nvfp4`` is not defined here.
+"""
+
 Layout = Literal["NHD", "HND"]
 PoolOrder = Literal["LB", "BL", "BHL", "LHB"]
 """Memory order of layers (L), blocks (B) and heads (H) outside of the other axes, as vLLM's ``KVCacheLayout`` begins.

@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 
 from attncheck.backends.caches.packings import CacheGeometry, Packing, detect_packing
+from attncheck.backends.caches.row_codec import row_codec
 from attncheck.backends.dtypes import DTYPES, FP8_DTYPES
 from attncheck.reference.attention.cache import dequantize_fp8, kv_cache_views, quantize_fp8
-from attncheck.reference.spec import CacheSpec, LayerSpec
+from attncheck.reference.spec import ROW_FORMATS, CacheSpec, LayerSpec
 
 Scale = float | tuple[float, ...]
 
@@ -104,17 +105,20 @@ def coding_of(layer: LayerSpec, cache: CacheSpec) -> Coding:
     )
 
 
-def default_codec(backend: CacheGeometry, layer: LayerSpec, cache: CacheSpec) -> PackedCodec | None:
+def default_codec(backend: CacheGeometry, layer: LayerSpec, cache: CacheSpec) -> KVCacheCodec | None:
     """Return a codec for a backend with a detectable packing.
 
-    Return None for others, and if the value head size differs from the head size.
+    Return None for others, and if the value head size differs from the head size. Also return None for codes of four
+    bits, because the usual shape does not determine how they are rounded and scaled.
     """
+    if cache.kv_cache_dtype in ROW_FORMATS:
+        return row_codec(backend, layer, cache) if ROW_FORMATS[cache.kv_cache_dtype].bits == 8 else None
     if layer.value_head_size != layer.head_size:
         return None
     return packed_codec(backend, layer, cache)
 
 
-def packed_codec(backend: CacheGeometry, layer: LayerSpec, cache: CacheSpec) -> PackedCodec | None:
+def packed_codec(backend: CacheGeometry, layer: LayerSpec, cache: CacheSpec) -> KVCacheCodec | None:
     """Return a codec for a backend with a detectable packing, or None; also None for layers without a cache.
 
     Unlike :func:`default_codec`, this assumes ``[key | value]`` for a ``content`` packing whose values have another
@@ -122,6 +126,8 @@ def packed_codec(backend: CacheGeometry, layer: LayerSpec, cache: CacheSpec) -> 
     """
     if not layer.has_cache:
         return None
+    if cache.kv_cache_dtype in ROW_FORMATS:
+        return row_codec(backend, layer, cache)
     packing = detect_packing(backend, layer, cache)
     if packing is None:
         return None

@@ -26,13 +26,13 @@ import os
 import sys
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
 
 from attncheck.backends.dtypes import cache_dtype
-from attncheck.reference.spec import CacheSpec, LayerSpec
+from attncheck.reference.spec import ROW_FORMATS, CacheSpec, LayerSpec
 
 Packing = Literal["split_first", "split_second", "content", "plane", "latent"]
 PACKINGS: tuple[Packing, ...] = ("split_first", "split_second", "content", "plane")
@@ -97,13 +97,19 @@ def kv_cache_shape(
     block_size: int,
     num_blocks: int,
     num_kv_heads: int | None = None,
+    kv_cache_dtype: str = "auto",
 ) -> tuple[int, ...]:
-    """Return ``backend.get_kv_cache_shape`` for a layer; ``head_size_v`` is passed only if it differs.
+    """Return ``backend.get_kv_cache_shape`` for a layer.
 
-    Raise ``ValueError`` if an extent is no integer.
+    ``head_size_v`` is passed only if it differs, ``cache_dtype_str`` only for a cache of ``ROW_FORMATS``. Raise
+    ``ValueError`` if an extent is no integer.
     """
     heads = layer.num_kv_heads if num_kv_heads is None else num_kv_heads
-    extra = {} if layer.value_head_size == layer.head_size else {"head_size_v": layer.value_head_size}
+    extra: dict[str, Any] = {}
+    if layer.value_head_size != layer.head_size:
+        extra["head_size_v"] = layer.value_head_size
+    if kv_cache_dtype in ROW_FORMATS:
+        extra["cache_dtype_str"] = kv_cache_dtype
     shape = backend.get_kv_cache_shape(num_blocks, block_size, heads, layer.head_size, **extra)
     try:
         return tuple(map(operator.index, shape))
@@ -119,6 +125,8 @@ def detect_packing(backend: CacheGeometry, layer: LayerSpec, cache: CacheSpec) -
     of blocks and heads. It is queried again with twice the block size, in case block and head size are equal. A backend
     that refuses the first query has no known packing.
     """
+    if cache.kv_cache_dtype in ROW_FORMATS:
+        return None
     is_latent = layer.mla is not None
     heads = 1 if is_latent else next(n for n in _PROBE_HEADS if n not in (cache.block_size, layer.head_size))
 
@@ -141,6 +149,33 @@ def detect_packing(backend: CacheGeometry, layer: LayerSpec, cache: CacheSpec) -
     return next(iter(found)) if len(found) == 1 else None
 
 
+def has_coded_rows(backend: CacheGeometry, layer: LayerSpec, cache: CacheSpec) -> bool:
+    """Return whether a cache of ``ROW_FORMATS`` has the shape of :func:`coded_rows_shape`; False for other caches."""
+    if cache.kv_cache_dtype not in ROW_FORMATS or not layer.has_cache:
+        return False
+    sizes = (_PROBE_BLOCKS, cache.block_size, layer.num_kv_heads)
+    wanted = coded_rows_shape(cache.kv_cache_dtype, *sizes, layer.head_size, layer.value_head_size)
+    try:
+        return _shape_of(backend, layer, cache, _PROBE_BLOCKS) == wanted
+    except (ValueError, NotImplementedError):
+        return False
+
+
+def coded_rows_shape(
+    kv_cache_dtype: str, num_blocks: int, block_size: int, num_kv_heads: int, head_size: int, head_size_v: int
+) -> tuple[int, ...]:
+    """Return the logical shape of a cache of ``ROW_FORMATS``, in bytes: ``[blocks, heads, tokens, bytes]``.
+
+    The bytes of a token and head: codes of the key, scales of the key, codes of the value, scales of the value.
+    """
+    row_format = ROW_FORMATS[kv_cache_dtype]
+    return num_blocks, num_kv_heads, block_size, row_format.row_bytes(head_size) + row_format.row_bytes(head_size_v)
+
+
+def _shape_of(backend: CacheGeometry, layer: LayerSpec, cache: CacheSpec, num_blocks: int) -> tuple[int, ...]:
+    return kv_cache_shape(backend, layer, cache.block_size, num_blocks, kv_cache_dtype=cache.kv_cache_dtype)
+
+
 def stride_order(backend: CacheGeometry, layer: LayerSpec, cache: CacheSpec) -> tuple[int, ...]:
     """Return the physical order of the cache's dimensions in the case's layout.
 
@@ -149,14 +184,14 @@ def stride_order(backend: CacheGeometry, layer: LayerSpec, cache: CacheSpec) -> 
     logical order if the packing is unknown. Raise ``ValueError``, naming the order and the shape, if the result is no
     permutation of the dimensions.
     """
-    shape = kv_cache_shape(backend, layer, cache.block_size, _PROBE_BLOCKS)
+    shape = _shape_of(backend, layer, cache, _PROBE_BLOCKS)
     logical = tuple(range(len(shape)))
     method = backend.get_kv_cache_stride_order
     takes_layout = "cache_layout" in inspect.signature(method).parameters
     try:
         order = tuple(method(**({"cache_layout": cache.layout} if takes_layout else {})))
     except NotImplementedError:
-        packing = detect_packing(backend, layer, cache)
+        packing = "content" if has_coded_rows(backend, layer, cache) else detect_packing(backend, layer, cache)
         order = logical if packing is None else _packing_order(packing, cache.layout)
     if sorted(order) != list(logical):
         raise ValueError(
@@ -182,7 +217,7 @@ def allocate_kv_cache(
     dtype = cache_dtype(layer, cache)
     if not layer.has_cache:
         return torch.empty(0, dtype=dtype, device=device)
-    shape = kv_cache_shape(backend, layer, cache.block_size, num_blocks)
+    shape = _shape_of(backend, layer, cache, num_blocks)
     if not shape or min(shape) < 1:
         raise ValueError(f"{backend.get_name()}.get_kv_cache_shape() returned {shape}: every extent must be positive")
     if cache.pool_order != "LB":
@@ -209,9 +244,9 @@ def pool_axes(
 def _axis_of(backend: CacheGeometry, layer: LayerSpec, cache: CacheSpec, counts: Mapping[str, int], letter: str) -> int:
     """Return the axis whose extent is the number of pages (B) or heads (H), if no other changes with that number."""
     count = counts[letter]
+    numbers = ({**counts, letter: number} for number in (count, 2 * count))
     one, two = (
-        kv_cache_shape(backend, layer, cache.block_size, *{**counts, letter: number}.values())
-        for number in (count, 2 * count)
+        kv_cache_shape(backend, layer, cache.block_size, each["B"], each["H"], cache.kv_cache_dtype) for each in numbers
     )
     changed = [axis for axis, extents in enumerate(zip(one, two, strict=False)) if extents[0] != extents[1]]
     if len(one) == len(two) and len(changed) == 1 and (one[changed[0]], two[changed[0]]) == (count, 2 * count):
@@ -224,7 +259,7 @@ def _layer_of_pool(
     backend: CacheGeometry, layer: LayerSpec, cache: CacheSpec, num_blocks: int, device: torch.device
 ) -> Tensor:
     """Return the view of the second of three layers in a pool with the outermost axes of ``cache.pool_order``."""
-    shape = kv_cache_shape(backend, layer, cache.block_size, num_blocks)
+    shape = _shape_of(backend, layer, cache, num_blocks)
     before, after = pool_axes(backend, layer, cache, num_blocks)
     within = [axis for axis in stride_order(backend, layer, cache) if axis not in (*before, *after)]
     outer = [shape[axis] for axis in before]

@@ -6,7 +6,7 @@ no other use. The formulas belong in :mod:`attncheck.reference`, not here.
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, get_args
 
 from torch import Tensor
 
@@ -18,6 +18,7 @@ from attncheck.reference.attention.online_softmax import merge_attn_states
 from attncheck.reference.attention.paged import paged_attention
 from attncheck.reference.attention.short_convolution import causal_conv1d
 from attncheck.reference.attention.varlen import varlen_attention
+from attncheck.reference.spec import KVCacheDType
 
 _ENDLESS = 2**62
 """A position beyond every key."""
@@ -55,7 +56,7 @@ class ReferenceBackend(PagedBackend):
         }
     )
     conventions = Conventions(padded_rows="untouched", cache_strides="any")
-    supported_kv_cache_dtypes = ("auto", "float16", "bfloat16", "float32", "fp8", "fp8_e4m3", "fp8_e5m2")
+    supported_kv_cache_dtypes = get_args(KVCacheDType)
     supported_attn_types = tuple(AttentionType)
 
     get_name = staticmethod(lambda: "REFERENCE")

@@ -5,7 +5,7 @@ computed at once, with all its scores in memory. Positions, not pages, decide wh
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch import Tensor
@@ -14,6 +14,7 @@ from torch.nn.functional import conv1d, silu
 from attncheck.backends.contract import AttentionLayer, AttentionType, CommonAttentionMetadata, Conventions
 from attncheck.backends.paged import PagedBackend, PagedImpl
 from attncheck.backends.paged_metadata import PagedBuilder, PagedMetadata
+from attncheck.reference.spec import KVCacheDType
 
 State = tuple[Tensor, Tensor]
 """Attention over some keys: output ``[rows, H, Dv]`` and log-sum-exp ``[rows, H]``, float32."""
@@ -47,7 +48,7 @@ class PlainBackend(PagedBackend):
         }
     )
     conventions = Conventions(padded_rows="untouched")
-    supported_kv_cache_dtypes = ("auto", "float16", "bfloat16", "float32", "fp8", "fp8_e4m3", "fp8_e5m2")
+    supported_kv_cache_dtypes = get_args(KVCacheDType)
     supported_attn_types = tuple(AttentionType)
 
     @classmethod

@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -10,6 +10,7 @@ from torch import Tensor
 
 from attncheck.backends.contract import AttentionBackend
 from attncheck.backends.dtypes import FP8_DTYPES, cache_dtype
+from attncheck.harness.checks.coded_rows import has_coded_rows, wrong_coded_rows
 from attncheck.harness.checks.findings import Broken, Finding, Holds, NotExamined
 from attncheck.harness.checks.interface import Check, CheckedCase, Function, call
 from attncheck.harness.checks.numerics import check_numerics
@@ -34,6 +35,7 @@ from attncheck.harness.problem.storage import (
 )
 from attncheck.harness.truth.truth import Truth
 from attncheck.reference import copy_blocks, reshape_and_cache, swap_blocks
+from attncheck.reference.spec import ROW_FORMATS
 
 # What correct and faulty writers store in an FP8 cache for numbers that no code represents exactly.
 #
@@ -229,7 +231,8 @@ def check_block_moves(
 def _questions(problem: Problem, offered: Mapping[str, Function], device: torch.device) -> Iterator[_Question]:
     stream = RandomStream(problem.seed, problem.case.hash, "block moves")
     for name in NAMES:
-        if name not in offered:
+        is_coded = name == "reshape_and_cache" and problem.cache.kv_cache_dtype in ROW_FORMATS
+        if name not in offered or is_coded:  # the function has no arguments for the scales of rows
             continue
         function = offered[name]
         if name == "reshape_and_cache":
@@ -414,6 +417,9 @@ def _examine_steps(problem: Problem, session: Session, seen: Observation) -> Fin
     if storages[0].is_fp8:
         rows = extreme_rows(problem.keys, storages[0]), extreme_rows(problem.values, storages[1])
         honest, name = honest_rows(rows, storages), "that no FP8 code represents"
+    elif storages[0].coded_rows is not None and storages[1].coded_rows is not None:
+        rows = storages[0].coded_rows.extreme(problem.keys), storages[1].coded_rows.extreme(problem.values)
+        honest, name = [rows], "between codes"
     else:
         rows = _extreme(problem.keys), _extreme(problem.values)
         honest, name = [rows], f"at the limits of {problem.layer.dtype}"
@@ -433,28 +439,37 @@ def judge_pool(problem: Problem, pool: KVPool, seen: Observation, rows: Rows, ho
         return NotExamined(("the cache was not observed",), "attncheck")
     new = problem.new_keys[problem.new_keys >= 0]
     slots = problem.key_slots[new]
-    figures = {"slots_written": len(slots), "pool_bytes": seen.pool_before.numel()}
+    figures: dict[str, int | float] = {"slots_written": len(slots), "pool_bytes": seen.pool_before.numel()}
     changed = (f"inputs were changed: {', '.join(seen.changed)}",) if seen.changed else ()
-    held, before = _storages(problem)[0].held, seen.pool_before
+    held, before, got = _storages(problem)[0].held, seen.pool_before, seen.pool_after
+    if has_coded_rows(problem):
+        fault = wrong_coded_rows(problem, pool, got, rows)
+        if fault is not None:
+            return replace(fault, figures={**figures, **fault.figures}, details=changed)
 
-    def after(written: Rows) -> Tensor:
-        image = before.clone()
+    def after(written: Rows, image: Tensor = before) -> Tensor:
+        image = image.clone()
         pool.write_image(image, slots, *(rows.index_select(0, new.to(rows.device)) for rows in written))
         return image
+
+    if has_coded_rows(problem):  # the new rows are right, so all bytes are if they are the codec's with its bytes there
+        got = after(rows, got)
 
     expected = after(honest[0])
     if len(honest) > 1:
         for image in map(after, honest):
-            right = alike(image, held) == alike(seen.pool_after, held)
-            expected = torch.where(right, seen.pool_after, expected)
-    if same_bytes(expected, seen.pool_after):
+            right = alike(image, held) == alike(got, held)
+            expected = torch.where(right, got, expected)
+    if same_bytes(expected, got):
         return Broken(changed[0], figures, changed[0] + _CHANGED) if changed else Holds(figures)
     examined = torch.cat([slots, *pool.regions.values(), problem.owned_slots]).unique()
-    wrong = _differing(pool, expected, seen.pool_after, examined.to(expected.device)).cpu()
+    read = pool.read_exactly if has_coded_rows(problem) else pool.read_image
+    wrong = _differing(read, expected, got, examined.to(expected.device)).cpu()
     figures["slots_wrong"] = len(wrong)
     if not len(wrong):
-        return Broken("bytes between the slots of the pool were changed", figures, details=changed)
-    images = seen.pool_before, seen.pool_after
+        where = "that are not of the new rows" if has_coded_rows(problem) else "between the slots of the pool"
+        return Broken(f"bytes {where} were changed", figures, details=changed)
+    images = seen.pool_before, got
     complaints = [_complaint(problem, pool, images, int(slot), slots) for slot in wrong[:_NAMED]]
     if len(wrong) > _NAMED:
         rest = len(wrong) - _NAMED
@@ -462,12 +477,10 @@ def judge_pool(problem: Problem, pool: KVPool, seen: Observation, rows: Rows, ho
     count = "1 slot is wrong" if len(wrong) == 1 else f"{len(wrong)} slots are wrong, the first"
     if problem.writes_nothing:
         return Broken(f"{count}: {complaints[0]}", figures, _WRITES_SHARED, (*complaints[1:], *changed))
-    meaning = _padding_fault(problem, wrong, slots) or _fault_of_writer(
-        problem, pool, rows, (before, expected, seen.pool_after)
-    )
+    meaning = _padding_fault(problem, wrong, slots) or _fault_of_writer(problem, pool, rows, (before, expected, got))
     if meaning is None and held.itemsize == 1:
         guesses = ((text, after(stored)) for text, stored in faulty_rows(rows, _storages(problem)))
-        meaning = _coding_fault(expected, seen.pool_after, held, guesses)
+        meaning = _coding_fault(expected, got, held, guesses)
     if meaning is None:
         meaning = _stray_rows(wrong, slots)
     return Broken(f"{count}: {complaints[0]}", figures, meaning, (*complaints[1:], *changed))
@@ -503,10 +516,10 @@ def _extreme(rows: Tensor) -> Tensor:
     return pattern.repeat(-(-rows.numel() // len(pattern)))[: rows.numel()].reshape(rows.shape)
 
 
-def _differing(pool: KVPool, expected: Tensor, got: Tensor, slots: Tensor) -> Tensor:
+def _differing(read: Callable[[Tensor, Tensor], Rows], expected: Tensor, got: Tensor, slots: Tensor) -> Tensor:
     """Return those of ``slots`` whose key or value differs in any bit."""
     unequal = torch.zeros(len(slots), dtype=torch.bool, device=slots.device)
-    for a, b in zip(pool.read_image(expected, slots), pool.read_image(got, slots), strict=True):
+    for a, b in zip(read(expected, slots), read(got, slots), strict=True):
         bits = torch.int16 if a.element_size() == 2 else torch.int32
         unequal |= (a.contiguous().view(bits) != b.contiguous().view(bits)).flatten(1).any(dim=1)
     return slots[unequal]

@@ -105,10 +105,12 @@ def _padding_fault(session: Session, seen: Observation, fill: Fill | None) -> Br
 
 def _fills(problem: Problem, session: Session) -> Iterator[Fill]:
     if session.pool is not None and session.pool.regions:
-        held = key_storage(problem.layer, problem.cache).held
+        storage = key_storage(problem.layer, problem.cache)
         for value in (math.nan, math.inf, -math.inf, _huge(problem)):
             # A format without infinities stores its largest number for Inf, which the last kind covers.
-            is_held = held != torch.float8_e4m3fn or not math.isinf(value)
+            # A row with a scale of its own holds NaN instead, which the first kind covers.
+            has_infinities = storage.held != torch.float8_e4m3fn and storage.coded_rows is None
+            is_held = has_infinities or not math.isinf(value)
             if is_held and (math.isfinite(value) or not session.backend.conventions.needs_finite_pool):
                 yield Fill(poison=value)
     if problem.case.batch.padding.query_rows or problem.case.batch.padding.key_rows:

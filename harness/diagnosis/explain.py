@@ -10,6 +10,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from attncheck.harness.diagnosis.coded_rows import coded_row_explanations
 from attncheck.harness.diagnosis.fitted import (
     FACTOR,
     WINDOW_START,
@@ -226,6 +227,7 @@ _ROUNDED = 0.5
 OutputAndLse = tuple[Tensor, Tensor]
 
 _SOURCES = (
+    coded_row_explanations,
     scale_explanations,  # first, because leaving out a k_scale of 1/8 equals leaving out a softmax scale of 1/8
     latent_explanations,
     common_explanations,

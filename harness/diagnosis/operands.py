@@ -251,6 +251,18 @@ def scale_explanations(problem: Problem, truth: Truth) -> Iterator[Hypothesis]:
             "k_scale is used for values, instead of v_scale": (None, key / value),
             "v_scale is used for keys, instead of k_scale": (value / key, None),
         }
+    elif storages[0].coded_rows is not None:
+        factors = {
+            "k_scale multiplies keys whose rows have scales of their own": (key, None),
+            "v_scale multiplies values whose rows have scales of their own": (None, value),
+            "k_scale and v_scale multiply keys and values whose rows have scales of their own": (key, value),
+        }
+        if storages[0].coded_rows.row_format.group is not None:  # their scales are stored in units of the layer's
+            factors = {
+                "k_scale is left out": (1 / key, None),
+                "v_scale is left out": (None, 1 / value),
+                "k_scale and v_scale are left out": (1 / key, 1 / value),
+            }
     else:
         factors = {
             "k_scale multiplies keys that are no codes": (key, None),

@@ -15,7 +15,7 @@ from attncheck.harness.truth.faults import Hypothesis, altered, is_before, is_be
 from attncheck.harness.truth.truth import Truth
 from attncheck.harness.truth.unpaged import HiddenKeys, UnpagedAttention
 from attncheck.reference import AttentionParams, merge_many, visible
-from attncheck.reference.spec import FastPrefillOptions, MicroBatchOptions
+from attncheck.reference.spec import FP8_CACHES, FastPrefillOptions, MicroBatchOptions
 
 # A wrong slot holds a key of another position or request, or a stale row. Its contents are known, so the output of such
 # a kernel can be computed.
@@ -461,7 +461,7 @@ def _other_numbers(problem: Problem, key: Tensor, value: Tensor) -> Iterator[tup
             "keys and values are divided by k_scale and v_scale",
             "keys and values are multiplied by k_scale and v_scale",
         )
-        if problem.cache.kv_cache_dtype.startswith("fp8"):
+        if problem.cache.kv_cache_dtype in FP8_CACHES:
             words = ("k_scale and v_scale are applied twice", "k_scale and v_scale are left out")
         for meaning, power in zip(words, (-1, 1), strict=True):
             made = [

@@ -14,8 +14,9 @@ from attncheck.backends.caches.codecs import KVCacheCodec, PackedCodec
 from attncheck.backends.caches.learned_codec import NoCodec, learn_codec
 from attncheck.backends.caches.packings import allocate_kv_cache, kv_cache_shape, stride_order
 from attncheck.backends.caches.placed_codec import PlacedCodec
+from attncheck.backends.caches.row_codec import RowCodec
 from attncheck.backends.contract import AttentionBackend, CommonAttentionMetadata
-from attncheck.errors import InternalError
+from attncheck.errors import BackendUnavailableError, InternalError
 from attncheck.harness.driver.construction import LatentCodecView, LayerStub, construct_builder, construct_impl
 from attncheck.harness.driver.foreign_code import (
     as_plain,
@@ -29,7 +30,7 @@ from attncheck.harness.problem.pages import RandomStream
 from attncheck.harness.problem.problem import STALE_ROWS, Problem, foreign_slots, stale_rows
 from attncheck.harness.problem.sizes import SMALL_POOL, stored_sizes
 from attncheck.harness.problem.storage import Storage, alike, key_storage, value_storage
-from attncheck.reference.spec import CacheSpec
+from attncheck.reference.spec import ROW_FORMATS, CacheSpec
 
 _BLOCKS = 3
 
@@ -66,6 +67,8 @@ def _rows(storage: Storage, pattern: Tensor) -> Tensor:
     """Return rows the cache can hold, from an int8 pattern: its bytes as FP8 codes, or numbers of magnitude up to 2."""
     if storage.is_fp8:
         return storage.usable_rows(pattern.view(torch.uint8))
+    if storage.coded_rows is not None:
+        return storage.storable(pattern.double() / 64)
     return (pattern.float() / 64).to(storage.dtype)
 
 
@@ -343,6 +346,14 @@ class KVPool:
 
         return call_backend("codec", read, self._device)
 
+    def read_exactly(self, image: Tensor, slots: Tensor) -> tuple[Tensor, Tensor]:
+        """Return what :meth:`read_image` returns, float64; a :class:`RowCodec` does not round it to the dtype."""
+        codec = self._codec_in_hand()
+        if isinstance(codec, RowCodec):
+            return codec.read_exactly(self._memory.view(image), self._memory.slots_in_image(slots).to(self._device))
+        key, value = self.read_image(image, slots)
+        return key.double(), value.double()
+
     def _codec_in_hand(self) -> KVCacheCodec:
         if self.codec is None:
             raise RuntimeError("only a pool with a codec can read or write a copy of its memory")
@@ -430,7 +441,10 @@ class PoolFiller:
         return impl
 
     def _builder(self, kv_cache: Tensor) -> Any:
-        page = kv_cache_shape(self._backend, self._problem.layer, self._problem.cache.block_size, num_blocks=1)
+        cache = self._problem.cache
+        page = kv_cache_shape(
+            self._backend, self._problem.layer, cache.block_size, num_blocks=1, kv_cache_dtype=cache.kv_cache_dtype
+        )
         num_blocks = kv_cache.numel() // math.prod(page)
         if num_blocks not in self._builders:
             problem, layer = self._problem.in_pool_of(num_blocks), self._attn_layer
@@ -468,18 +482,36 @@ class PoolFiller:
 def new_pool(backend: type[AttentionBackend], problem: Problem, device: torch.device, impl: Any) -> KVPool:
     """Return the problem's pool. Raises TypeError if the backend has neither a codec nor a writer."""
     dense = replace(problem.cache, pool_order="LB")
-    codec: KVCacheCodec | NoCodec | None = backend.kv_cache_codec(problem.layer, dense)
-    if codec is None and not impl.brings_writer:
+    declared = backend.kv_cache_codec(problem.layer, dense)
+    if declared is None and not impl.brings_writer:
         raise TypeError(
             f"{backend.get_name()} brings neither a writer nor a cache codec: one of them must fill its cache"
         )
     writer = PoolFiller(backend, problem, device, problem.cache).write
-    codec = _learned(backend, problem, dense, device) if codec is None else codec
-    if problem.cache != dense and not isinstance(codec, NoCodec | PackedCodec):
+    if problem.cache.kv_cache_dtype in ROW_FORMATS:
+        _require_exact_rows(declared, backend, problem)
+    codec = _learned(backend, problem, dense, device) if declared is None else declared
+    if problem.cache != dense and not isinstance(codec, NoCodec | PackedCodec | RowCodec):
         is_large = problem.num_blocks * dense.block_size > SMALL_POOL
         order = stride_order(backend, problem.layer, dense)
         codec = NoCodec("the pool is too large to be copied") if is_large else _DenseCodec(codec, order)
     return KVPool(backend, problem, device, codec, writer)
+
+
+def _require_exact_rows(codec: KVCacheCodec | None, backend: type[AttentionBackend], problem: Problem) -> None:
+    """Raise BackendUnavailableError unless ``codec`` returns the rows that its format stores exactly.
+
+    Without a codec, or with another rounding, a difference would not show a fault.
+    """
+    name = f"kv_cache_dtype {problem.cache.kv_cache_dtype}"
+    if codec is None:
+        reason = f"{name} has scales in the cache: declare by kv_cache_codec where they lie and what they multiply"
+        raise BackendUnavailableError(backend.get_name(), (reason,))
+    try:
+        prove_codec(codec, backend, problem)
+    except CodecError as error:
+        reason = f"{name}: the codec stores rows unlike attncheck's definition of the format ({error})"
+        raise BackendUnavailableError(backend.get_name(), (reason,)) from error
 
 
 def _learned(

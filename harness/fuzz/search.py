@@ -460,7 +460,7 @@ def _assembled(values: dict[str, Any], lengths: Lengths, random: Random, name: s
     padding = PaddingSpec(**_fields(values, "padding"))
     batch = BatchSpec(requests=requests, padding=padding, path=path, block_table=values["batch.block_table"])
     check_meaning(layer, cache, batch)
-    check_inputs(layer, values["inputs"])
+    check_inputs(layer, cache, values["inputs"])
     return Case(
         suite=SUITE,
         id=name,

@@ -174,7 +174,7 @@ def _meaningful(case: Case, **changes: Any) -> Iterator[Case]:
         changed = replace(changed, layers=tuple(_beside(changed.layer, other) for other in changed.layers))
         room = replace(changed.cache, num_blocks=None)
         check_meaning(changed.layer, changed.cache, changed.batch)
-        check_inputs(changed.layer, changed.inputs)
+        check_inputs(changed.layer, changed.cache, changed.inputs)
         for batch in changed.after:
             check_meaning(changed.layer, room, batch)
         for layer in changed.layers:

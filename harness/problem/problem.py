@@ -105,7 +105,7 @@ def _draw(
     storage: Storage,
 ) -> Tensor:
     """Return rows in the layer's dtype that the cache can store exactly."""
-    rows = stream.uniform(*shape, dtype=torch.float64 if storage.is_fp8 else torch.float32)
+    rows = stream.uniform(*shape, dtype=torch.float64 if storage.is_fp8 or storage.coded_rows else torch.float32)
     if "coordinates" in inputs and shape[-1] >= CHANNELS:
         sign(rows, kind, *places, storage.smallest)
     return storage.storable(rows)
@@ -438,6 +438,9 @@ STALE_ROWS = 64
 def stale_rows(problem: Problem) -> tuple[Tensor, Tensor]:
     """Return keys ``[STALE_ROWS, Hkv, D]`` and values in the layer's dtype, as an earlier step could have left them."""
     key, value = (_stale_rows(problem.layer.num_kv_heads, size, problem.dtype) for size in stored_sizes(problem.layer))
+    storages = key_storage(problem.layer, problem.cache), value_storage(problem.layer, problem.cache)
+    if storages[0].coded_rows is not None:  # so that what the cache holds is known
+        key, value = (storage.storable(rows.double()) for storage, rows in zip(storages, (key, value), strict=True))
     return key, value
 
 

@@ -6,6 +6,8 @@ from attncheck.cases.model import Case
 from attncheck.harness.device import accelerator_of
 from attncheck.harness.host import free_host_bytes, free_own_bytes
 from attncheck.reference.spec import (
+    FP8_CACHES,
+    ROW_FORMATS,
     BatchSpec,
     CausalConv1dOptions,
     DCPOptions,
@@ -16,7 +18,7 @@ from attncheck.reference.spec import (
 if TYPE_CHECKING:
     import torch
 
-ITEMSIZES = {"float16": 2, "bfloat16": 2, "float32": 4, "fp8": 1, "fp8_e4m3": 1, "fp8_e5m2": 1}
+ITEMSIZES = {"float16": 2, "bfloat16": 2, "float32": 4, **dict.fromkeys(FP8_CACHES, 1)}
 """Bytes per element, by dtype names of layers and caches."""
 
 
@@ -113,7 +115,7 @@ def needed_bytes(case: Case, *, reserves: bool = False) -> int:
     exact = naive.num_kv_heads * (naive.head_size + naive.value_head_size)
     # With MLA, up-projected keys and values exist beside rounded ones, and each row also exists in the latent space.
     copies, width = (2, layer.head_size + layer.value_head_size) if layer.mla is None else (4, 2 * layer.head_size)
-    if cache.kv_cache_dtype.startswith("fp8"):
+    if cache.kv_cache_dtype in (*FP8_CACHES, *ROW_FORMATS):
         copies += 4  # per number: its magnitude, its code as an index, and both ends of its rounding interval
     pools, parts = _pools_and_parts(batch)
     pages = keys // cache.block_size + 2 * batch.num_requests

@@ -1,16 +1,17 @@
 """How queries, keys, values and outputs are stored: float8 formats, scales, latent rows."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 
 import torch
 from torch import Tensor
 
 from attncheck.backends.dtypes import DTYPES, FP8_DTYPES, cache_dtype
+from attncheck.harness.problem.coded_rows import CodedRows
 from attncheck.harness.problem.pages import RandomStream
 from attncheck.harness.problem.queries import SMALLEST
 from attncheck.reference.attention.cache import quantize_fp8
-from attncheck.reference.spec import CacheSpec, LayerSpec
+from attncheck.reference.spec import ROW_FORMATS, CacheSpec, LayerSpec
 
 # Float8 formats as tables: their numbers, rounding to them, and the interval of numbers that round to a code.
 #
@@ -129,6 +130,9 @@ def output_error(output: Tensor, out: Tensor, codes: OutputCodes | None) -> Tens
 # A cache in another dtype than the layer's, or of codes, rounds its input. A problem's keys and values are rounded
 # beforehand, so that every correct writer stores the same bytes, and the truth is computed from the stored values.
 
+_SPREAD_OF_KEYS, _SPREAD_OF_VALUES = 3, 6
+"""Powers of two between the scales of rows, if each has its own. Much smaller keys would have no weight."""
+
 _NEAR_CODES = 3
 """Search range, in codes, for a nearby code that truncation keeps."""
 
@@ -138,12 +142,15 @@ class Storage:
     """The storage of K, V or Q. ``rows`` below are ``[n, Hkv, D]``, for Q ``[n, H, D]``, in the layer's dtype.
 
     dtype: the layer's. held: the cache's, or that of the query; float8 for codes with the value ``code * scale``.
-    scale: float32 ``[1, 1]``, or one per head, ``[Hkv, 1]`` or ``[H, 1]``.
+    scale: float32 ``[1, 1]``, or one per head, ``[Hkv, 1]`` or ``[H, 1]``, as the backend gets it.
+    coded_rows: how the cache scales each row by itself, or None. ``held`` is then the layer's dtype, because storable
+    rows are stored exactly.
     """
 
     dtype: torch.dtype
     held: torch.dtype
     scale: Tensor
+    coded_rows: CodedRows | None = None
 
     @property
     def is_fp8(self) -> bool:
@@ -153,11 +160,15 @@ class Storage:
     @property
     def smallest(self) -> Tensor:
         """Float64 ``[1 or Hkv, 1]``: a magnitude whose sign the cache keeps."""
+        if self.coded_rows is not None:
+            return torch.full_like(self.scale, self.coded_rows.smallest, dtype=torch.float64)
         least = torch.finfo(self.held).tiny * self.scale.double() if self.is_fp8 else torch.zeros_like(self.scale)
         return least.clamp(min=SMALLEST)
 
     def storable(self, numbers: Tensor) -> Tensor:
         """Return float64 ``numbers`` as rows that the cache returns unchanged; 0 for numbers that no row can hold."""
+        if self.coded_rows is not None:
+            return self.coded_rows.storable(numbers).to(self.dtype)
         if not self.is_fp8:
             return numbers.to(self.held).to(self.dtype)
         heads = torch.arange(numbers.shape[1], device=numbers.device)[:, None] % len(self.scale)
@@ -213,12 +224,12 @@ class Storage:
 
 def key_storage(layer: LayerSpec, cache: CacheSpec) -> Storage:
     """Return the storage of keys."""
-    return _storage(layer, cache, cache.k_scale)
+    return _storage(layer, cache, cache.k_scale, _SPREAD_OF_KEYS)
 
 
 def value_storage(layer: LayerSpec, cache: CacheSpec) -> Storage:
     """Return the storage of values; in a latent cache of the rotated parts, which share the latent rows' scale."""
-    return _storage(layer, cache, cache.v_scale if layer.mla is None else cache.k_scale)
+    return _storage(layer, cache, cache.v_scale if layer.mla is None else cache.k_scale, _SPREAD_OF_VALUES)
 
 
 def query_storage(layer: LayerSpec, cache: CacheSpec) -> Storage:
@@ -234,8 +245,15 @@ def query_storage(layer: LayerSpec, cache: CacheSpec) -> Storage:
     return _storage_of(dtype, FP8_DTYPES["fp8_e4m3"], tuple(each for each in scale for _ in range(group)))
 
 
-def _storage(layer: LayerSpec, cache: CacheSpec, scale: float | tuple[float, ...]) -> Storage:
+def _storage(layer: LayerSpec, cache: CacheSpec, scale: float | tuple[float, ...], spread: int) -> Storage:
     dtype = DTYPES[layer.dtype]
+    row_format = ROW_FORMATS.get(cache.kv_cache_dtype)
+    if row_format is not None and layer.has_cache:
+        unit = 1.0 if row_format.group is None or isinstance(scale, tuple) else scale
+        coded_rows = CodedRows(row_format, unit, spread)
+        return replace(
+            _storage_of(dtype, dtype, scale if isinstance(scale, tuple) else (scale,)), coded_rows=coded_rows
+        )
     held = FP8_DTYPES.get(cache.kv_cache_dtype, cache_dtype(layer, cache)) if layer.has_cache else dtype
     return _storage_of(dtype, held, scale if isinstance(scale, tuple) else (scale,))
 

@@ -16,6 +16,7 @@ import numpy as np
 from attncheck.errors import SpecError
 from attncheck.harness.recording.traffic import Batch, LayerKind, Lengths, Traffic, shared_prefix
 from attncheck.reference.spec import (
+    FP8_CACHES,
     MODIFIERS,
     AttentionType,
     CacheSpec,
@@ -228,7 +229,7 @@ def _cache(layer: Any, config: Any, block_size: int, *, has_cache: bool) -> Cach
         raise _unsayable("layers with a cache of", kept)
     layout = _LAYOUTS.get(str(getattr(config.cache_config, "kv_cache_layout", None)), "NHD")
     cache: dict[str, Any] = {"block_size": block_size, "layout": layout, "kv_cache_dtype": kept}
-    if kept.startswith("fp8"):
+    if kept in FP8_CACHES:
         cache |= {f"{name}_scale": float(getattr(layer, f"_{name}_scale_float", 1.0)) for name in ("k", "v")}
     return CacheSpec(**cache)
 

@@ -129,10 +129,10 @@ def test_a_latent_model_needs_neither_width_nor_kv_heads(tmp_path):
 
 
 def test_an_unknown_cache_dtype_is_named(tmp_path):
-    suite = load_text(tmp_path, f"{MODEL}batch_specs: [q9]\nkv_cache_dtype: nvfp4\n")
+    suite = load_text(tmp_path, f"{MODEL}batch_specs: [q9]\nkv_cache_dtype: turboquant_k8v4\n")
     assert suite.cases[0].cache.kv_cache_dtype == "auto"
     assert (
-        "not used here: kv_cache_dtype (no cache of dtype nvfp4 is known here: the layer's dtype is taken)"
+        "not used here: kv_cache_dtype (no cache of dtype turboquant_k8v4 is known here: the layer's dtype is taken)"
         in suite.notes
     )
 

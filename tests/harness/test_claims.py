@@ -43,7 +43,7 @@ def test_a_class_that_claims_everything_has_a_state_for_each_claim():
     assert states["supports_per_head_quant_scales"] == "not tried"
     assert states["indexes_kv_by_block_stride"] == "not tried"
     assert states["supports_telepathy"] == f"declared, not examined: {UNKNOWN}"
-    for member in ("supports_rswa", "supports_mm_prefix", "supports_pcp", "supports_kv_connector"):
+    for member in ("supports_pcp", "supports_kv_connector"):
         assert states[member] == f"declared, not examined: {CLAIMS[member].unexamined}"
 
 

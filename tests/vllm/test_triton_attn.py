@@ -52,6 +52,19 @@ def test_a_process_is_started_as_triton_needs_it(run_vllm, tmp_path):
     assert run.header.backends[0].version == "0.32.0, interpreted"
 
 
+def test_a_scale_per_token_and_head_is_examined_where_the_interpreter_can(run_vllm, tmp_path):
+    words = (*WORDS[:2], "--suite", "low_bit_kv", "--case", "decode*", "--check", "numerics", "--check", "cache_write")
+    run, _ = run_vllm(tmp_path / "run.jsonl", *words)
+    found = {record.case_id.partition(".")[2]: record for record in run.records if record.check == "cache_write"}
+    assert found["int8_per_token_head"].outcome == "passed"
+    assert found["int8_per_token_head"].figures["slots_written"] == 3
+    reasons = {"fp8": "loses carries", "int4": "zero point", "nvfp4": "is not known here"}
+    for kind, reason in reasons.items():
+        (record,) = (record for name, record in found.items() if name.startswith(kind))
+        assert record.outcome == "unavailable"
+        assert reason in record.reasons[0]
+
+
 @pytest.mark.parametrize(
     ("name", "launches"),
     [("TRITON_ATTN", True), ("TRITON_MLA", True), ("CPU_ATTN", False), ("CPU_MLA", False), ("FLEX_ATTENTION", False)],

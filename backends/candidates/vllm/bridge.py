@@ -7,6 +7,7 @@ import inspect
 import sys
 from collections.abc import Mapping
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Any, ClassVar
 
 import torch
@@ -33,7 +34,15 @@ from attncheck.backends.contract import (
     MultipleOf,
 )
 from attncheck.backends.dtypes import DTYPES
-from attncheck.reference.spec import BatchSpec, CacheSpec, LayerSpec, SpecDecodeOptions
+from attncheck.reference.spec import FP8_CACHES, ROW_FORMATS, BatchSpec, CacheSpec, LayerSpec, SpecDecodeOptions
+
+_UNDEFINED: Mapping[str, str] = MappingProxyType(
+    {
+        "int4_per_token_head": "vLLM rotates a row and rounds it with a zero point, unlike attncheck's format",
+        "nvfp4": "where vLLM's classes store the scales of groups is not known here",
+    }
+)
+"""Caches that vLLM's classes may declare and attncheck does not examine there, and why."""
 
 
 class VLLMBackend(AttentionBackend):
@@ -93,11 +102,18 @@ class VLLMBackend(AttentionBackend):
 
     @classmethod
     def get_kv_cache_shape(
-        cls, num_blocks: int, block_size: int, num_kv_heads: int, head_size: int, *, head_size_v: int | None = None
+        cls,
+        num_blocks: int,
+        block_size: int,
+        num_kv_heads: int,
+        head_size: int,
+        *,
+        head_size_v: int | None = None,
+        cache_dtype_str: str = "auto",
     ) -> tuple[int, ...]:
         """See the contract; the shape is that of vLLM's spec of the cache."""
-        value_size = head_size if head_size_v is None else head_size_v
-        return cache_shape(cls.their_backend, num_blocks, block_size, num_kv_heads, head_size, value_size)
+        sizes = num_blocks, block_size, num_kv_heads, head_size, head_size if head_size_v is None else head_size_v
+        return cache_shape(cls.their_backend, *sizes, cache_dtype_str)
 
     @classmethod
     def get_kv_cache_stride_order(cls, cache_layout: str = "NHD") -> tuple[int, ...]:
@@ -125,6 +141,8 @@ class VLLMBackend(AttentionBackend):
     @classmethod
     def unavailable_case_reasons(cls, device: str, layer: LayerSpec, cache: CacheSpec, batch: BatchSpec) -> list[str]:
         """See the contract; faults of Triton's interpreter, and caches for which vLLM has no kernel on this CPU."""
+        if cache.kv_cache_dtype in _UNDEFINED and layer.has_cache:
+            return [f"kv_cache_dtype {cache.kv_cache_dtype}: {_UNDEFINED[cache.kv_cache_dtype]}"]
         if _is_interpreted(cls.their_backend):
             return interpreted.gaps(layer, cache)
         try:
@@ -155,9 +173,9 @@ class VLLMBackend(AttentionBackend):
         """Return None, so that the layout is learned from the backend's own writer.
 
         vLLM does not specify the layout within a page, and the shape does not determine it: the CPU backend transposes
-        keys within a usual shape.
+        keys within a usual shape. A cache that scales each row by itself has the layout of vLLM's Triton kernels.
         """
-        return None
+        return default_codec(cls, layer, cache) if cache.kv_cache_dtype in ROW_FORMATS else None
 
     @classmethod
     def version(cls) -> str:
@@ -295,7 +313,7 @@ class VLLMLatentBackend(VLLMBackend):
     def unavailable_case_reasons(cls, device: str, layer: LayerSpec, cache: CacheSpec, batch: BatchSpec) -> list[str]:
         """See the contract. If no interpreted kernel writes the cache, its FP8 dtype is no reason."""
         dtype = cache.kv_cache_dtype
-        if not dtype.startswith("fp8") or dtype not in cls.supported_kv_cache_dtypes:
+        if dtype not in FP8_CACHES or dtype not in cls.supported_kv_cache_dtypes:
             return super().unavailable_case_reasons(device, layer, cache, batch)
         known = cache if cls.get_impl_cls().brings_writer else replace(cache, kv_cache_dtype="auto")
         reasons = super().unavailable_case_reasons(device, layer, known, batch)

@@ -13,7 +13,7 @@ import torch
 
 from attncheck.backends.candidates.vllm import package
 from attncheck.backends.contract import KVCacheSpec, MultipleOf
-from attncheck.reference.spec import AttentionType
+from attncheck.reference.spec import ROW_FORMATS, AttentionType
 
 THEIR_LAYOUTS: Mapping[str, str] = MappingProxyType({"HND": "LBHNC", "NHD": "LBNHC"})
 """The contract's layouts, with vLLM's names for the order layer, block, then the rest."""
@@ -59,9 +59,15 @@ def customized(their_backend: type[Any], spec: Any) -> Any:
 
 
 def cache_shape(
-    their_backend: type[Any], num_blocks: int, block_size: int, num_kv_heads: int, head_size: int, head_size_v: int
+    their_backend: type[Any],
+    num_blocks: int,
+    block_size: int,
+    num_kv_heads: int,
+    head_size: int,
+    head_size_v: int,
+    kv_cache_dtype: str = "auto",
 ) -> tuple[int, ...]:
-    """Return the logical shape of one layer's cache.
+    """Return the logical shape of one layer's cache. ``kv_cache_dtype``: one of ``ROW_FORMATS``, or any other.
 
     Raises:
         ValueError: the backend's kernels do not support this block size; vLLM's runner refuses it at the same place.
@@ -70,9 +76,13 @@ def cache_shape(
     if not any(block_size % s.base == 0 if isinstance(s, MultipleOf) else block_size == s for s in sizes):
         taken = ", ".join(map(str, sizes))
         raise ValueError(f"block_size {block_size}: kernels of {their_backend.get_name()} take {taken}")
+    is_coded = kv_cache_dtype in ROW_FORMATS
     if hasattr(their_backend, "get_kv_cache_shape"):
-        return tuple(their_backend.get_kv_cache_shape(num_blocks, block_size, num_kv_heads, head_size))
+        named = {"cache_dtype_str": kv_cache_dtype} if is_coded else {}
+        return tuple(their_backend.get_kv_cache_shape(num_blocks, block_size, num_kv_heads, head_size, **named))
     specs = package.module("vllm.v1.kv_cache_interface")
+    item = torch.uint8 if is_coded else _ITEM
+    coded = {"kv_quant_mode": specs.get_kv_quant_mode(kv_cache_dtype)} if is_coded else {}
     spec = customized(
         their_backend,
         specs.FullAttentionSpec(
@@ -80,10 +90,11 @@ def cache_shape(
             num_kv_heads=num_kv_heads,
             head_size=head_size,
             head_size_v=head_size_v,
-            dtype=_ITEM,
+            dtype=item,
+            **coded,
         ),
     )
-    return num_blocks, spec.num_heads, spec.num_states, spec.state_content_size_bytes // _ITEM.itemsize
+    return num_blocks, spec.num_heads, spec.num_states, spec.state_content_size_bytes // item.itemsize
 
 
 def kernel_block_sizes(their_backend: type[Any]) -> list[int | MultipleOf]:

@@ -20,7 +20,7 @@ from attncheck.backends.claims import PREDICATES
 from attncheck.backends.declarations import MultipleOf
 from attncheck.backends.dtypes import DTYPES
 from attncheck.backends.impl import STATIC_FP8, LatentArguments, LayerArguments, QuantKey
-from attncheck.reference.spec import AttentionType, BatchSpec, CacheSpec, KVCacheDType, LayerSpec
+from attncheck.reference.spec import FP8_CACHES, AttentionType, BatchSpec, CacheSpec, KVCacheDType, LayerSpec
 
 _PLAIN = LayerArguments(num_heads=2, head_size=64, scale=0.125, num_kv_heads=1)
 
@@ -54,7 +54,7 @@ def declarations_of(their_backend: type[Any]) -> VLLMDeclarations:
     """Return the declarations of vLLM's class."""
     kv_cache_dtypes = tuple(name for name in get_args(KVCacheDType) if _takes_cache(their_backend, name))
     features = {name for name, predicate in PREDICATES.items() if _declares(their_backend, predicate)}
-    if any(name.startswith("fp8") for name in kv_cache_dtypes):
+    if any(name in FP8_CACHES for name in kv_cache_dtypes):
         features.add("fp8_kv")
     if is_mla(their_backend):
         features.add("mla")

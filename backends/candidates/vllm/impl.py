@@ -27,6 +27,7 @@ from attncheck.backends.impl import (
     LayerArguments,
     get_current_vllm_config,
 )
+from attncheck.reference.spec import ROW_FORMATS
 
 
 class VLLMImpl(AttentionImpl[Any]):
@@ -49,6 +50,7 @@ class VLLMImpl(AttentionImpl[Any]):
         self.layer = make_layer(self.their_backend, self.config, self._given, sizes)
         """The layer object of vLLM."""
         self._scaled_as: AttentionLayer | None = None
+        self._cache_seen = 0
 
     def join(self, attn_layer: AttentionLayer) -> Any:
         """Return the layer in vLLM's form for a builder's group, with the scales of the contract's ``attn_layer``."""
@@ -62,6 +64,7 @@ class VLLMImpl(AttentionImpl[Any]):
     ) -> None:
         """See the contract; for a latent cache ``key`` is ``kv_c_normed``, and ``value`` is ``k_pe``."""
         self._prepare(layer, key.device)
+        self._take_cache(kv_cache)
         with interpreted.launches():
             self._write(key, value, kv_cache, slot_mapping)
 
@@ -82,6 +85,7 @@ class VLLMImpl(AttentionImpl[Any]):
         if output is None:
             raise ValueError("output is None: vLLM's layer always gives one")
         self._prepare(layer, query.device)
+        self._take_cache(kv_cache)
         outputs = {"output": output, "output_scale": output_scale, "output_block_scale": output_block_scale}
         with interpreted.launches():
             self._attend(query, key, value, kv_cache, attn_metadata, **outputs)
@@ -125,6 +129,22 @@ class VLLMImpl(AttentionImpl[Any]):
                 refuse_as_vllm_does(self.their_backend, self.config, self._given, scales_per_head=True)
             take_scales(self.layer, attn_layer)
             self._scaled_as = attn_layer
+
+    def _take_cache(self, kv_cache: Tensor) -> None:
+        """Have vLLM's impl make its views of the scales in ``kv_cache``, and keep the contents.
+
+        It makes them at its first step, and then sets every scale to 1: in an engine, the cache is empty, and a layer
+        has a single one.
+        """
+        impl = self.layer.impl
+        if self._given.kv_cache_dtype not in ROW_FORMATS or not hasattr(impl, "_ensure_scale_caches"):
+            return
+        if kv_cache.data_ptr() != self._cache_seen and kv_cache.numel():
+            self._cache_seen = kv_cache.data_ptr()
+            contents = kv_cache.clone()
+            impl._k_scale_cache = impl._v_scale_cache = None
+            impl._ensure_scale_caches(kv_cache)
+            kv_cache.copy_(contents)
 
     def _prepare(self, attn_layer: AttentionLayer, device: torch.device) -> None:
         """Bring the layer and its class to their state before a step; construct a builder for the layer's group."""

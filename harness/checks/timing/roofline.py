@@ -34,7 +34,7 @@ from attncheck.harness.problem.pages import Request, visible_span
 from attncheck.harness.problem.problem import request_of
 from attncheck.harness.problem.sizes import ITEMSIZES, naive_layer, num_weights
 from attncheck.reference import PrefixMask, layer_params
-from attncheck.reference.spec import LayerSpec, MLASpec, RequestSpec, TreeOptions
+from attncheck.reference.spec import ROW_FORMATS, LayerSpec, MLASpec, RequestSpec, TreeOptions
 from attncheck.reports.run_file.timings import Ceilings
 
 
@@ -72,18 +72,28 @@ def work_of(case: Case) -> Work:
     seen = [(spec, visible_keys_of(case, request_of(case, spec))) for spec in case.batch.requests]
     layer, naive = case.layer, naive_layer(case.layer)
     given = ITEMSIZES[layer.dtype]
-    held = given if case.cache.kv_cache_dtype == "auto" else ITEMSIZES[case.cache.kv_cache_dtype]
     row = layer.num_kv_heads * (layer.head_size + (0 if layer.mla else layer.value_head_size))
     of_query, of_output = (1 if quant else given for quant in (layer.query_quant, layer.output_quant))
     one_row = layer.num_heads * (naive.head_size * of_query + naive.value_head_size * of_output)
-    one_new_key = row * (given + (held if layer.has_cache else 0))
+    stored = _stored_bytes(case, row)
+    one_new_key = row * given + (stored if layer.has_cache else 0)
 
     moved, flops = num_weights(layer) * given, 0
     for spec, sight in seen:
         request = sight.request
         moved += spec.count * (request.rows * one_row + (request.num_keys - request.cached) * one_new_key)
         flops += spec.count * _flops(layer, sight)
-    return Work(moved + _context_rows(seen) * row * held, flops)
+    return Work(moved + _context_rows(seen) * stored, flops)
+
+
+def _stored_bytes(case: Case, row: int) -> int:
+    """Return the bytes that a cache holds for a token. ``row``: numbers of its keys and values."""
+    layer, name = case.layer, case.cache.kv_cache_dtype
+    row_format = ROW_FORMATS.get(name)
+    if row_format is None:
+        return row * ITEMSIZES[layer.dtype if name == "auto" else name]
+    sizes = layer.head_size, layer.value_head_size
+    return layer.num_kv_heads * sum(map(row_format.row_bytes, sizes))
 
 
 def visible_keys_of(case: Case, request: Request) -> VisibleKeys:

@@ -196,10 +196,10 @@ def test_what_no_case_describes_is_counted_with_its_reason(serve):
         builder.build(0, metadata([(1, 50)], mm_req_doc_ranges={0: [(3, 9)]}))
         builder.build(0, metadata([(1, 50)], mm_req_doc_ranges={0: []}))
 
-    (case,) = (suite := serve(drive, Attention(), Attention(kv_cache_dtype="nvfp4"), MambaMixer()))
+    (case,) = (suite := serve(drive, Attention(), Attention(kv_cache_dtype="turboquant_k8v4"), MambaMixer()))
     assert case.weight == 2
     assert "1 calls: no case describes mm_req_doc_ranges" in suite.description
-    assert "3 calls: no case describes layers with a cache of nvfp4" in suite.description
+    assert "3 calls: no case describes layers with a cache of turboquant_k8v4" in suite.description
     assert "3 calls: no case describes layers of the class MambaMixer" in suite.description
 
 
