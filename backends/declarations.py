@@ -37,6 +37,7 @@ PREDICATES: Mapping[str, str] = MappingProxyType(
         "non_causal": "supports_non_causal",
         "alibi_sqrt": "supports_alibi_sqrt",
         "fp8_per_head": "supports_per_head_quant_scales",
+        "dcp": "supports_dcp",
     }
 )
 """The method of vLLM's class that declares each feature."""
@@ -276,7 +277,7 @@ def _has_empty_part(request: RequestSpec, cache: CacheSpec, batch: BatchSpec, *,
 
 
 def _batch_needs(layer: LayerSpec, batch: BatchSpec) -> list[str]:
-    needs = {"tree": ["tree"], "fast_prefill": ["kv_sharing"]}.get(batch.path.name, [])
+    needs = {"tree": ["tree"], "fast_prefill": ["kv_sharing"], "ranks": ["dcp"]}.get(batch.path.name, [])
     if layer.attn_type == AttentionType.DECODER and any(request.context_len < 0 for request in batch.requests):
         needs.append("short_keys")
     return needs
@@ -311,8 +312,8 @@ def _describe(feature: str, layer: LayerSpec, cache: CacheSpec, batch: BatchSpec
             return f"output quantised to {layer.output_quant.dtype}"
         case "mla":
             return "the layer has a latent cache"
-        case "tree":
-            return "path tree"
+        case "tree" | "dcp":
+            return f"path {batch.path.name}"
         case "short_keys":
             short = next((request for request in batch.requests if request.context_len < 0), None)
             if short is None:

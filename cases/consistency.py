@@ -28,7 +28,7 @@ from attncheck.reference.spec import (
 _CAUSAL_ONLY = ("local", "tree", "fast_prefill")
 """Paths whose rewriting of the batch, or whose mask, requires a causal layer."""
 
-_NOT_FOR_MLA = ("paged", "encoder_only", "cross", "local")
+_NOT_FOR_MLA = ("paged", "encoder_only", "cross", "local", "ranks")
 
 
 def implied_path(layer: LayerSpec) -> PathSpec:
@@ -60,7 +60,7 @@ def check_path(layer: LayerSpec, cache: CacheSpec, batch: BatchSpec) -> None:
             value=False,
             allowed="leave causal out, or give another path",
         )
-    if path.name in ("split_kv", "dcp"):
+    if path.name in ("split_kv", "dcp", "ranks"):
         _check_parts(layer, path.name)
     match path.options:
         case SpecDecodeOptions(num_speculative_tokens=drafts):
@@ -69,8 +69,10 @@ def check_path(layer: LayerSpec, cache: CacheSpec, batch: BatchSpec) -> None:
             _check_tree(batch, parents)
         case FastPrefillOptions(rows=rows):
             _check_fast_prefill(batch, rows)
-        case DCPOptions(interleave=interleave):
+        case DCPOptions(size=size, interleave=interleave):
             _check_dcp(cache, batch, interleave)
+            if path.name == "ranks":
+                _check_ranks(layer, size)
         case MicroBatchOptions(cuts=cuts):
             _check_micro_batch(layer, batch, cuts)
         case _:
@@ -195,6 +197,32 @@ def _check_dcp(cache: CacheSpec, batch: BatchSpec, interleave: int) -> None:
             )
 
 
+def _check_ranks(layer: LayerSpec, size: int) -> None:
+    """Raise SpecError for a layer whose heads vLLM would not distribute over ``size`` ranks."""
+    if layer.num_kv_heads != 1:
+        raise SpecError(
+            "all ranks hold the same KV head, and each holds some of its query heads",
+            field="layer.num_kv_heads",
+            value=layer.num_kv_heads,
+            allowed="give 1",
+        )
+    if layer.num_heads % size:
+        raise SpecError(
+            f"{size} ranks have equally many query heads",
+            field="layer.num_heads",
+            value=layer.num_heads,
+            allowed=f"give a multiple of {size}",
+        )
+    for name in ("sinks", "kv_sharing", "output_quant"):
+        if getattr(layer, name):
+            raise SpecError(
+                f"the path ranks is not made for layers with {name}",
+                field=f"layer.{name}",
+                value=getattr(layer, name),
+                allowed="leave it out, or give another path",
+            )
+
+
 def _check_micro_batch(layer: LayerSpec, batch: BatchSpec, cuts: tuple[int, ...]) -> None:
     if not cuts:
         raise SpecError(
@@ -240,6 +268,7 @@ _ROWS_HAVE_KEYS = (
     "cascade",
     "split_kv",
     "dcp",
+    "ranks",
     "micro_batch",
 )
 """Paths on which every new token has its own key."""
@@ -336,7 +365,7 @@ def _check_geometry(layer: LayerSpec, cache: CacheSpec, path: str) -> None:
             value=cache.pool_order,
             allowed="give LB or BL, or the layout HND without mla",
         )
-    if cache.pages_per_block > 1 and path in ("cascade", "split_kv", "dcp"):
+    if cache.pages_per_block > 1 and path in ("cascade", "split_kv", "dcp", "ranks"):
         raise SpecError(
             f"the path {path} cuts the keys at pages, not at blocks of several pages",
             field="cache.manager_block_size",

@@ -210,6 +210,7 @@ FEATURES: tuple[str, ...] = (
     "tree_depth",
     "short_keys",
     "merge_nan",
+    "dcp",
 )
 """Everything a backend may declare in ``features``."""
 
@@ -553,7 +554,7 @@ class SplitKVOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class DCPOptions:
-    """``dcp``: decode context parallelism, the keys spread over ranks."""
+    """``dcp`` and ``ranks``: decode context parallelism, the keys spread over ranks."""
 
     __pydantic_config__: ClassVar = STRICT
     size: int = option(2, "ranks", gt=0)
@@ -601,6 +602,7 @@ PATH_OPTIONS: Mapping[str, type[PathOptions] | None] = {
     "cascade": None,
     "split_kv": SplitKVOptions,
     "dcp": DCPOptions,
+    "ranks": DCPOptions,
     "micro_batch": MicroBatchOptions,
     "merge": None,
     "causal_conv1d": CausalConv1dOptions,

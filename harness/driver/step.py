@@ -182,6 +182,10 @@ class Step:
             causal=self.problem.layer.is_causal and is_aligned,
             encoder_seq_lens=np.array(host_lens.tolist(), dtype=np.int32) if cross else None,
         )
+        if (held := self.problem.dcp_local_seq_lens) is not None:
+            local = torch.tensor([held[i] for i in self.order], dtype=torch.int32)
+            local = _padded(local, len(seq_lens) - len(local), 0)
+            metadata.dcp_local_seq_lens = local.to(self.query.device, non_blocking=True, copy=True)
         if isinstance(self.problem.case.batch.path.options, FastPrefillOptions):
             metadata.logits_indices_padded = self._logits_indices()
             metadata.num_logits_indices = self.num_rows

@@ -353,6 +353,24 @@ def _lay_out_ranks(
     return finish
 
 
+def lay_out_rank(
+    case: Case, options: DCPOptions, rank: int, lengths: Sequence[int], stream: RandomStream
+) -> PageLayout:
+    """Return the layout on one rank, on which the keys of other ranks have slot -1.
+
+    Every rank has the same block table: a page of the table has ``block_size`` keys on each rank.
+    """
+    size, ranks, run = case.cache.block_size, options.size, options.interleave
+    counts = [-(-_longest_shard(n, ranks, run) // size) for n in lengths]
+    drawn = _draw_pages(case, counts, [0] * len(counts), stream)
+    table = _block_table(drawn, stream, case.batch.block_table.extra_columns)
+    slots = []
+    for own, n in zip(drawn.pages, lengths, strict=True):
+        holder, local = _local(torch.arange(n), ranks, run)
+        slots.append(torch.where(holder == rank, _slots(own, local, size), -1))
+    return PageLayout(drawn.pages, table, torch.cat(slots), drawn.num_blocks)
+
+
 def _local(positions: Tensor, ranks: int, run: int) -> tuple[Tensor, Tensor]:
     """Return (rank, index on that rank) of each position."""
     return positions // run % ranks, positions // (run * ranks) * run + positions % run
