@@ -23,6 +23,7 @@ from attncheck.backends.registry import LoadedBackend
 from attncheck.harness.checks.findings import Broken, Finding, FindingError, Holds, NotExamined
 from attncheck.harness.checks.interface import dump_case
 from attncheck.harness.checks.numerics import check_numerics
+from attncheck.harness.checks.ranks.faults import likely_fault
 from attncheck.harness.checks.ranks.process import RankAnswer, RankQuestion
 from attncheck.harness.driver.foreign_code import StageError
 from attncheck.harness.driver.observation import Observation
@@ -122,7 +123,7 @@ class RankChecks:
         finding = check_numerics(self._problem, self._truth, results.seen, explains=False)
         if isinstance(finding, Holds):
             return replace(finding, notes=(*finding.notes, _HOW))
-        meaning = likely_fault(self._problem, self._truth, results.seen)
+        meaning = likely_fault(self._problem, self._truth, results.seen.output)
         heads = self._problem.layer.num_heads // len(results.answers)
         owner = f"rank r has the heads {heads}r to {heads}r + {heads - 1}"
         return replace(finding, meaning=meaning, details=(*finding.details, owner, _HOW))
