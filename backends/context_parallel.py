@@ -39,7 +39,7 @@ def get_dcp_group() -> DCPGroup:
     return group
 
 
-def get_dcp_world_size_and_rank(enabled: bool = True) -> tuple[int, int]:  # noqa: FBT001, FBT002 (vLLM's signature)
+def get_dcp_world_size_and_rank(enabled: bool = True) -> tuple[int, int]:
     """Return the number of ranks and the rank of this process; (1, 0) if it has no group, or if not ``enabled``."""
     group = _GROUP.get() if enabled else None
     return (1, 0) if group is None else (group.world_size, group.rank_in_group)

@@ -25,7 +25,7 @@ from attncheck.reference.spec import (
     TreeOptions,
 )
 
-_CAUSAL_ONLY = ("local", "tree", "fast_prefill")
+_CAUSAL_ONLY = ("local", "tree", "fast_prefill", "pcp")
 """Paths whose rewriting of the batch, or whose mask, requires a causal layer."""
 
 _NOT_FOR_MLA = ("paged", "encoder_only", "cross", "local", "ranks")
@@ -269,6 +269,7 @@ _ROWS_HAVE_KEYS = (
     "split_kv",
     "dcp",
     "ranks",
+    "pcp",
     "micro_batch",
 )
 """Paths on which every new token has its own key."""

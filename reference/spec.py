@@ -562,6 +562,14 @@ class DCPOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
+class PCPOptions:
+    """``pcp``: prefill context parallelism, the rows of prompts spread over ranks in chunks."""
+
+    __pydantic_config__: ClassVar = STRICT
+    size: int = option(2, "ranks", gt=1)
+
+
+@dataclass(frozen=True, kw_only=True)
 class MicroBatchOptions:
     """``micro_batch``: the rows are cut at token positions and computed part by part."""
 
@@ -586,6 +594,7 @@ PathOptions = (
     | TreeOptions
     | SplitKVOptions
     | DCPOptions
+    | PCPOptions
     | MicroBatchOptions
     | CausalConv1dOptions
 )
@@ -603,6 +612,7 @@ PATH_OPTIONS: Mapping[str, type[PathOptions] | None] = {
     "split_kv": SplitKVOptions,
     "dcp": DCPOptions,
     "ranks": DCPOptions,
+    "pcp": PCPOptions,
     "micro_batch": MicroBatchOptions,
     "merge": None,
     "causal_conv1d": CausalConv1dOptions,

@@ -152,15 +152,11 @@ class MergedInBase2(RanksBackend):
 
 
 class EmptyRankIsNaN(RanksBackend):
-    """A rank that holds no key of a request has the weight of -inf less -inf."""
+    """The output of a rank that holds no key of a request is 0 / 0, which a weight of 0 does not hide."""
 
     class Impl(RanksImpl):
-        def total(self, lses):
-            top = lses.amax(0)
-            return top + (lses - top).exp().sum(0).log()
-
-        def weight(self, lse, total):
-            return (lse - total).exp()
+        def merged_over_ranks(self, out, lse):
+            return super().merged_over_ranks(out.masked_fill(lse.isinf()[..., None], torch.nan), lse)
 
 
 class SummedWithoutWeights(RanksBackend):

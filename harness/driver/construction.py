@@ -65,8 +65,9 @@ def vllm_config(
     ``num_blocks``: pages of the pool. ``capture_sizes``: token counts of the graphs that will be captured, ascending.
     ``layers``: the layers constructed so far, by name.
     """
-    is_on_ranks = path.name == "ranks" and isinstance(path.options, DCPOptions)
-    ranks = path.options if is_on_ranks else DCPOptions(size=1)
+    ranks = DCPOptions(size=1)
+    if path.name == "ranks" and isinstance(path.options, DCPOptions):
+        ranks = path.options
     model = ConfigNode(
         "vllm_config.model_config",
         dtype=dtype,

@@ -235,7 +235,8 @@ class Problem:
     @cached_property
     def owned_slots(self) -> Tensor:
         """Sorted int64: every slot that holds a request's key."""
-        return self.key_slots[self.key_slots >= 0].unique()
+        owned: Tensor = self.key_slots[self.key_slots >= 0].unique()
+        return owned
 
     @cached_property
     def written_keys(self) -> Tensor:

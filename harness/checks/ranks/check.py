@@ -190,4 +190,6 @@ def _waiting(codes: Sequence[int | None], folder: Path) -> str:
     """Return, for each rank that has not ended, the collective in which it waits for others."""
     calls = [folder / f"rank-{rank}.call" for rank in range(len(codes))]
     states = [f"waits in {call.read_text()}" if call.exists() else "does not wait for others" for call in calls]
-    return "; ".join(f"rank {r} {state}" for r, (code, state) in enumerate(zip(codes, states, strict=True)) if code is None)
+    return "; ".join(
+        f"rank {r} {state}" for r, (code, state) in enumerate(zip(codes, states, strict=True)) if code is None
+    )

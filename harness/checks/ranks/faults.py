@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -9,7 +10,7 @@ from torch import Tensor
 from attncheck.harness.checks.interface import is_answer
 from attncheck.harness.problem.problem import Problem
 from attncheck.harness.truth.truth import Truth, rows_of
-from attncheck.reference import layer_params, merge_attn_states
+from attncheck.reference import layer_params, merge_attn_states, merge_many
 from attncheck.reference.spec import DCPOptions
 
 State = tuple[Tensor, Tensor]
@@ -44,12 +45,13 @@ def _states(problem: Problem, device: torch.device, *, spreads_new: bool) -> Ite
     rows, params = rows_of(problem, device), layer_params(problem.layer)
     spread = [r.num_keys if spreads_new else max(0, r.first_position) for r in problem.requests]
 
-    def is_elsewhere(rank: int, request: int, positions: Tensor) -> Tensor:
+    def is_elsewhere(rank: int, request: int, _row: Tensor, positions: Tensor) -> Tensor:
         holder = positions // options.interleave % options.size
         return torch.where(positions < spread[request], holder, options.size) != rank
 
     for rank in range(options.size + 1):
-        yield rows.attend(params, None, lambda r, _q, k, rank=rank: is_elsewhere(rank, r, k))
+        hidden = partial(is_elsewhere, rank)
+        yield rows.attend(params, None, hidden)
 
 
 def _added(outs: Tensor, lses: Tensor) -> State:
@@ -73,9 +75,17 @@ def _apart(outs: Tensor, lses: Tensor) -> State:
     return torch.cat(out, 1), torch.cat(lse, 1)
 
 
+def _of_first(outs: Tensor, lses: Tensor) -> State:
+    """Return the state of the first rank's heads for the heads of each rank."""
+    out, lse = merge_many(list(outs), list(lses))
+    ranks = len(outs)
+    return out.chunk(ranks, 1)[0].repeat(1, ranks, 1), lse.chunk(ranks, 1)[0].repeat(1, ranks)
+
+
 _MERGES: dict[str, Callable[[Tensor, Tensor], State]] = {
     "the outputs of the ranks are added without the weights of their LSEs": _added,
     "the outputs of the ranks are averaged without the weights of their LSEs": _averaged,
     "natural LSEs of the ranks are merged with powers of 2": _in_base_2,
     "each rank returns the attention to its own keys; their results are not merged": _apart,
+    "every rank returns the heads of the first rank": _of_first,
 }

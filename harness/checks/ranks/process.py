@@ -6,6 +6,7 @@ The ranks are processes of one machine. Their collectives are gloo's, through th
 import os
 import sys
 import time
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
@@ -64,20 +65,23 @@ class GlooGroup:
         self._call = folder / f"rank-{rank}.call"
         if sys.platform == "linux":  # else gloo looks up the name of the host, which may have no address
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-        store = distributed.FileStore(str(folder / "store"), question.size)
         limit = timedelta(seconds=question.limit_s)
-        distributed.init_process_group("gloo", store=store, rank=rank, world_size=question.size, timeout=limit)
+        place = (folder / "store").resolve().as_uri()
+        distributed.init_process_group("gloo", init_method=place, rank=rank, world_size=question.size, timeout=limit)
 
     def all_gather(self, input_: Tensor, dim: int = -1) -> Tensor:
+        """See :class:`~attncheck.backends.context_parallel.DCPGroup`, as for the other collectives."""
         return torch.cat(self._gathered("all_gather", input_, dim), dim)
 
     def reduce_scatter(self, input_: Tensor, dim: int = -1) -> Tensor:
+        """Raise ValueError if ``dim`` is no multiple of the ranks."""
         total = torch.stack(self._gathered("reduce_scatter", input_, dim)).sum(0)
         if total.shape[dim] % self.world_size:
             raise ValueError(f"reduce_scatter of {list(total.shape)} along {dim}: not a multiple of {self.world_size}")
         return total.chunk(self.world_size, dim)[self.rank_in_group].contiguous()
 
     def all_reduce(self, input_: Tensor) -> Tensor:
+        """Return the sum in the dtype of ``input_``."""
         return torch.stack(self._gathered("all_reduce", input_, 0)).sum(0)
 
     def agree(self, call: str) -> None:
@@ -121,10 +125,8 @@ def run_rank(question: RankQuestion, rank: int, folder: Path) -> RankAnswer:
     with set_dcp_group(group):
         session = Session(backend, problem, device, pool=pool)
         seen = session.run()
-    try:
+    with suppress(RuntimeError):  # another rank waits in a collective, and raises this error there
         group.agree("the end of the step")
-    except RuntimeError:
-        pass  # another rank waits in a collective, raises this error there, and states it
     torch.save({"output": seen.output.cpu(), "unwritten": seen.unwritten.cpu()}, folder / f"rank-{rank}.pt")
     rows = problem.keys, problem.values
     examines = pool.codec is not None and session.impl.brings_writer
@@ -133,7 +135,9 @@ def run_rank(question: RankQuestion, rank: int, folder: Path) -> RankAnswer:
         time.time(),
         protocol=seen.protocol,
         wrong_cache=(finding.summary, finding.meaning) if isinstance(finding, Broken) else None,
-        cache_reason=finding.reasons[0] or "the backend has no cache writer" if isinstance(finding, NotExamined) else "",
+        cache_reason=finding.reasons[0] or "the backend has no cache writer"
+        if isinstance(finding, NotExamined)
+        else "",
         slots_written=len(problem.written_keys),
     )
 
