@@ -19,7 +19,9 @@ from attncheck.reference.spec import (
     InputName,
     LayerSpec,
     MicroBatchOptions,
+    PaddingSpec,
     PathSpec,
+    PCPOptions,
     RequestSpec,
     SpecDecodeOptions,
     TreeOptions,
@@ -73,6 +75,13 @@ def check_path(layer: LayerSpec, cache: CacheSpec, batch: BatchSpec) -> None:
             _check_dcp(cache, batch, interleave)
             if path.name == "ranks":
                 _check_ranks(layer, size)
+        case PCPOptions() if batch.padding != PaddingSpec():
+            raise SpecError(
+                "the batch of a rank has the rows of its chunks alone",
+                field="path",
+                value=path.name,
+                allowed="leave padding out, or give another path",
+            )
         case MicroBatchOptions(cuts=cuts):
             _check_micro_batch(layer, batch, cuts)
         case _:
