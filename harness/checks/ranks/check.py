@@ -129,14 +129,15 @@ class RankChecks:
         return replace(finding, meaning=meaning, details=(*finding.details, owner, _HOW))
 
     def _cache_write(self, results: RankResults) -> Finding:
-        figures = {"slots_written": sum(answer.slots_written for answer in results.answers)}
+        """Return the finding of the first rank whose cache is wrong or not examined, else that of the last."""
+        finding: Finding = NotExamined(("no rank has answered",), "attncheck")
         for rank, answer in enumerate(results.answers):
-            if answer.wrong_cache is not None:
-                summary, meaning = answer.wrong_cache
-                return Broken(f"on rank {rank}: {summary}", figures, meaning)
-        if reason := next((answer.cache_reason for answer in results.answers if answer.cache_reason), ""):
-            return NotExamined((reason,))
-        return Holds(figures)
+            finding = answer.cache or finding
+            if isinstance(finding, Broken):
+                return replace(finding, summary=f"on rank {rank}: {finding.summary}")
+            if isinstance(finding, NotExamined):
+                return finding
+        return finding
 
 
 def run_ranks(question: RankQuestion, folder: Path) -> tuple[RankAnswer, ...]:

@@ -10,11 +10,8 @@ from torch import Tensor
 from attncheck.harness.checks.interface import is_answer
 from attncheck.harness.problem.problem import Problem
 from attncheck.harness.truth.truth import Truth, rows_of
-from attncheck.reference import layer_params, merge_attn_states, merge_many
+from attncheck.reference import layer_params, merge_attn_states
 from attncheck.reference.spec import DCPOptions
-
-State = tuple[Tensor, Tensor]
-"""Output ``[T, H, Dv]`` and LSE ``[T, H]``, float64."""
 
 
 def likely_fault(problem: Problem, truth: Truth, output: Tensor) -> str | None:
@@ -29,16 +26,16 @@ def likely_fault(problem: Problem, truth: Truth, output: Tensor) -> str | None:
 def _faulty_answers(problem: Problem, device: torch.device) -> Iterator[tuple[str, Tensor]]:
     """Yield each fault of a merge with its output; the new keys are spread over the ranks or not."""
     for spreads_new in (False, True):
-        states = list(_states(problem, device, spreads_new=spreads_new))
-        own = states.pop()
+        *states, own = _states(problem, device, spreads_new=spreads_new)
         outs, lses = (torch.stack(each) for each in zip(*states, strict=True))
         for meaning, merge in _MERGES.items():
-            merged = merge(outs, lses)
-            yield meaning, merged[0] if spreads_new else merge_attn_states(*merged, *own)[0]
+            weights, total = merge(lses)
+            out = (outs * weights[..., None]).sum(0)
+            yield meaning, out if spreads_new else merge_attn_states(out, total, *own)[0]
 
 
-def _states(problem: Problem, device: torch.device, *, spreads_new: bool) -> Iterator[State]:
-    """Yield the state over the keys of each rank, then over those on no rank: the new ones, unless they are spread."""
+def _states(problem: Problem, device: torch.device, *, spreads_new: bool) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield output and LSE over the keys of each rank, then over those on no rank: new ones, unless they are spread."""
     options = problem.case.batch.path.options
     if not isinstance(options, DCPOptions):
         raise TypeError(f"{problem.case.key} has no ranks")
@@ -50,42 +47,27 @@ def _states(problem: Problem, device: torch.device, *, spreads_new: bool) -> Ite
         return torch.where(positions < spread[request], holder, options.size) != rank
 
     for rank in range(options.size + 1):
-        hidden = partial(is_elsewhere, rank)
-        yield rows.attend(params, None, hidden)
+        yield rows.attend(params, None, partial(is_elsewhere, rank))
 
 
-def _added(outs: Tensor, lses: Tensor) -> State:
-    return outs.sum(0), lses.logsumexp(0)
+def _added(lses: Tensor) -> tuple[Tensor, Tensor]:
+    return torch.ones_like(lses), lses.logsumexp(0)
 
 
-def _averaged(outs: Tensor, lses: Tensor) -> State:
-    return outs.mean(0), lses.logsumexp(0)
-
-
-def _in_base_2(outs: Tensor, lses: Tensor) -> State:
+def _in_base_2(lses: Tensor) -> tuple[Tensor, Tensor]:
     total = (lses * math.log(2)).logsumexp(0) / math.log(2)
-    weights = (lses - total).exp2().nan_to_num()
-    return (outs * weights[..., None]).sum(0), total
+    return (lses - total).exp2().nan_to_num(), total
 
 
-def _apart(outs: Tensor, lses: Tensor) -> State:
-    """Return the state of each head on its own rank."""
-    pieces = zip(outs.chunk(len(outs), 2), lses.chunk(len(lses), 2), strict=True)
-    out, lse = zip(*((out[rank], lse[rank]) for rank, (out, lse) in enumerate(pieces)), strict=True)
-    return torch.cat(out, 1), torch.cat(lse, 1)
+def _apart(lses: Tensor) -> tuple[Tensor, Tensor]:
+    ranks = torch.arange(len(lses), device=lses.device)
+    is_own = ranks[:, None] == ranks.repeat_interleave(lses.shape[2] // len(lses))
+    return is_own[:, None].double(), torch.where(is_own[:, None], lses, 0.0).sum(0)
 
 
-def _of_first(outs: Tensor, lses: Tensor) -> State:
-    """Return the state of the first rank's heads for the heads of each rank."""
-    out, lse = merge_many(list(outs), list(lses))
-    ranks = len(outs)
-    return out.chunk(ranks, 1)[0].repeat(1, ranks, 1), lse.chunk(ranks, 1)[0].repeat(1, ranks)
-
-
-_MERGES: dict[str, Callable[[Tensor, Tensor], State]] = {
+_MERGES: dict[str, Callable[[Tensor], tuple[Tensor, Tensor]]] = {
     "the outputs of the ranks are added without the weights of their LSEs": _added,
-    "the outputs of the ranks are averaged without the weights of their LSEs": _averaged,
     "natural LSEs of the ranks are merged with powers of 2": _in_base_2,
     "each rank returns the attention to its own keys; their results are not merged": _apart,
-    "every rank returns the heads of the first rank": _of_first,
 }
+"""By fault: the weights of the ranks and the merged LSE, from the LSEs ``[ranks, T, H]``."""

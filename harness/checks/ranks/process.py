@@ -20,7 +20,7 @@ from attncheck.backends.registry import load
 from attncheck.cases.model import Case
 from attncheck.errors import AttncheckError
 from attncheck.harness.checks.cache_write import judge_pool
-from attncheck.harness.checks.findings import Broken, NotExamined
+from attncheck.harness.checks.findings import Broken, Finding, Holds, NotExamined
 from attncheck.harness.driver.foreign_code import StageError
 from attncheck.harness.driver.observation import Raised
 from attncheck.harness.driver.session import Session
@@ -42,19 +42,13 @@ class RankQuestion:
 
 @dataclass(frozen=True)
 class RankAnswer:
-    """What one rank saw. ``ended_at``: seconds since the epoch. ``not_examined``: why this machine cannot run it.
-
-    ``wrong_cache``: summary and likely cause of what is wrong with its cache; None if nothing is.
-    ``cache_reason``: why its cache was not examined.
-    """
+    """What one rank saw. ``ended_at``: seconds since the epoch. ``not_examined``: why this machine cannot run it."""
 
     ended_at: float
     not_examined: str = ""
     raised: Raised | None = None
     protocol: tuple[str, ...] = ()
-    wrong_cache: tuple[str, str | None] | None = None
-    cache_reason: str = ""
-    slots_written: int = 0
+    cache: Broken | Holds | NotExamined | None = None
 
 
 class GlooGroup:
@@ -129,17 +123,13 @@ def run_rank(question: RankQuestion, rank: int, folder: Path) -> RankAnswer:
         group.agree("the end of the step")
     torch.save({"output": seen.output.cpu(), "unwritten": seen.unwritten.cpu()}, folder / f"rank-{rank}.pt")
     rows = problem.keys, problem.values
-    examines = pool.codec is not None and session.impl.brings_writer
-    finding = judge_pool(problem, pool, seen, rows, [rows]) if examines else NotExamined((pool.no_codec,))
-    return RankAnswer(
-        time.time(),
-        protocol=seen.protocol,
-        wrong_cache=(finding.summary, finding.meaning) if isinstance(finding, Broken) else None,
-        cache_reason=finding.reasons[0] or "the backend has no cache writer"
-        if isinstance(finding, NotExamined)
-        else "",
-        slots_written=len(problem.written_keys),
-    )
+    if pool.codec is None:
+        cache: Finding = NotExamined((pool.no_codec,))
+    elif not session.impl.brings_writer:
+        cache = NotExamined(("the backend has no cache writer: attncheck writes the new K and V",))
+    else:
+        cache = judge_pool(problem, pool, seen, rows, [rows])
+    return RankAnswer(time.time(), protocol=seen.protocol, cache=cache)
 
 
 def main(folder: Path, rank: int) -> None:

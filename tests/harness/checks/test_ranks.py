@@ -1,5 +1,7 @@
 """The path ``ranks``: a process for each rank of context parallelism, and what is said of wrong ranks."""
 
+import math
+
 import pytest
 import torch
 
@@ -132,8 +134,8 @@ def test_ranks_that_do_not_end_are_a_failure_of_the_backend(make_case, tmp_path,
     assert failure.value.finding.summary == f"the ranks did not end within 25 s: {waits}"
 
 
-def merged_wrongly(problem, weights_of):
-    """Attention over the context of each rank, merged by ``weights_of(lses)``, then over the row's own key; float64."""
+def merged(problem, weights_of, base=math.e):
+    """Attention over the context of each rank, merged by ``weights_of``, then over the row's own key; float64."""
     options, layer = problem.case.batch.path.options, problem.layer
     out = torch.empty(len(problem.query), layer.num_heads, layer.head_size, dtype=torch.float64)
     for row, request in enumerate(problem.requests):
@@ -145,31 +147,27 @@ def merged_wrongly(problem, weights_of):
         parts = [scores[:, :-1].masked_fill(owner != rank, -torch.inf) for rank in range(options.size)]
         lses = torch.stack([part.logsumexp(-1) for part in parts])
         outs = torch.stack([part.softmax(-1) @ values[:-1] for part in parts])
-        context, total = (weights_of(lses)[..., None] * outs).sum(0), lses.logsumexp(0)
+        context = (weights_of(lses)[..., None] * outs).sum(0)
+        total = torch.log(base ** lses[0] + base ** lses[1]) / math.log(base)
         share = torch.sigmoid(total - scores[:, -1])[:, None]
         out[row] = share * context + (1 - share) * values[-1]
     return out
 
 
 @pytest.mark.parametrize(
-    ("weights_of", "expected"),
+    ("weights_of", "base", "expected"),
     [
-        (torch.ones_like, "the outputs of the ranks are added without the weights of their LSEs"),
-        (
-            lambda lses: torch.full_like(lses, 0.5),
-            "the outputs of the ranks are averaged without the weights of their LSEs",
-        ),
-        (lambda lses: lses.softmax(0), None),
-        (lambda lses: lses.softmax(0).flip(0), None),
+        (torch.ones_like, math.e, "the outputs of the ranks are added without the weights of their LSEs"),
+        (lambda lses: (lses * math.log(2)).softmax(0), 2.0, "natural LSEs of the ranks are merged with powers of 2"),
+        (lambda lses: lses.softmax(0).flip(0), math.e, None),
+        (lambda lses: lses.softmax(0), math.e, None),
     ],
 )
-def test_a_fault_of_the_merge_is_named_and_no_other_output_is(make_case, weights_of, expected):
+def test_a_fault_of_the_merge_is_named_and_nothing_else(make_case, weights_of, base, expected):
     problem = build_problem(on_ranks(make_case, (1, 40), (1, 33), interleave=16, dtype="float32"), 0)
     truth = truth_of(problem, CPU)
-    output = merged_wrongly(problem, weights_of)
-    is_right = expected is None and torch.allclose(output, truth.out)
-    assert is_right == (expected is None and weights_of(torch.tensor([[0.0], [1.0]]))[0] < 0.5)
-    assert likely_fault(problem, truth, output) == expected
+    assert torch.allclose(merged(problem, lambda lses: lses.softmax(0)), truth.out)
+    assert likely_fault(problem, truth, merged(problem, weights_of, base)) == expected
 
 
 def test_a_process_that_is_no_rank_has_no_group():
