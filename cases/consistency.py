@@ -207,29 +207,17 @@ def _check_dcp(cache: CacheSpec, batch: BatchSpec, interleave: int) -> None:
 
 
 def _check_ranks(layer: LayerSpec, size: int) -> None:
-    """Raise SpecError for a layer whose heads vLLM would not distribute over ``size`` ranks."""
-    if layer.num_kv_heads != 1:
-        raise SpecError(
-            "all ranks hold the same KV head, and each holds some of its query heads",
-            field="layer.num_kv_heads",
-            value=layer.num_kv_heads,
-            allowed="give 1",
-        )
-    if layer.num_heads % size:
-        raise SpecError(
-            f"{size} ranks have equally many query heads",
-            field="layer.num_heads",
-            value=layer.num_heads,
-            allowed=f"give a multiple of {size}",
-        )
+    """Raise SpecError for a layer that vLLM would not distribute over ``size`` ranks, or that no case has so far."""
+    of_kv_heads = "all ranks hold the same KV head, and each has some of its query heads"
+    rules = [
+        ("num_kv_heads", layer.num_kv_heads != 1, of_kv_heads, "give 1"),
+        ("num_heads", layer.num_heads % size, f"{size} ranks have equally many query heads", f"a multiple of {size}"),
+    ]
     for name in ("sinks", "kv_sharing", "output_quant"):
-        if getattr(layer, name):
-            raise SpecError(
-                f"the path ranks is not made for layers with {name}",
-                field=f"layer.{name}",
-                value=getattr(layer, name),
-                allowed="leave it out, or give another path",
-            )
+        rules.append((name, bool(getattr(layer, name)), f"the path ranks has no layers with {name}", "leave it out"))
+    for name, is_wrong, reason, allowed in rules:
+        if is_wrong:
+            raise SpecError(reason, field=f"layer.{name}", value=getattr(layer, name), allowed=allowed)
 
 
 def _check_micro_batch(layer: LayerSpec, batch: BatchSpec, cuts: tuple[int, ...]) -> None:

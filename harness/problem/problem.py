@@ -301,14 +301,19 @@ def build_problem(case: Case, seed: int, rows_of: Problem | None = None) -> Prob
     )
 
 
+def ranks_of(case: Case) -> DCPOptions:
+    """Return the options of a case of the path ``ranks``. Raise TypeError for a path without ranks."""
+    if not isinstance(case.batch.path.options, DCPOptions):
+        raise TypeError(f"{case.key} has no ranks")
+    return case.batch.path.options
+
+
 def rank_problem(problem: Problem, rank: int) -> Problem:
     """Return the problem of one rank of the path ``ranks``: its query heads, all keys, and the slots of its keys.
 
     Raise SpecError if the pool cannot hold the batch.
     """
-    case, options = problem.case, problem.case.batch.path.options
-    if not isinstance(options, DCPOptions):
-        raise TypeError(f"{case.key} has no ranks")
+    case, options = problem.case, ranks_of(problem.case)
     heads = case.layer.num_heads // options.size
     case = replace(case, layer=replace(case.layer, num_heads=heads))
     lengths = [request.num_keys for request in problem.requests]

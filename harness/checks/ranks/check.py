@@ -11,7 +11,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -27,9 +27,8 @@ from attncheck.harness.checks.ranks.faults import likely_fault
 from attncheck.harness.checks.ranks.process import RankAnswer, RankQuestion
 from attncheck.harness.driver.foreign_code import StageError
 from attncheck.harness.driver.observation import Observation
-from attncheck.harness.problem.problem import Problem
+from attncheck.harness.problem.problem import Problem, ranks_of
 from attncheck.harness.truth.truth import Truth
-from attncheck.reference.spec import DCPOptions
 
 LIMIT_S = 120.0
 """Seconds in which all ranks must end, with the start of their processes."""
@@ -40,12 +39,8 @@ GRACE_S = 5.0
 _HOW = "the ranks are processes of this machine; their collectives are gloo's, through the memory of the host"
 
 
-@dataclass(frozen=True)
-class RankResults:
-    """The answers of all ranks, in their order, and the observation of all heads."""
-
-    answers: tuple[RankAnswer, ...]
-    seen: Observation
+Results = tuple[tuple[RankAnswer, ...], Observation]
+"""The answers of all ranks, in their order, and the observation of all heads."""
 
 
 class RankChecks:
@@ -56,7 +51,7 @@ class RankChecks:
     ) -> None:
         self._loaded, self._problem, self._truth, self._device = loaded, problem, truth, device
         self._reasons = reasons
-        self._ended: RankResults | NotExamined | StageError | FindingError | None = None
+        self._ended: Results | NotExamined | StageError | FindingError | None = None
 
     def find(self, check: str) -> Callable[[], Finding] | NotExamined:
         """Return the function that runs a check, or why it examines nothing."""
@@ -70,10 +65,10 @@ class RankChecks:
 
     def dump(self, folder: Path, backend: str) -> None:
         """Write the case to a file in ``folder``, with the outputs of the ranks."""
-        seen = self._ended.seen if isinstance(self._ended, RankResults) else None
+        seen = self._ended[1] if isinstance(self._ended, tuple) else None
         dump_case(folder, self._problem, self._truth, backend, seen)
 
-    def _judged(self, judge: Callable[[RankResults], Finding]) -> Finding:
+    def _judged(self, judge: Callable[[Results], Finding]) -> Finding:
         """Judge the results of the ranks, which run once. Raise StageError or FindingError if a rank has none."""
         if self._ended is None:
             try:
@@ -84,26 +79,19 @@ class RankChecks:
             raise self._ended
         return self._ended if isinstance(self._ended, NotExamined) else judge(self._ended)
 
-    def _run(self) -> RankResults | NotExamined:
-        options = self._problem.case.batch.path.options
-        if not isinstance(options, DCPOptions):
-            raise TypeError(f"{self._problem.case.key} has no ranks")
-        question = RankQuestion(
-            self._loaded.ref, self._problem.case, self._problem.seed, str(self._device), options.size, LIMIT_S
-        )
+    def _run(self) -> Results | NotExamined:
+        case, size = self._problem.case, ranks_of(self._problem.case).size
+        question = RankQuestion(self._loaded.ref, case, self._problem.seed, str(self._device), size, LIMIT_S)
         with tempfile.TemporaryDirectory(prefix="attncheck-ranks-") as name:
-            folder = Path(name)
-            answers = run_ranks(question, folder)
+            answers = run_ranks(question, Path(name))
             if reason := next((answer.not_examined for answer in answers if answer.not_examined), ""):
                 return NotExamined((reason,), "attncheck")
-            raised = [(answer.ended_at, rank) for rank, answer in enumerate(answers) if answer.raised is not None]
+            raised = [(answer.ended_at, rank, answer.raised) for rank, answer in enumerate(answers) if answer.raised]
             if raised:  # the first one is the cause: the others wait for it
-                rank = min(raised)[1]
-                first = answers[rank].raised
-                assert first is not None
+                _, rank, first = min(raised, key=lambda each: each[0])
                 raise StageError(replace(first, stage=f"{first.stage} of rank {rank}"))
-            parts = [torch.load(folder / f"rank-{rank}.pt", weights_only=True) for rank in range(options.size)]
-        return RankResults(answers, self._observation(answers, parts))
+            parts = [torch.load(Path(name) / f"rank-{rank}.pt", weights_only=True) for rank in range(size)]
+        return answers, self._observation(answers, parts)
 
     def _observation(self, answers: Sequence[RankAnswer], parts: Sequence[Mapping[str, Tensor]]) -> Observation:
         """Return the outputs of the ranks side by side, as if one call had computed all heads."""
@@ -119,19 +107,20 @@ class RankChecks:
             protocol=tuple(dict.fromkeys(each for answer in answers for each in answer.protocol)),
         )
 
-    def _numerics(self, results: RankResults) -> Finding:
-        finding = check_numerics(self._problem, self._truth, results.seen, explains=False)
+    def _numerics(self, results: Results) -> Finding:
+        answers, seen = results
+        finding = check_numerics(self._problem, self._truth, seen, explains=False)
         if isinstance(finding, Holds):
             return replace(finding, notes=(*finding.notes, _HOW))
-        meaning = likely_fault(self._problem, self._truth, results.seen.output)
-        heads = self._problem.layer.num_heads // len(results.answers)
+        meaning = likely_fault(self._problem, self._truth, seen.output)
+        heads = self._problem.layer.num_heads // len(answers)
         owner = f"rank r has the heads {heads}r to {heads}r + {heads - 1}"
         return replace(finding, meaning=meaning, details=(*finding.details, owner, _HOW))
 
-    def _cache_write(self, results: RankResults) -> Finding:
+    def _cache_write(self, results: Results) -> Finding:
         """Return the finding of the first rank whose cache is wrong or not examined, else that of the last."""
         finding: Finding = NotExamined(("no rank has answered",), "attncheck")
-        for rank, answer in enumerate(results.answers):
+        for rank, answer in enumerate(results[0]):
             finding = answer.cache or finding
             if isinstance(finding, Broken):
                 return replace(finding, summary=f"on rank {rank}: {finding.summary}")

@@ -8,10 +8,9 @@ import torch
 from torch import Tensor
 
 from attncheck.harness.checks.interface import is_answer
-from attncheck.harness.problem.problem import Problem
+from attncheck.harness.problem.problem import Problem, ranks_of
 from attncheck.harness.truth.truth import Truth, rows_of
 from attncheck.reference import layer_params, merge_attn_states
-from attncheck.reference.spec import DCPOptions
 
 
 def likely_fault(problem: Problem, truth: Truth, output: Tensor) -> str | None:
@@ -36,9 +35,7 @@ def _faulty_answers(problem: Problem, device: torch.device) -> Iterator[tuple[st
 
 def _states(problem: Problem, device: torch.device, *, spreads_new: bool) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield output and LSE over the keys of each rank, then over those on no rank: new ones, unless they are spread."""
-    options = problem.case.batch.path.options
-    if not isinstance(options, DCPOptions):
-        raise TypeError(f"{problem.case.key} has no ranks")
+    options = ranks_of(problem.case)
     rows, params = rows_of(problem, device), layer_params(problem.layer)
     spread = [r.num_keys if spreads_new else max(0, r.first_position) for r in problem.requests]
 
