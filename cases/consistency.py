@@ -213,8 +213,10 @@ def _check_ranks(layer: LayerSpec, size: int) -> None:
         ("num_kv_heads", layer.num_kv_heads != 1, of_kv_heads, "give 1"),
         ("num_heads", layer.num_heads % size, f"{size} ranks have equally many query heads", f"a multiple of {size}"),
     ]
-    for name in ("sinks", "kv_sharing", "output_quant"):
-        rules.append((name, bool(getattr(layer, name)), f"the path ranks has no layers with {name}", "leave it out"))
+    rules += [
+        (name, bool(getattr(layer, name)), f"the path ranks has no layers with {name}", "leave it out")
+        for name in ("sinks", "kv_sharing", "output_quant")
+    ]
     for name, is_wrong, reason, allowed in rules:
         if is_wrong:
             raise SpecError(reason, field=f"layer.{name}", value=getattr(layer, name), allowed=allowed)

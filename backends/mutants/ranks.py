@@ -23,7 +23,10 @@ from attncheck.reference import get_dcp_local_seq_lens
 
 
 class RanksImpl(PlainImpl):
-    """One layer on a rank: the context is spread over the ranks, and the new rows attend to themselves."""
+    """One layer on a rank: the context is spread over the ranks, and the new rows attend to themselves.
+
+    Outputs have the dtype of the query, also between the steps of the merge.
+    """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -60,7 +63,7 @@ class RanksImpl(PlainImpl):
         common, starts = metadata.common, metadata.query_start_loc
         gathered = get_dcp_group().all_gather(query.contiguous(), dim=1)
         lens = self.local_lens(common.seq_lens - common.query_start_loc.diff())
-        out = torch.zeros(*gathered.shape[:2], self.head_size_v, device=query.device)
+        out = query.new_zeros(*gathered.shape[:2], self.head_size_v)
         lse = torch.full(gathered.shape[:2], -torch.inf, device=query.device)
         for request, local_len in enumerate(lens.tolist()):
             rows = slice(starts[request], starts[request + 1])
@@ -81,7 +84,8 @@ class RanksImpl(PlainImpl):
         """Return the state of this rank's heads over the keys of all ranks."""
         total = self.total(get_dcp_group().all_gather(lse[None], dim=0))
         weight = self.weight(lse, total)
-        out = get_dcp_group().reduce_scatter(out * weight[..., None], dim=1)
+        weighted = (out * weight[..., None]).to(out.dtype)
+        out = get_dcp_group().reduce_scatter(weighted, dim=1)
         return out, total.chunk(self.dcp_world_size, dim=1)[self.dcp_rank]
 
     def total(self, lses: Tensor) -> Tensor:
@@ -95,7 +99,7 @@ class RanksImpl(PlainImpl):
     def of_new_rows(self, query: Tensor, key: Tensor, value: Tensor, metadata: PagedMetadata) -> State:
         """Return the state of this rank's heads over the new keys."""
         starts = metadata.query_start_loc
-        out = torch.zeros(*query.shape[:2], self.head_size_v, device=query.device)
+        out = query.new_zeros(*query.shape[:2], self.head_size_v)
         lse = torch.full(query.shape[:2], -torch.inf, device=query.device)
         for request in range(len(starts) - 1):
             rows = slice(starts[request], starts[request + 1])

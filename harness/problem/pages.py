@@ -317,13 +317,13 @@ def _lay_out_ranks(
 ) -> Callable[[], PageLayout]:
     """Lay out context parallelism: rank ``(p // interleave) % size`` holds position ``p``, in the ``rank``-th pool.
 
-    The ranks' pools are consecutive. A decode's own key is distributed like the others. If a request has more rows,
-    only its context is distributed. Its new keys are in an additional pool, for the rows that every rank attends to
-    itself.
+    The ranks' pools are consecutive. A decode's own key is distributed like the others. If a request has more rows, or
+    on the path ``ranks``, only its context is distributed. Its new keys are in an additional pool, for the rows that
+    every rank attends to itself.
     """
     size, ranks, run = case.cache.block_size, options.size, options.interleave
     specs = list(case.batch)
-    is_decode = all(spec.query_len == 1 for spec in specs)
+    is_decode = case.batch.path.name == "dcp" and all(spec.query_len == 1 for spec in specs)
     spread = [n if is_decode else max(0, spec.context_len) for spec, n in zip(specs, lengths, strict=True)]
     new = [n - s for n, s in zip(lengths, spread, strict=True)]
     shards = [-(-_longest_shard(n, ranks, run) // size) for n in spread]
