@@ -75,7 +75,7 @@ _ALL = (
     Claim(member="is_sparse", unexamined="no case has sparse attention"),
     Claim(member="supports_mm_prefix", feature="mm_prefix"),
     Claim(member="supports_rswa", feature="rswa"),
-    Claim(member="supports_dcp", unexamined="no case has ranks; the path dcp merges parts of one process"),
+    Claim(member="supports_dcp", feature="dcp"),
     Claim(member="supports_pcp", unexamined="no case has ranks that share the rows of a request"),
     Claim(
         member="supports_non_causal_dcp",

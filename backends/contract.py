@@ -17,6 +17,13 @@ While impl and builder are constructed, ``get_current_vllm_config()`` returns th
 config, ``compilation_config.static_forward_context`` maps the builder's layer names to the layers passed to
 ``forward``; each layer has its ``impl``.
 
+On the path ``ranks``, which needs the feature ``dcp``, the calls are made on each rank of decode context parallelism,
+in a process of its own. Then ``get_dcp_group()`` returns the group, and an impl has ``dcp_world_size`` and
+``dcp_rank``. Rank ``r`` has query heads ``r * num_heads`` to ``(r + 1) * num_heads - 1``, all new keys and values, and
+a cache with the keys that it holds. Key ``p`` is on rank ``p // cp_kv_cache_interleave_size % dcp_world_size``; the
+slot of a key of another rank is -1. ``seq_lens`` count the keys of all ranks, ``dcp_local_seq_lens`` those of the
+rank. ``forward`` returns the attention of the rank's heads to all keys, which takes the calls of the group.
+
 For a layer with a latent cache, the impl is an ``MLAAttentionImpl``. Its constructor takes more keywords, key and value
 are ``kv_c_normed`` and ``k_pe``, and the output is flat.
 
@@ -35,6 +42,7 @@ import torch
 import attncheck
 from attncheck.backends.caches.codecs import KVCacheCodec, default_codec
 from attncheck.backends.caches.packings import Packing, packed_shape
+from attncheck.backends.context_parallel import DCPGroup, get_dcp_group, get_dcp_world_size_and_rank
 from attncheck.backends.conventions import Conventions
 from attncheck.backends.declarations import MultipleOf, read_predicates, undeclared
 from attncheck.backends.impl import (
@@ -60,6 +68,7 @@ __all__ = [
     "AttentionType",
     "CommonAttentionMetadata",
     "Conventions",
+    "DCPGroup",
     "GroupShape",
     "KVCacheCodec",
     "KVCacheSpec",
@@ -68,6 +77,8 @@ __all__ = [
     "QuantKey",
     "ScaleDesc",
     "get_current_vllm_config",
+    "get_dcp_group",
+    "get_dcp_world_size_and_rank",
 ]
 
 

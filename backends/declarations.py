@@ -270,7 +270,7 @@ def _has_empty_part(request: RequestSpec, cache: CacheSpec, batch: BatchSpec, *,
 
 
 def _batch_needs(layer: LayerSpec, batch: BatchSpec) -> list[str]:
-    needs = {"tree": ["tree"], "fast_prefill": ["kv_sharing"]}.get(batch.path.name, [])
+    needs = {"tree": ["tree"], "fast_prefill": ["kv_sharing"], "ranks": ["dcp"]}.get(batch.path.name, [])
     if layer.attn_type == AttentionType.DECODER and any(request.context_len < 0 for request in batch.requests):
         needs.append("short_keys")
     if any(request.mm_req_doc_ranges for request in batch.requests):
@@ -309,8 +309,8 @@ def _describe(feature: str, layer: LayerSpec, cache: CacheSpec, batch: BatchSpec
             return "query_quant true"
         case "mla":
             return "the layer has a latent cache"
-        case "tree":
-            return "path tree"
+        case "tree" | "dcp":
+            return f"path {batch.path.name}"
         case "mm_prefix":
             return "mm_req_doc_ranges of image spans"
         case "rswa":

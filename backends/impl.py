@@ -8,11 +8,12 @@ from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import KW_ONLY, dataclass, fields
-from typing import Any, ClassVar, Generic, NamedTuple, Protocol, TypeVar
+from typing import Any, ClassVar, Generic, NamedTuple, Protocol, Self, TypeVar
 
 import torch
 from torch import Tensor
 
+from attncheck.backends.context_parallel import get_dcp_world_size_and_rank
 from attncheck.reference.spec import AttentionType
 
 M = TypeVar("M")
@@ -147,6 +148,17 @@ class AttentionImpl(ABC, Generic[M]):
 
     A finding about rows that were not written quotes it.
     """
+
+    dcp_world_size: int
+    """Ranks that share the keys of the layer; 1 except on the path ``ranks``. Set before ``__init__``, as in vLLM."""
+
+    dcp_rank: int
+
+    def __new__(cls, *_args: Any, **_keywords: Any) -> Self:
+        """Return an instance that has the number of ranks and its rank."""
+        self = super().__new__(cls)
+        self.dcp_world_size, self.dcp_rank = get_dcp_world_size_and_rank()
+        return self
 
     @abstractmethod
     def __init__(

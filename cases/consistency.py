@@ -21,16 +21,18 @@ from attncheck.reference.spec import (
     InputName,
     LayerSpec,
     MicroBatchOptions,
+    PaddingSpec,
     PathSpec,
+    PCPOptions,
     RequestSpec,
     SpecDecodeOptions,
     TreeOptions,
 )
 
-_CAUSAL_ONLY = ("local", "tree", "fast_prefill")
+_CAUSAL_ONLY = ("local", "tree", "fast_prefill", "pcp")
 """Paths whose rewriting of the batch, or whose mask, requires a causal layer."""
 
-_NOT_FOR_MLA = ("paged", "encoder_only", "cross", "local")
+_NOT_FOR_MLA = ("paged", "encoder_only", "cross", "local", "ranks")
 
 
 def implied_path(layer: LayerSpec) -> PathSpec:
@@ -62,7 +64,7 @@ def check_path(layer: LayerSpec, cache: CacheSpec, batch: BatchSpec) -> None:
             value=False,
             allowed="leave causal out, or give another path",
         )
-    if path.name in ("split_kv", "dcp"):
+    if path.name in ("split_kv", "dcp", "ranks"):
         _check_parts(layer, path.name)
     match path.options:
         case SpecDecodeOptions(num_speculative_tokens=drafts):
@@ -71,8 +73,17 @@ def check_path(layer: LayerSpec, cache: CacheSpec, batch: BatchSpec) -> None:
             _check_tree(batch, parents)
         case FastPrefillOptions(rows=rows):
             _check_fast_prefill(batch, rows)
-        case DCPOptions(interleave=interleave):
+        case DCPOptions(size=size, interleave=interleave):
             _check_dcp(cache, batch, interleave)
+            if path.name == "ranks":
+                _check_ranks(layer, size)
+        case PCPOptions() if batch.padding != PaddingSpec():
+            raise SpecError(
+                "the batch of a rank has the rows of its chunks alone",
+                field="path",
+                value=path.name,
+                allowed="leave padding out, or give another path",
+            )
         case MicroBatchOptions(cuts=cuts):
             _check_micro_batch(layer, batch, cuts)
         case _:
@@ -197,6 +208,22 @@ def _check_dcp(cache: CacheSpec, batch: BatchSpec, interleave: int) -> None:
             )
 
 
+def _check_ranks(layer: LayerSpec, size: int) -> None:
+    """Raise SpecError for a layer that vLLM would not distribute over ``size`` ranks, or that no case has so far."""
+    of_kv_heads = "all ranks hold the same KV head, and each has some of its query heads"
+    rules = [
+        ("num_kv_heads", layer.num_kv_heads != 1, of_kv_heads, "give 1"),
+        ("num_heads", layer.num_heads % size, f"{size} ranks have equally many query heads", f"a multiple of {size}"),
+    ]
+    rules += [
+        (name, bool(getattr(layer, name)), f"the path ranks has no layers with {name}", "leave it out")
+        for name in ("sinks", "kv_sharing", "output_quant")
+    ]
+    for name, is_wrong, reason, allowed in rules:
+        if is_wrong:
+            raise SpecError(reason, field=f"layer.{name}", value=getattr(layer, name), allowed=allowed)
+
+
 def _check_micro_batch(layer: LayerSpec, batch: BatchSpec, cuts: tuple[int, ...]) -> None:
     if not cuts:
         raise SpecError(
@@ -242,6 +269,8 @@ _ROWS_HAVE_KEYS = (
     "cascade",
     "split_kv",
     "dcp",
+    "ranks",
+    "pcp",
     "micro_batch",
 )
 """Paths on which every new token has its own key."""
@@ -395,7 +424,7 @@ def _check_geometry(layer: LayerSpec, cache: CacheSpec, path: str) -> None:
             value=cache.pool_order,
             allowed="give LB or BL, or the layout HND without mla",
         )
-    if cache.pages_per_block > 1 and path in ("cascade", "split_kv", "dcp"):
+    if cache.pages_per_block > 1 and path in ("cascade", "split_kv", "dcp", "ranks"):
         raise SpecError(
             f"the path {path} cuts the keys at pages, not at blocks of several pages",
             field="cache.manager_block_size",

@@ -212,6 +212,7 @@ FEATURES: tuple[str, ...] = (
     "merge_nan",
     "mm_prefix",
     "rswa",
+    "dcp",
 )
 """Everything a backend may declare in ``features``."""
 
@@ -579,11 +580,19 @@ class SplitKVOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class DCPOptions:
-    """``dcp``: decode context parallelism, the keys spread over ranks."""
+    """``dcp`` and ``ranks``: decode context parallelism, the keys spread over ranks."""
 
     __pydantic_config__: ClassVar = STRICT
     size: int = option(2, "ranks", gt=0)
     interleave: int = option(1, "consecutive positions a rank holds", gt=0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PCPOptions:
+    """``pcp``: prefill context parallelism, the rows of prompts spread over ranks in chunks."""
+
+    __pydantic_config__: ClassVar = STRICT
+    size: int = option(2, "ranks", gt=1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -611,6 +620,7 @@ PathOptions = (
     | TreeOptions
     | SplitKVOptions
     | DCPOptions
+    | PCPOptions
     | MicroBatchOptions
     | CausalConv1dOptions
 )
@@ -627,6 +637,8 @@ PATH_OPTIONS: Mapping[str, type[PathOptions] | None] = {
     "cascade": None,
     "split_kv": SplitKVOptions,
     "dcp": DCPOptions,
+    "ranks": DCPOptions,
+    "pcp": PCPOptions,
     "micro_batch": MicroBatchOptions,
     "merge": None,
     "causal_conv1d": CausalConv1dOptions,

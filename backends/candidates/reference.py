@@ -5,17 +5,26 @@ no other use. The formulas belong in :mod:`attncheck.reference`, not here.
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any, get_args
 
 from torch import Tensor
 
-from attncheck.backends.contract import AttentionLayer, AttentionType, Conventions
+from attncheck.backends.contract import (
+    AttentionLayer,
+    AttentionType,
+    CommonAttentionMetadata,
+    Conventions,
+    get_current_vllm_config,
+    get_dcp_group,
+)
 from attncheck.backends.paged import PagedBackend, PagedImpl
 from attncheck.backends.paged_metadata import PagedBuilder, PagedMetadata
 from attncheck.reference.attention.cache import copy_blocks, reshape_and_cache, swap_blocks
 from attncheck.reference.attention.online_softmax import merge_attn_states
-from attncheck.reference.attention.paged import paged_attention
+from attncheck.reference.attention.paged import dcp_rank_attention, paged_attention
+from attncheck.reference.attention.params import AttentionParams
 from attncheck.reference.attention.short_convolution import causal_conv1d
 from attncheck.reference.attention.varlen import varlen_attention
 from attncheck.reference.spec import KVCacheDType
@@ -53,6 +62,7 @@ class ReferenceBackend(PagedBackend):
             "merge_nan",
             "mm_prefix",
             "rswa",
+            "dcp",
         }
     )
     conventions = Conventions(padded_rows="untouched", cache_strides="any")
@@ -85,6 +95,11 @@ class ReferenceImpl(PagedImpl):
 
     backend = ReferenceBackend
 
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        if self.dcp_world_size > 1:
+            self._interleave = get_current_vllm_config().parallel_config.cp_kv_cache_interleave_size
+
     def write(
         self,
         layer: AttentionLayer,
@@ -111,7 +126,9 @@ class ReferenceImpl(PagedImpl):
         common, rows = metadata.common, metadata.num_rows
         params = self.params(metadata)
         starts = common.query_start_loc
-        if caches is not None:
+        if caches is not None and self.dcp_world_size > 1:
+            out, lse = self._attend_on_ranks(layer, query[:rows], caches, common, params)
+        elif caches is not None:
             attend = partial(
                 paged_attention,
                 query[:rows],
@@ -133,6 +150,34 @@ class ReferenceImpl(PagedImpl):
         output[:rows] = out.to(output.dtype)
         if output_lse is not None:
             output_lse[:rows] = lse.to(output_lse.dtype)
+
+    def _attend_on_ranks(
+        self,
+        layer: AttentionLayer,
+        query: Tensor,
+        caches: tuple[Tensor, Tensor],
+        common: CommonAttentionMetadata,
+        params: AttentionParams,
+    ) -> tuple[Tensor, Tensor]:
+        """Attend to the keys of this rank with the heads of all ranks, and merge: output and LSE of its own heads."""
+        group, rank, size = get_dcp_group(), self.dcp_rank, self.dcp_world_size
+        out, lse = dcp_rank_attention(
+            group.all_gather(query, dim=1),
+            *caches,
+            common.block_table_tensor,
+            common.seq_lens,
+            common.query_start_loc,
+            replace(params, num_heads=size * params.num_heads),
+            dcp_size=size,
+            dcp_rank=rank,
+            cp_kv_cache_interleave_size=self._interleave,
+            k_scale=layer._k_scale,
+            v_scale=layer._v_scale,
+        )
+        total = group.all_gather(lse[None], dim=0).logsumexp(0)
+        weight = (lse - total).exp().nan_to_num()  # NaN for a row that sees no key on any rank
+        out = group.reduce_scatter(out * weight[..., None], dim=1)
+        return out, total.chunk(size, dim=1)[rank]
 
     def _tree_of_step(self, metadata: PagedMetadata) -> Tensor | None:
         """Return the step's tree; raise if the step also has other lengths, since one tree applies to a whole call."""

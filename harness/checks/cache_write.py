@@ -437,7 +437,7 @@ def judge_pool(problem: Problem, pool: KVPool, seen: Observation, rows: Rows, ho
     """
     if seen.pool_before is None or seen.pool_after is None:
         return NotExamined(("the cache was not observed",), "attncheck")
-    new = problem.new_keys[problem.new_keys >= 0]
+    new = problem.written_keys
     slots = problem.key_slots[new]
     figures: dict[str, int | float] = {"slots_written": len(slots), "pool_bytes": seen.pool_before.numel()}
     changed = (f"inputs were changed: {', '.join(seen.changed)}",) if seen.changed else ()
@@ -571,7 +571,7 @@ def _stray_rows(wrong: Tensor, mapped: Tensor) -> str | None:
 def _fault_of_writer(problem: Problem, pool: KVPool, rows: Rows, images: tuple[Tensor, Tensor, Tensor]) -> str | None:
     """Return a writer's fault that explains nearly all bytes, if any; ``images``: pool before, expected, and after."""
     before, expected, got = images
-    new = problem.key_slots[problem.new_keys[problem.new_keys >= 0]]
+    new = problem.key_slots[problem.written_keys]
     if not len(new) or got.numel() > _MOST_BYTES:
         return None
     keys, values = pool.read_image(before, new.to(got.device))

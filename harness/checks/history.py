@@ -41,7 +41,7 @@ from attncheck.reference.spec import (
 # Each is derived from the case's requests, for the same layer and cache. Their outputs are not judged.
 
 _FIXED_ROWS = ("spec_decode", "tree", "fast_prefill")
-_CUT_BATCHES = ("cascade", "split_kv", "dcp", "micro_batch")
+_CUT_BATCHES = ("cascade", "split_kv", "dcp", "pcp", "micro_batch")
 
 _MANY_KEYS = 600
 """Keys of one request with few rows. Kernels split the keys of such a step among their thread blocks."""

@@ -126,7 +126,7 @@ _COLUMNS, _PADDING = 5, PaddingSpec(requests=2, tokens=3)
 UNCUT = ("paged", "encoder_only", "cross", "mla", "local", "spec_decode", "tree", "fast_prefill")
 """Paths whose requests are independent, so that any subset of them makes a batch."""
 
-_UNPADDED = ("encoder_only", "cross", "micro_batch")
+_UNPADDED = ("encoder_only", "cross", "micro_batch", "pcp")
 
 
 def same_requests(rows: RightRows, session: Session) -> Iterator[Variation]:

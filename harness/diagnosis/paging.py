@@ -57,7 +57,7 @@ def paging_explanations(problem: Problem, truth: Truth) -> Iterator[Hypothesis]:
         if found is not None:
             for part, made in of_parts(rows, *(each.to(rows.keys) for each in found)):
                 yield altered(f"{meaning}, for {part} alone" if part else meaning, made, params)
-    new = problem.new_keys[problem.new_keys >= 0]
+    new = problem.written_keys
     if len(new):
         for part, made in of_parts(rows, *_with_stale(problem, rows, new)):
             meaning = "the cache is read before this step's keys and values are written"
@@ -358,7 +358,7 @@ def faulty_writes(problem: Problem, rows: tuple[Tensor, Tensor], held: tuple[Ten
 
     ``held``: the keys and values in their slots before the step.
     """
-    new = problem.new_keys[problem.new_keys >= 0]
+    new = problem.written_keys
     slots = problem.key_slots[new]
     key, value = (part.index_select(0, new.to(part.device)) for part in rows)
     both, one_size = (key, value), key.shape == value.shape

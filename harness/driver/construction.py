@@ -19,6 +19,7 @@ from attncheck.harness.problem.storage import UpProjections, output_codes
 from attncheck.reference import create_fast_prefill_custom_backend
 from attncheck.reference.spec import (
     CacheSpec,
+    DCPOptions,
     FastPrefillOptions,
     LayerSpec,
     MLASpec,
@@ -66,6 +67,9 @@ def vllm_config(
     ``capture_sizes``: token counts of the graphs that will be captured, ascending. ``layers``: the layers constructed
     so far, by name.
     """
+    ranks = DCPOptions(size=1)
+    if path.name == "ranks" and isinstance(path.options, DCPOptions):
+        ranks = path.options
     model = ConfigNode(
         "vllm_config.model_config",
         dtype=dtype,
@@ -91,9 +95,10 @@ def vllm_config(
         ),
         parallel_config=ConfigNode(
             "vllm_config.parallel_config",
-            tensor_parallel_size=1,
+            tensor_parallel_size=ranks.size,
             pipeline_parallel_size=1,
-            decode_context_parallel_size=1,
+            decode_context_parallel_size=ranks.size,
+            cp_kv_cache_interleave_size=ranks.interleave,
         ),
         compilation_config=ConfigNode(
             "vllm_config.compilation_config",

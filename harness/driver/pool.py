@@ -363,7 +363,7 @@ class KVPool:
         """Write plausible stale rows to foreign slots and to the step's new slots, then write the context."""
         problem = self.problem
         stale_keys, stale_values = stale_rows(problem)
-        stale = (*self.regions.values(), problem.key_slots[problem.new_keys[problem.new_keys >= 0]])
+        stale = (*self.regions.values(), problem.key_slots[problem.written_keys])
         index = torch.cat([torch.arange(len(slots)) for slots in stale]) % STALE_ROWS
         # index_select takes a tenth of the time of indexing with brackets.
         stale_key, stale_value = stale_keys.index_select(0, index), stale_values.index_select(0, index)

@@ -34,7 +34,7 @@ from attncheck.harness.driver.step import (
 from attncheck.harness.problem.problem import Problem
 from attncheck.harness.problem.sizes import judging_device
 from attncheck.harness.problem.storage import output_codes
-from attncheck.reference.spec import StridesSpec
+from attncheck.reference.spec import PCPOptions, StridesSpec
 
 
 @dataclass(frozen=True)
@@ -161,10 +161,19 @@ class BackendLayer:
             scale = torch.tensor([codes.scale], dtype=torch.float32, device=device)
         return OutputBuffers(out, lse, scale)
 
-    def store_new_rows(self, pool: KVPool, step: Step) -> None:
-        """Write the new rows of ``step`` to the cache, if the layer stores keys and its impl has no writer."""
-        if self.writes and not self.impl.brings_writer and step.key is not None and step.value is not None:
+    def store_new_rows(self, pool: KVPool, step: Step, calls: Sequence[ForwardCall]) -> None:
+        """Write the new rows of ``step`` that none of ``calls`` writes before another one reads them.
+
+        These are all rows if the impl has no writer, and none if the layer stores no keys. On the path ``pcp``, they
+        are the rows of all ranks but the first: a rank reads the keys of all, as each rank gathers those of others.
+        """
+        is_spread = isinstance(step.problem.case.batch.path.options, PCPOptions)
+        if not self.writes or step.key is None or step.value is None:
+            return
+        if is_spread or not self.impl.brings_writer:
             slots = step.slot_mapping.clone()
+            if is_spread and self.impl.brings_writer:
+                slots[calls[0].rows] = -1
             pool.write((slots, step.key[: len(slots)].clone(), step.value[: len(slots)].clone()))
 
     def bind(
@@ -414,7 +423,7 @@ class Session:
         else:
             prepared = self.prepared(fill)
             step, lent = prepared.step, lent or self._lend(prepared.calls)
-        kv_cache = self._filled_cache(step, fill)
+        kv_cache = self._filled_cache(step, lent.calls, fill)
         before = self._image() if images else None
         return BegunStep(step, lent, kv_cache, before, images)
 
@@ -522,13 +531,13 @@ class Session:
         )
         return step, forward_calls_of(step, self.backend.features, self.threshold)
 
-    def _filled_cache(self, step: Step, fill: Fill) -> Tensor | None:
+    def _filled_cache(self, step: Step, calls: Sequence[ForwardCall], fill: Fill) -> Tensor | None:
         """Return the cache for ``fill``, with the step's new rows if the backend has no writer; None without a pool."""
         if self.pool is None:
             return None
         if self._is_refilled:
             self.pool.filled(fill.poison, fill.regions)
-        self.layer.store_new_rows(self.pool, step)
+        self.layer.store_new_rows(self.pool, step, calls)
         return self.pool.kv_cache
 
     def _build(self, call: ForwardCall) -> Any:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from attncheck.backends.declarations import is_chunked, is_merged
+from attncheck.harness.driver.chunks import chunks_of_rank
 from attncheck.harness.driver.foreign_code import has_its_memory, is_like
 from attncheck.harness.driver.pool import same_bytes
 from attncheck.harness.problem.pages import key_places
@@ -24,6 +25,7 @@ from attncheck.reference import (
 from attncheck.reference.spec import (
     FastPrefillOptions,
     MicroBatchOptions,
+    PCPOptions,
     SpecDecodeOptions,
     StrideForm,
     StridesSpec,
@@ -188,6 +190,10 @@ class Step:
             mm_req_doc_ranges=self._doc_ranges(),
             rswa_prefix_lens=self._prefix_lens(),
         )
+        if (held := self.problem.dcp_local_seq_lens) is not None:
+            local = torch.tensor([held[i] for i in self.order], dtype=torch.int32)
+            local = _padded(local, len(seq_lens) - len(local), 0)
+            metadata.dcp_local_seq_lens = local.to(self.query.device, non_blocking=True, copy=True)
         if isinstance(self.problem.case.batch.path.options, FastPrefillOptions):
             metadata.logits_indices_padded = self._logits_indices()
             metadata.num_logits_indices = self.num_rows
@@ -426,6 +432,7 @@ def _slice_of_wider(table: Tensor, gap: int) -> Tensor:
 # `cascade`             one with `common_prefix_len` if the backend declares `cascade`, else two to merge
 # `split_kv`, `dcp`   one for each part of the keys, merged by their LSE
 # `micro_batch`         one for each micro-batch; their rows are placed one after another
+# `pcp`                 one for each rank, whose rows are chunks of requests
 # ======================  =====================================================================================
 
 
@@ -474,6 +481,8 @@ def forward_calls_of(step: Step, features: frozenset[str], threshold: int | None
     case = step.problem.case
     if isinstance(case.batch.path.options, MicroBatchOptions):
         return micro_batches_of(step, case.batch.path.options.cuts, threshold)
+    if isinstance(case.batch.path.options, PCPOptions):
+        return prefill_ranks_of(step, case.batch.path.options.size, threshold)
     if is_merged(case.batch, features):
         parts = range(len(step.problem.parts))
         made = (step.loosened(step.common_metadata(part), is_divided=True) for part in parts)
@@ -548,6 +557,57 @@ def micro_batches_of(step: Step, cuts: tuple[int, ...], threshold: int | None = 
             )
         )
     return tuple(_ordered(call, threshold) for call in calls)
+
+
+def prefill_ranks_of(step: Step, size: int, threshold: int | None = None) -> tuple[ForwardCall, ...]:
+    """Return one call for each rank of prefill context parallelism; a rank without rows makes none.
+
+    Each chunk is a request whose keys end with its last row. Chunks of one request share its pages. A rank writes the
+    keys of its own rows: those of other ranks must be in the cache. ``threshold``: as in :func:`forward_calls_of`.
+    """
+    common = step.common_metadata()
+    starts, computed = common.query_start_loc_cpu.tolist(), common.num_computed_tokens_cpu.tolist()
+    query_lens = [end - start for start, end in itertools.pairwise(starts)]
+    is_prefilling = [rows > 1 or not context for rows, context in zip(query_lens, computed, strict=True)]
+    calls = []
+    for rank in range(size):
+        chunks = chunks_of_rank(query_lens, is_prefilling, size, rank)
+        if not chunks:
+            continue
+        firsts = [starts[c.request] + c.offset for c in chunks]
+        rows = torch.cat([torch.arange(first, first + c.length) for first, c in zip(firsts, chunks, strict=True)])
+        ends = [0, *itertools.accumulate(c.length for c in chunks)]
+        before = [computed[c.request] + c.offset for c in chunks]
+        lens = [context + c.length for context, c in zip(before, chunks, strict=True)]
+        host = {name: torch.tensor(each, dtype=torch.int32) for name, each in (("starts", ends), ("lens", lens))}
+        metadata = replace(
+            common,
+            query_start_loc=host["starts"].to(step.query.device, copy=True),
+            query_start_loc_cpu=host["starts"],
+            seq_lens=host["lens"].to(step.query.device, copy=True),
+            seq_lens_cpu=host["lens"],
+            num_computed_tokens_cpu=torch.tensor(before, dtype=torch.int32),
+            num_reqs=len(chunks),
+            num_actual_tokens=len(rows),
+            max_query_len=max(c.length for c in chunks),
+            max_seq_len=max(lens),
+            block_table_tensor=_taken(common.block_table_tensor, [c.request for c in chunks]),
+            slot_mapping=_taken(common.slot_mapping, rows),
+        )
+        nth, position = _places(metadata)
+        call = ForwardCall(
+            common=step.loosened(metadata, is_divided=True),
+            query=_taken(step.query, rows),
+            key=None if step.key is None else _taken(step.key, rows),
+            value=None if step.value is None else _taken(step.value, rows),
+            rows=rows,
+            nth=nth,
+            position=position,
+            num_key_rows=0 if step.key is None else len(rows),
+            output_form=step.output_form,
+        )
+        calls.append(_ordered(call, threshold))
+    return tuple(calls)
 
 
 def _places(common: CommonAttentionMetadata) -> tuple[Tensor, Tensor]:

@@ -33,6 +33,7 @@ from attncheck.reference.spec import (
     OutputQuantSpec,
     PaddingSpec,
     PathSpec,
+    PCPOptions,
     RequestSpec,
     SpecDecodeOptions,
     SplitKVOptions,
@@ -129,6 +130,8 @@ VALUES: Axes = MappingProxyType(
             _path("split_kv", SplitKVOptions(parts=3)),
             _path("dcp", DCPOptions()),
             _path("dcp", DCPOptions(size=3, interleave=4)),
+            _path("pcp", PCPOptions()),
+            _path("pcp", PCPOptions(size=3)),
             _path("micro_batch", MicroBatchOptions(cuts=(1,))),
             _path("fast_prefill", FastPrefillOptions()),
             _path("fast_prefill", FastPrefillOptions(rows=3)),
@@ -388,7 +391,7 @@ def _weights(tree: ast.AST) -> Counter[int]:
 SUITE = "fuzz"
 """The suite name of drawn cases."""
 
-_PATHS_WITH_ROWS = ("split_kv", "dcp", "cascade", "spec_decode", "tree", "fast_prefill", "local", "micro_batch")
+_PATHS_WITH_ROWS = ("split_kv", "dcp", "cascade", "spec_decode", "tree", "fast_prefill", "local", "pcp", "micro_batch")
 """Paths in which every row needs a key of its own."""
 
 

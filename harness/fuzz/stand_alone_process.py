@@ -322,6 +322,8 @@ def written(request: StandAloneRequest) -> StandAloneAnswer:
         return StandAloneAnswer(False, loaded.reason)
     if request.case.batch.path.name in FUNCTION_PATHS:
         return StandAloneAnswer(False, f"the path {request.case.batch.path.name} calls a function of the backend")
+    if request.case.batch.path.name == "ranks":
+        return StandAloneAnswer(False, "the path ranks has a process for each rank")
     if request.check == CUDAGRAPH:
         return StandAloneAnswer(False, "a captured graph takes several steps")
     device, path = torch.device(request.device), Path(request.path)

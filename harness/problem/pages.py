@@ -330,13 +330,13 @@ def _lay_out_ranks(
 ) -> Callable[[], PageLayout]:
     """Lay out context parallelism: rank ``(p // interleave) % size`` holds position ``p``, in the ``rank``-th pool.
 
-    The ranks' pools are consecutive. A decode's own key is distributed like the others. If a request has more rows,
-    only its context is distributed. Its new keys are in an additional pool, for the rows that every rank attends to
-    itself.
+    The ranks' pools are consecutive. A decode's own key is distributed like the others. If a request has more rows, or
+    on the path ``ranks``, only its context is distributed. Its new keys are in an additional pool, for the rows that
+    every rank attends to itself.
     """
     size, ranks, run = case.cache.block_size, options.size, options.interleave
     specs = list(case.batch)
-    is_decode = all(spec.query_len == 1 for spec in specs)
+    is_decode = case.batch.path.name == "dcp" and all(spec.query_len == 1 for spec in specs)
     spread = [n if is_decode else max(0, spec.context_len) for spec, n in zip(specs, lengths, strict=True)]
     new = [n - s for n, s in zip(lengths, spread, strict=True)]
     shards = [-(-_longest_shard(n, ranks, run) // size) for n in spread]
@@ -364,6 +364,24 @@ def _lay_out_ranks(
         return PageLayout(tuple(pages), parts[0].table, torch.cat(slots), len(parts) * area, tuple(parts), part_of_key)
 
     return finish
+
+
+def lay_out_rank(
+    case: Case, options: DCPOptions, rank: int, lengths: Sequence[int], stream: RandomStream
+) -> PageLayout:
+    """Return the layout on one rank, on which the keys of other ranks have slot -1.
+
+    Every rank has the same block table: a page of the table has ``block_size`` keys on each rank.
+    """
+    size, ranks, run = case.cache.block_size, options.size, options.interleave
+    counts = [-(-_longest_shard(n, ranks, run) // size) for n in lengths]
+    drawn = _draw_pages(case, counts, [0] * len(counts), stream)
+    table = _block_table(drawn, stream, case.batch.block_table.extra_columns)
+    slots = []
+    for own, n in zip(drawn.pages, lengths, strict=True):
+        holder, local = _local(torch.arange(n), ranks, run)
+        slots.append(torch.where(holder == rank, _slots(own, local, size), -1))
+    return PageLayout(drawn.pages, table, torch.cat(slots), drawn.num_blocks)
 
 
 def _local(positions: Tensor, ranks: int, run: int) -> tuple[Tensor, Tensor]:

@@ -19,6 +19,7 @@ from attncheck.harness.problem.pages import (
     Request,
     key_places,
     lay_out,
+    lay_out_rank,
     no_pool,
     visible_span,
 )
@@ -36,6 +37,7 @@ from attncheck.reference import PrefixMask, layer_params
 from attncheck.reference.spec import (
     AttentionType,
     CacheSpec,
+    DCPOptions,
     FastPrefillOptions,
     LayerSpec,
     PaddingSpec,
@@ -144,6 +146,8 @@ class Problem:
     layout: PageLayout
     up_projections: UpProjections | None = None
     """The weights that turn latent rows into keys and values; None for every other layer."""
+    dcp_local_seq_lens: tuple[int, ...] | None = None
+    """How many keys of each request this rank holds; None unless the problem is that of one rank."""
 
     @property
     def block_table(self) -> Tensor:
@@ -152,7 +156,7 @@ class Problem:
 
     @property
     def key_slots(self) -> Tensor:
-        """int64 ``[N]``: the slot of each key in the pool, -1 without a pool."""
+        """int64 ``[N]``: the slot of each key in the pool, -1 without a pool, or if another rank holds the key."""
         return self.layout.key_slots
 
     @property
@@ -244,7 +248,14 @@ class Problem:
     @cached_property
     def owned_slots(self) -> Tensor:
         """Sorted int64: every slot that holds a request's key."""
-        return self.key_slots.unique() if self.has_pool else self.key_slots.new_empty(0)
+        owned: Tensor = self.key_slots[self.key_slots >= 0].unique()
+        return owned
+
+    @cached_property
+    def written_keys(self) -> Tensor:
+        """int64: those of ``new_keys`` that have a slot in the pool."""
+        new = self.new_keys[self.new_keys >= 0]
+        return new[self.key_slots[new] >= 0]
 
     def passed_query(self, query: Tensor) -> Tensor:
         """Return query rows ``[n, H, D]`` in the layer's dtype as a backend gets them: as codes for ``query_quant``."""
@@ -305,6 +316,35 @@ def build_problem(case: Case, seed: int, rows_of: Problem | None = None) -> Prob
         values=rows.values,
         layout=layout,
         up_projections=rows.up_projections,
+    )
+
+
+def ranks_of(case: Case) -> DCPOptions:
+    """Return the options of a case of the path ``ranks``. Raise TypeError for a path without ranks."""
+    if not isinstance(case.batch.path.options, DCPOptions):
+        raise TypeError(f"{case.key} has no ranks")
+    return case.batch.path.options
+
+
+def rank_problem(problem: Problem, rank: int) -> Problem:
+    """Return the problem of one rank of the path ``ranks``: its query heads, all keys, and the slots of its keys.
+
+    Raise SpecError if the pool cannot hold the batch.
+    """
+    case, options = problem.case, ranks_of(problem.case)
+    heads = case.layer.num_heads // options.size
+    case = replace(case, layer=replace(case.layer, num_heads=heads))
+    lengths = [request.num_keys for request in problem.requests]
+    stream = RandomStream(problem.seed, case.hash, "ranks")  # the same on every rank
+    layout = lay_out_rank(case, options, rank, lengths, stream)
+    held = [int((slots >= 0).sum()) for slots in layout.key_slots.split(lengths)]
+    return replace(
+        problem,
+        case=case,
+        query=problem.query[:, rank * heads : (rank + 1) * heads],
+        requests=tuple(replace(r, pages=own) for r, own in zip(problem.requests, layout.pages, strict=True)),
+        layout=layout,
+        dcp_local_seq_lens=tuple(held),
     )
 
 

@@ -316,6 +316,10 @@ class Examiner:
             from attncheck.harness.checks.functions import FunctionChecks
 
             return FunctionChecks(backend.backend, case, self.plan.seed, self.device, reasons)
+        if case.batch.path.name == "ranks":
+            from attncheck.harness.checks.ranks.check import RankChecks
+
+            return RankChecks(backend, *self._problem_and_truth(case), self.device, reasons)
         return AttentionChecks(CheckedCase(backend, *self._problem_and_truth(case), self.device, reasons, self._shared))
 
     def _problem_and_truth(self, case: Case) -> tuple[Problem, Truth]:

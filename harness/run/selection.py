@@ -225,7 +225,7 @@ DEFAULT_ROUNDS = 10
 _MERGED_PATHS = frozenset({"cascade", "split_kv", "dcp"})
 """Paths in which each call may read only a part of the keys."""
 
-_LATENT_PATHS = frozenset({"mla", "spec_decode", "cascade", "split_kv", "dcp", "micro_batch"})
+_LATENT_PATHS = frozenset({"mla", "spec_decode", "cascade", "split_kv", "dcp", "pcp", "micro_batch"})
 """Paths supported for layers with a latent cache."""
 
 

@@ -3,7 +3,7 @@
 import json
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from hashlib import sha256
@@ -17,7 +17,7 @@ from torch import Tensor
 from attncheck.cases.model import Case
 from attncheck.errors import BlindCaseError
 from attncheck.harness.device import accelerator_of
-from attncheck.harness.problem.problem import Problem
+from attncheck.harness.problem.problem import Problem, ranks_of
 from attncheck.harness.problem.sizes import judging_device, naive_layer, operations
 from attncheck.harness.problem.storage import (
     OutputCodes,
@@ -121,6 +121,9 @@ def _num_cores() -> int:
 # are driven through. A backend may hold keys in other forms: as codes, as latent rows, or in parts whose results are
 # merged. The functions below :func:`truth_of` return the exact meaning of such a form, and what a good kernel of the
 # layer's dtype loses on it.
+
+RANK_ROUNDINGS = 4
+"""Roundings of the output that are always allowed on ranks: two as for any layer, one of products, one of their sum."""
 
 NOTICEABLE = 10.0
 """Budgets by which a change must move the truth to count as noticed."""
@@ -277,6 +280,8 @@ def other_forms(problem: Problem, rows: UnpagedAttention) -> tuple[tuple[Unpaged
 
 def roundings_of(problem: Problem) -> int:
     """Return how many roundings of the output are always allowed."""
+    if problem.case.batch.path.name == "ranks":
+        return RANK_ROUNDINGS
     return ROUNDINGS if problem.up_projections is None else LATENT_ROUNDINGS
 
 
@@ -287,10 +292,15 @@ def honest_answers(problem: Problem, rows: UnpagedAttention, params: AttentionPa
     def attend(reading: UnpagedAttention, how: AttentionParams, rounding: Precision = precision) -> Answer:
         if problem.layout.part_of_key is None:
             return reading.attend(how, rounding)
-        return _merged(problem, reading, how, rounding)
+        return _merged(problem, problem.layout.part_of_key, reading, how, rounding)
 
     if problem.layer.query_quant:  # tensor cores multiply codes of values by codes of weights
         yield attend(rows, params, replace(precision, prob=torch.float8_e4m3fn))
+    if problem.case.batch.path.name == "ranks":  # the new keys may be spread, too
+        spread = [each for r in problem.requests for each in range(r.num_keys)]
+        holders = torch.tensor(spread) // ranks_of(problem.case).interleave % ranks_of(problem.case).size
+        for read in _readings(problem, rows):
+            yield _merged(problem, holders, read, params, precision)
     if problem.up_projections is None:
         for read in _readings(problem, rows):
             yield attend(read, params)
@@ -312,11 +322,13 @@ def _readings(problem: Problem, rows: UnpagedAttention) -> Iterator[UnpagedAtten
         yield replace(rows, query=query, keys=keys, values=values)
 
 
-def _merged(problem: Problem, rows: UnpagedAttention, params: AttentionParams, precision: Precision) -> Answer:
-    """Attend to each part separately, round its output to the dtype, and merge the results without further loss."""
-    part_of_key = problem.layout.part_of_key
-    if part_of_key is None:
-        raise ValueError("the problem is not split into parts")
+def _merged(
+    problem: Problem, part_of_key: Tensor, rows: UnpagedAttention, params: AttentionParams, precision: Precision
+) -> Answer:
+    """Attend to each part separately, round its output to the dtype, and merge the results.
+
+    The merge loses nothing more, except on the path ``ranks``.
+    """
     by_request = part_of_key.to(rows.keys.device).split(rows.num_keys.tolist())
     bare = replace(params, sinks=None)  # only the first part counts the sinks
 
@@ -324,7 +336,19 @@ def _merged(problem: Problem, rows: UnpagedAttention, params: AttentionParams, p
         return rows.attend(params if part == 0 else bare, precision, lambda r, _q, k: by_request[r][k] != part)
 
     states = [state(part) for part in range(len(problem.parts))]
+    if problem.case.batch.path.name == "ranks":
+        size = ranks_of(problem.case).size
+        states = [_summed_over_ranks(states[:size], problem.dtype), *states[size:]]
     return merge_many([out for out, _ in states], [lse for _, lse in states])
+
+
+def _summed_over_ranks(states: Sequence[Answer], dtype: torch.dtype) -> Answer:
+    """Return the sum of the ranks' weighted outputs; as in vLLM, each product and the sum are rounded to ``dtype``."""
+    lses = torch.stack([lse for _, lse in states])
+    weights = (lses - lses.logsumexp(0)).exp().nan_to_num()
+    products = [(out * weight[..., None]).to(dtype) for (out, _), weight in zip(states, weights, strict=True)]
+    out: Tensor = torch.stack(products).sum(0)
+    return out.double(), lses.logsumexp(0)
 
 
 # A cache of truths on disk, shared by the processes of a machine.

@@ -67,6 +67,7 @@ NEEDED_BY_NO_CASE = {
     "alibi_sqrt": "no layer has it",
     "tree_depth": "a convention of trees",
     "merge_nan": "a property of a function",
+    "dcp": "of a path that needs options",
 }
 
 

@@ -54,6 +54,7 @@ def declarations_of(their_backend: type[Any]) -> VLLMDeclarations:
     """Return the declarations of vLLM's class."""
     kv_cache_dtypes = tuple(name for name in get_args(KVCacheDType) if _takes_cache(their_backend, name))
     features = {name for name, predicate in PREDICATES.items() if _declares(their_backend, predicate)}
+    features.discard("dcp")  # the bridge gives vLLM's classes no group of ranks
     if any(name in FP8_CACHES for name in kv_cache_dtypes):
         features.add("fp8_kv")
     if is_mla(their_backend):

@@ -341,7 +341,7 @@ class TimedStep:
         if pool is not None:
             old = problem.old_keys
             pool.write((problem.key_slots[old], problem.keys[old], problem.values[old]))
-            self._session.layer.store_new_rows(pool, step)
+            self._session.layer.store_new_rows(pool, step, ())
         return contents, step, fresh, self.memory.inputs.load_metadata(fresh)
 
     def _capture(self, recorder: Recorder, call: ForwardCall, fresh: ForwardCall) -> None:
@@ -654,7 +654,7 @@ def _latency(part: StepPart, clock: ClockName, samples: Samples, case: Case | No
 LOW_CLOCK = 0.8
 """Share of the highest SM clock. Below it, a note states that the device was slow."""
 
-_SEVERAL_CALLS = ("split_kv", "dcp", "micro_batch")
+_SEVERAL_CALLS = ("split_kv", "dcp", "pcp", "micro_batch")
 
 
 class TimingCheck:

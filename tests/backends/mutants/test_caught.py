@@ -85,7 +85,13 @@ def broken_probe(record):
     return next((probe.name for probe in record.graph.probes if probe.outcome == "failed"), None)
 
 
-@pytest.mark.parametrize("key", sorted({mutant.case for mutant in catalogue() if mutant.case}))
+def keys():
+    """Each case that the catalogue names; those that start processes are slow tests."""
+    for key in sorted({mutant.case for mutant in catalogue() if mutant.case}):
+        yield pytest.param(key, marks=pytest.mark.slow if key.startswith("ranks/") else ())
+
+
+@pytest.mark.parametrize("key", list(keys()))
 def test_mutants_are_caught_where_the_catalogue_expects_it(key):
     mutants = [mutant for mutant in catalogue() if mutant.case == key]
     case, missed, levels = case_of(key), [], set()
