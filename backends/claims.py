@@ -20,8 +20,8 @@ class Claim:
     """A member of vLLM's contract, and what measures it: ``feature``, ``form`` or ``check``, or nothing.
 
     ``feature``: the cases that need this feature. ``form``: the cases of each value, such as each ``dtype``. ``check``:
-    the check of this name; with ``form``, on cases that have this key. ``unexamined``: why nothing measures it. ``of``: which class has the member; ``config``: a
-    function of vLLM's configuration.
+    the check of this name; with ``form``, on cases that have this key. ``unexamined``: why nothing measures it. ``of``:
+    which class has the member; ``config``: a function of vLLM's configuration.
     """
 
     member: str

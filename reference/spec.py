@@ -891,8 +891,8 @@ ROW_FORMATS: Mapping[str, RowFormat] = {
 }
 """The caches that scale each row by itself. The first two are vLLM's formats.
 
-vLLM's ``int4_per_token_head`` differs: it also rotates a row, and has codes from 0 to 15 with a zero point. Where vLLM's
-classes store the scales of ``nvfp4`` is not defined here.
+vLLM's ``int4_per_token_head`` differs: it also rotates a row, and has codes from 0 to 15 with a zero point. Where
+vLLM's classes store the scales of ``nvfp4`` is not defined here.
 """
 
 Layout = Literal["NHD", "HND"]

@@ -79,9 +79,9 @@ class TriedForm:
 
 
 def is_plain(case: Case) -> bool:
-    """Return whether the case is a causal decoder layer on the path ``paged`` or ``mla`` without any of these:
+    """Return whether the case is a causal decoder layer on the path ``paged`` or ``mla`` with nothing added.
 
-    modifiers, a shared cache, R-SWA, a quantised query or output.
+    That would be modifiers, a shared cache, R-SWA, or a quantised query or output.
     """
     layer = case.layer
     others = (layer.kv_sharing, layer.output_quant, layer.query_quant, layer.rswa_window)

@@ -288,7 +288,14 @@ class VLLMLatentBackend(VLLMBackend):
 
     @classmethod
     def get_kv_cache_shape(
-        cls, num_blocks: int, block_size: int, num_kv_heads: int, head_size: int, *, head_size_v: int | None = None
+        cls,
+        num_blocks: int,
+        block_size: int,
+        num_kv_heads: int,
+        head_size: int,
+        *,
+        head_size_v: int | None = None,
+        cache_dtype_str: str = "auto",
     ) -> tuple[int, ...]:
         """See the contract."""
         if num_kv_heads != 1:
