@@ -313,6 +313,17 @@ def check_inputs(layer: LayerSpec, cache: CacheSpec, inputs: Collection[InputNam
         )
 
 
+def check_first_keys(layer: LayerSpec, batch: BatchSpec) -> None:
+    """Raise :class:`SpecError` for ``rswa_window`` in a batch without first keys, where it is a sliding window."""
+    if layer.rswa_window is not None and not any(request.rswa_prefix_len for request in batch.requests):
+        raise SpecError(
+            "no request has first keys that are seen beyond the window",
+            field="layer.rswa_window",
+            value=layer.rswa_window,
+            allowed="give a request rswa_prefix_len, or write sliding_window",
+        )
+
+
 def pages_needed(layer: LayerSpec, cache: CacheSpec, batch: BatchSpec) -> int:
     """Return the number of pages the batch owns, shared pages counted once; 0 without a cache."""
     if not layer.has_cache:

@@ -12,7 +12,7 @@ from functools import lru_cache
 from types import MappingProxyType
 from typing import get_args
 
-from attncheck.cases.consistency import check_inputs, check_meaning, implied_path
+from attncheck.cases.consistency import check_first_keys, check_inputs, check_meaning, implied_path
 from attncheck.cases.grammar import parse_batch
 from attncheck.cases.model import Case, Tolerance
 from attncheck.cases.validation import Mistakes, known_keys, locate, names_of, suggestion, text_of, validate
@@ -225,6 +225,7 @@ def read_case(tree: Table, suite: str, name: str, description: str, origin: str)
     try:
         check_meaning(layer, cache, batch)
         check_inputs(layer, cache, inputs)
+        check_first_keys(layer, batch)
     except SpecError as error:
         raise _point(tree, error) from error
     after = read_after(entries["after"], layer, cache, path) if "after" in entries else ()

@@ -39,7 +39,7 @@ _NO_BATCH_WORD = (
     "rswa_prefix_lens",
     "num_logits_indices",
 )
-"""Fields of the metadata that change the correct result if they are set, and that no case key expresses."""
+"""Fields of the metadata that change the correct result if they are set, and that are not recorded."""
 
 
 class Snapshot(NamedTuple):
@@ -150,7 +150,7 @@ _NO_LAYER_WORD = {
     "use_sparse": "chosen keys",
     "non_causal_multi_token_decode": "decodes that see later keys",
 }
-"""Attributes of a layer that change the correct result, and that no case key expresses."""
+"""Attributes of a layer that change the correct result, and that are not recorded."""
 
 
 def layer_kinds(
