@@ -45,6 +45,8 @@ class Metadata:
     encoder_seq_lens: torch.Tensor | None = None
     dcp_local_seq_lens: torch.Tensor | None = None
     seq_lens_cpu_upper_bound: torch.Tensor | None = None
+    mm_req_doc_ranges: dict[int, list[tuple[int, int]]] | None = None
+    rswa_prefix_lens: torch.Tensor | None = None
 
     def compute_num_computed_tokens(self):
         return self.seq_lens - self.query_start_loc.diff()

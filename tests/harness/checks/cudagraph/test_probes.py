@@ -119,6 +119,7 @@ TRAITS = {
     "sinks": True,
     "sinks_dtype": "float32",
     "attn_chunk_size": 8,
+    "rswa_window": 5,
     "kv_sharing": True,
     "output_quant": OutputQuantSpec(scale=1.0),
     "query_quant": True,
