@@ -8,6 +8,7 @@ batches with a reason. It does not depend on layers, caches or files.
 
 import re
 from collections.abc import Sequence
+from dataclasses import fields
 
 from attncheck.errors import BatchSpecError, SpecError
 from attncheck.reference.spec import MAX_TOKENS, RequestSpec
@@ -15,6 +16,9 @@ from attncheck.reference.spec import MAX_TOKENS, RequestSpec
 _SEGMENT = re.compile(r"(?P<count>[0-9]+)?q(?P<q>[0-9]+)(?P<qk>k?)(?:s(?P<s>[0-9]+)(?P<sk>k?))?")
 _OLD_SEGMENT = re.compile(r"([0-9]*q[0-9]+k?)kv([0-9]+k?)")
 _DIGITS_LIMIT = len(str(MAX_TOKENS))
+
+_IN_STRINGS = ("query_len", "seq_len", "count")
+"""Fields of a request that a batch string has."""
 
 _FORM = "a segment is [count]q<new tokens>[s<total tokens>], with lowercase k for x1024, as in 2q2ks4k_32q1s1k"
 
@@ -134,12 +138,13 @@ def _first_bad(segment: str) -> int:
 
 
 def _format_segment(request: RequestSpec) -> str:
-    for name, used in (("encoder_len", request.encoder_len is not None), ("shared_prefix", request.shared_prefix != 0)):
-        if used:
+    for field in fields(request):
+        value = getattr(request, field.name)
+        if field.name not in _IN_STRINGS and value != field.default:
             raise SpecError(
                 "a batch string cannot express this",
-                field=name,
-                value=getattr(request, name),
+                field=field.name,
+                value=value,
                 allowed="use the list form",
             )
     if request.context_len < 0:
