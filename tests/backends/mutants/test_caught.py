@@ -88,7 +88,8 @@ def broken_probe(record):
 def keys():
     """Each case that the catalogue names; those that start processes are slow tests."""
     for key in sorted({mutant.case for mutant in catalogue() if mutant.case}):
-        yield pytest.param(key, marks=pytest.mark.slow if key.startswith("ranks/") else ())
+        is_slow = key.startswith("ranks/") or key == "smoke/ranks"
+        yield pytest.param(key, marks=pytest.mark.slow if is_slow else ())
 
 
 @pytest.mark.parametrize("key", list(keys()))

@@ -126,7 +126,7 @@ def test_a_run_that_names_nothing_is_short():
     (note,) = run.notes
     assert re.search(r"triton_unified.*: 9 of 80 cases of suite interpreted; ", note)
     assert note == snapshot(
-        "reference, torch_sdpa, flex_attention, torch_varlen, flash_attn, flashinfer: suite smoke; triton_unified, xformers: 9 of 80 cases of suite interpreted; reference_mla, torch_mla: 4 of 94 cases of suite smoke; triton_mla: 1 of 80 cases of suite interpreted; --case '*' selects all"
+        "reference, torch_sdpa, flex_attention, torch_varlen, flash_attn, flashinfer: suite smoke; triton_unified, xformers: 9 of 80 cases of suite interpreted; reference_mla, torch_mla: 4 of 101 cases of suite smoke; triton_mla: 1 of 80 cases of suite interpreted; --case '*' selects all"
     )
 
 
