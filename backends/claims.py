@@ -76,10 +76,13 @@ _ALL = (
     Claim(member="supports_mm_prefix", feature="mm_prefix"),
     Claim(member="supports_rswa", feature="rswa"),
     Claim(member="supports_dcp", feature="dcp"),
-    Claim(member="supports_pcp", unexamined="no case has ranks that share the rows of a request"),
+    Claim(
+        member="supports_pcp",
+        unexamined="the path pcp gives a rank its rows but no group, and examines neither the gathering nor req_idx",
+    ),
     Claim(
         member="supports_non_causal_dcp",
-        unexamined="no case has ranks; parts of the path dcp are merged by attncheck",
+        unexamined="a non-causal case of the suite ranks needs the feature dcp, and no feature of its own",
     ),
     Claim(
         member="supports_mtp_with_cp_non_trivial_interleave_size",
@@ -125,9 +128,9 @@ def claim_of(member: str) -> Claim:
 def declared_claims(backend: type[Any], features: Collection[str] | None = None) -> dict[str, str]:
     """Return the value of each claim that ``backend`` makes, by member, in the order of the table; unknown ones last.
 
-    A value is ``yes``, a text on what it depends on, or that of an exception. Claims whose value is no are left out, as
-    are known ones with a value for each argument. ``backend``: a class of vLLM or in its form. ``features``: those of
-    its layers, which decide for a claim that an impl makes; None if they are not known.
+    A value is ``yes``, a text on what it depends on, or the type of an exception. Claims whose value is no are left
+    out, as are known ones with a value for each argument. ``backend``: a class of vLLM or in its form. ``features``:
+    those of its layers, which decide for a claim that an impl makes; None if they are not known.
     """
     found: dict[str, str] = {}
     for of, cls in _classes(backend):
@@ -164,11 +167,13 @@ def _value(cls: type[Any], member: str, *, is_class: bool) -> str:
             if not is_class or _has_arguments(value):
                 return BY_ARGUMENTS
             value = value()
-    except Exception as error:  # noqa: BLE001 (someone else's code)
-        return f"raises {type(error).__name__}: {error}".partition("\n")[0]
-    if isinstance(value, property) or (not value and _is_set_by(cls, member)):
+        is_true = bool(value)
+    except (Exception, SystemExit) as error:  # noqa: BLE001 (someone else's code)
+        # The text of an exception may differ from process to process, and the description of a backend must not.
+        return f"raises {type(error).__name__}"
+    if isinstance(value, property) or (not is_true and _is_set_by(cls, member)):
         return BY_LAYER
-    return YES if value else NO
+    return YES if is_true else NO
 
 
 def _has_arguments(method: Callable[..., object]) -> bool:

@@ -12,7 +12,7 @@ from attncheck.reports.analysis.verdicts import run_findings
 from attncheck.reports.run_file.bits import BITWISE
 from attncheck.reports.run_file.graph_levels import CUDAGRAPH
 from attncheck.reports.run_file.header import DeclaredClaim
-from attncheck.reports.run_file.records import Failed, Passed, Record, XFailed, graph_of
+from attncheck.reports.run_file.records import FALLEN_SHORT, Passed, Record, XFailed, graph_of
 from attncheck.reports.run_file.store import Run
 
 NOT_EXAMINED = "declared, not examined"
@@ -88,7 +88,7 @@ def _outcomes(claim: DeclaredClaim, backend: str, run: Run) -> Iterator[bool]:
         elif _examines(claim, record, run):
             # A failed check of several things is about the claim if it names the method.
             is_about = claim.check in ("", BITWISE) or claim.member.removeprefix("supports_") in str(record)
-            if isinstance(record, Passed) or (isinstance(record, Failed | XFailed) and is_about):
+            if isinstance(record, Passed) or (_is_short(record) and is_about):
                 yield isinstance(record, Passed)
 
 
@@ -107,5 +107,9 @@ def _has_form(claim: DeclaredClaim, record: Record, run: Run) -> bool:
 def _separates(claim: DeclaredClaim, backend: str, run: Run) -> bool:
     """Return whether outputs are right in the cases without the form, of which there are some."""
     own = [each for each in run.records if (each.backend, each.check) == (backend, NUMERICS)]
-    plain = [each for each in own if not _has_form(claim, each, run) and isinstance(each, Passed | Failed | XFailed)]
-    return bool(plain) and all(isinstance(each, Passed) for each in plain)
+    plain = [each for each in own if not _has_form(claim, each, run)]
+    return any(isinstance(each, Passed) for each in plain) and not any(map(_is_short, plain))
+
+
+def _is_short(record: Record) -> bool:
+    return isinstance(record, XFailed) or record.outcome in FALLEN_SHORT

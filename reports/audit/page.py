@@ -18,7 +18,7 @@ from attncheck.reports.analysis.graph_levels import LevelRow, level_rows
 from attncheck.reports.analysis.summary import late_checks
 from attncheck.reports.analysis.support import SupportRow, SupportVerdict
 from attncheck.reports.analysis.verdicts import run_findings
-from attncheck.reports.audit.claims import WRONG, AuditedClaim, audited_claims, measured_by
+from attncheck.reports.audit.claims import NOT_TRIED, WRONG, AuditedClaim, audited_claims, measured_by
 from attncheck.reports.markdown import markup
 from attncheck.reports.run_file.graph_levels import CUDAGRAPH, PADDING_FAULTS, GraphLevel, PaddingRows
 from attncheck.reports.run_file.header import SurveyedBackend
@@ -236,11 +236,10 @@ _VERDICTS: dict[SupportVerdict | Literal["late"], str] = {
     "unclear": "not declared, refused unclearly",
     "refused": "not declared, refused",
     "late": "not reached in time",
-    "left": "not tried",
+    "left": NOT_TRIED,
 }
 """Verdicts in words, in the order they have within a cell."""
 
-_NOT_TRIED = "not tried"
 _SHOWN_LAYERS = 4
 
 _LEGEND = (
@@ -382,7 +381,7 @@ def _cell(feature: AuditedFeature) -> str:
     if not (feature.declared or feature.measured):
         return "-"
     if feature.column in FEATURES:
-        verdicts = [_VERDICTS[found.verdict] + _counts(found) for found in feature.measured[:1]] or [_NOT_TRIED]
+        verdicts = [_VERDICTS[found.verdict] + _counts(found) for found in feature.measured[:1]] or [NOT_TRIED]
         return f"{_declared(feature)}: {verdicts[0]}" if feature.declared else "-"
     exact = {value for value in feature.declared if re.fullmatch(r"\w+", value) and value != "any"}
     known = {each.value: each for each in feature.measured}
@@ -392,14 +391,14 @@ def _cell(feature: AuditedFeature) -> str:
         if found is not None and (found.verdict != "left" or value in exact):
             groups.setdefault(_VERDICTS[found.verdict], []).append(found.value + _counts(found))
         elif value in exact and feature.is_testable:
-            groups.setdefault(_NOT_TRIED, []).append(value)
+            groups.setdefault(NOT_TRIED, []).append(value)
     ordered = [word for word in _VERDICTS.values() if word in groups]
     measured = "; ".join(f"{word}: {_values(groups[word])}" for word in ordered)
     ranges = _values(value for value in feature.declared if value not in exact)
     if not feature.is_testable:
         return _declared(feature) or "-"
     if ranges:
-        return f"{ranges} ({measured or _NOT_TRIED})"
+        return f"{ranges} ({measured or NOT_TRIED})"
     return measured or "-"
 
 
@@ -408,10 +407,12 @@ def _claims_table(claims: Sequence[AuditedClaim]) -> str:
     states: dict[str, dict[str, list[str]]] = {}
     ways: dict[str, str] = {}
     for each in claims:
-        value = "" if each.claim.value == "yes" else f" ({each.claim.value})"
-        own = markup.code_cell(_own(each.backend)) + markup.escaped(value)
-        ways[each.claim.member] = measured_by(each.claim)
-        state = f"**{WRONG}**{each.state.removeprefix(WRONG)}" if each.state.startswith(WRONG) else each.state
+        own = markup.code_cell(_own(each.backend))
+        own += "" if each.claim.value == "yes" else f" {markup.escaped(f'({each.claim.value})')}"
+        ways[each.claim.member] = markup.escaped(measured_by(each.claim))
+        is_wrong = each.state.startswith(WRONG)
+        state = markup.escaped(each.state.removeprefix(WRONG).strip())
+        state = f"**{WRONG}** {state}" if is_wrong else state
         states.setdefault(each.claim.member, {}).setdefault(state, []).append(own)
     rows = [
         [markup.code_cell(member), ways[member], "; ".join(f"{state}: {', '.join(who)}" for state, who in own.items())]

@@ -58,7 +58,7 @@ class Environment(RunFileValue):
 
 
 class DeclaredClaim(RunFileValue):
-    """A declaration of vLLM's contract that a class makes: ``value`` is ``yes``, or what it depends on.
+    """A declaration of vLLM's contract that a class makes: ``value`` is ``yes``, what it depends on, or what it raises.
 
     What measures it: the cases that need ``feature``, those of each value of ``form``, or ``check``. ``unexamined``:
     why nothing does.

@@ -1,8 +1,10 @@
 """Claims of vLLM's contract: each has a row with its state, and a class that claims what it cannot do is found."""
 
 import json
+import sys
 
 import pytest
+import torch
 
 import attncheck
 from attncheck.backends.claims import CLAIMS, UNKNOWN, declared_claims
@@ -146,6 +148,8 @@ class Theirs:
     supports_dtype = classmethod(lambda cls, dtype: True)
     supports_rswa = classmethod(lambda cls: 1 / 0)
     supports_spelling = classmethod(lambda cls, text: True)
+    supports_leaving = classmethod(lambda cls: sys.exit("no"))
+    supports_tensors = torch.ones(2)
 
 
 def test_claims_are_read_of_class_impl_and_builder():
@@ -154,9 +158,11 @@ def test_claims_are_read_of_class_impl_and_builder():
         "supports_sink": "yes",
         "supports_quant_query_input": "set by the constructor of a layer",
         "supports_draft_decode_metadata_update": "yes",
-        "supports_rswa": "raises ZeroDivisionError: division by zero",
+        "supports_rswa": "raises ZeroDivisionError",
         "supports_pcp": "yes",
+        "supports_leaving": "raises SystemExit",
         "supports_spelling": "depends on its arguments",
+        "supports_tensors": "raises RuntimeError",
     }
     assert declared_claims(Theirs, {"fp8_query", "output_quant"})["supports_quant_query_input"] == "yes"
     assert "supports_quant_query_input" not in declared_claims(Theirs, {"sinks"})
