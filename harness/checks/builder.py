@@ -30,13 +30,12 @@ from attncheck.harness.checks.numerics import check_numerics, output_shares
 from attncheck.harness.device import accelerator_of
 from attncheck.harness.driver.construction import construct_builder, max_model_len
 from attncheck.harness.driver.foreign_code import StageError, call_backend, stage_named
+from attncheck.harness.driver.lending import changed_inputs, copied_calls
 from attncheck.harness.driver.observation import Observation, Raised
 from attncheck.harness.driver.session import Session
 from attncheck.harness.driver.step import (
     HOST_TENSORS,
     ForwardCall,
-    changed_inputs,
-    copied_calls,
     forward_calls_of,
     make_step,
     refill_host,

@@ -20,11 +20,12 @@ from attncheck.harness.checks.interface import Check, CheckedCase
 from attncheck.harness.checks.numerics import output_shares
 from attncheck.harness.device import Accelerator, accelerator_of
 from attncheck.harness.driver.foreign_code import call_backend
+from attncheck.harness.driver.lending import PersistentInputs
 from attncheck.harness.driver.observation import Observation
 from attncheck.harness.driver.outputs import read_result
 from attncheck.harness.driver.pool import same_bytes
 from attncheck.harness.driver.session import BegunStep, Session
-from attncheck.harness.driver.step import ForwardCall, PersistentInputs
+from attncheck.harness.driver.step import ForwardCall
 from attncheck.harness.truth.truth import Truth
 
 FIRST_DELAY_NS, LONGEST_DELAY_NS = 2_000_000, 1_000_000_000

@@ -14,23 +14,11 @@ from attncheck.backends.contract import AttentionBackend
 from attncheck.backends.declarations import is_merged
 from attncheck.harness.driver.construction import LAYER, LayerStub, construct_builder, construct_impl
 from attncheck.harness.driver.foreign_code import StageError, call_backend, has_its_memory, require_memory, stage_named
+from attncheck.harness.driver.lending import LentCalls, PersistentInputs, copied_calls, lend_copies, lend_in_place, same
 from attncheck.harness.driver.observation import Observation, printable
 from attncheck.harness.driver.outputs import CallResult, GuardedBuffer, in_problem_order, merged, placed, read_result
 from attncheck.harness.driver.pool import KVPool, new_pool
-from attncheck.harness.driver.step import (
-    ForwardCall,
-    LentCalls,
-    PersistentInputs,
-    Step,
-    copied_calls,
-    forward_calls_of,
-    lend_copies,
-    lend_in_place,
-    make_step,
-    num_builders,
-    request_order,
-    same,
-)
+from attncheck.harness.driver.step import ForwardCall, Step, forward_calls_of, make_step, num_builders, request_order
 from attncheck.harness.problem.problem import Problem
 from attncheck.harness.problem.sizes import judging_device
 from attncheck.harness.problem.storage import output_codes

@@ -15,8 +15,9 @@ from attncheck.backends.contract import CommonAttentionMetadata
 from attncheck.harness.checks.cudagraph.probes import Bucket
 from attncheck.harness.checks.cudagraph.recorder import CaptureError, Forward, Recorder, Recording, UnseenError
 from attncheck.harness.driver.foreign_code import call_backend
+from attncheck.harness.driver.lending import PersistentInputs, map_tensors, zeroed
 from attncheck.harness.driver.session import BackendLayer, OutputBuffers
-from attncheck.harness.driver.step import ForwardCall, PersistentInputs, map_tensors, operand_views, zeroed
+from attncheck.harness.driver.step import ForwardCall, operand_views
 from attncheck.harness.problem.problem import Problem
 from attncheck.reference.spec import StridesSpec
 

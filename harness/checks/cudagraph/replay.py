@@ -44,10 +44,11 @@ from attncheck.harness.checks.findings import Broken
 from attncheck.harness.checks.numerics import check_numerics
 from attncheck.harness.driver.construction import max_model_len
 from attncheck.harness.driver.foreign_code import StageError, call_backend, unsupported_reasons
+from attncheck.harness.driver.lending import lend_in_place
 from attncheck.harness.driver.observation import Observation
 from attncheck.harness.driver.pool import KVPool
 from attncheck.harness.driver.session import BegunStep, Fill, Session
-from attncheck.harness.driver.step import ForwardCall, lend_in_place, micro_batches_of
+from attncheck.harness.driver.step import ForwardCall, micro_batches_of
 from attncheck.harness.problem.pages import RandomStream, key_places, lay_out
 from attncheck.harness.problem.problem import Problem, build_problem, place_requests
 from attncheck.harness.truth.truth import Truth, TruthCache

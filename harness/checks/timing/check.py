@@ -46,15 +46,9 @@ from attncheck.harness.checks.timing.contents import (
 from attncheck.harness.checks.timing.roofline import measure_ceilings, work_of
 from attncheck.harness.device import accelerator_of
 from attncheck.harness.driver.foreign_code import call_backend, stage_named, unsupported_reasons
+from attncheck.harness.driver.lending import PersistentInputs, changed_inputs, map_tensors, span
 from attncheck.harness.driver.session import OutputBuffers, Session
-from attncheck.harness.driver.step import (
-    ForwardCall,
-    PersistentInputs,
-    Step,
-    changed_inputs,
-    map_tensors,
-    span,
-)
+from attncheck.harness.driver.step import ForwardCall, Step
 from attncheck.harness.problem.problem import Problem, build_problem
 from attncheck.harness.truth.truth import Truth
 from attncheck.reference.spec import AttentionCGSupport, BatchSpec, PaddingSpec, RequestSpec

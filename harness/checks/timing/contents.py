@@ -15,9 +15,9 @@ from attncheck.errors import QuestionError
 from attncheck.harness.checks.findings import Broken, FindingError
 from attncheck.harness.checks.numerics import lse_shares, summarize
 from attncheck.harness.driver.foreign_code import as_plain
+from attncheck.harness.driver.lending import span
 from attncheck.harness.driver.outputs import GuardedBuffer, read_result, still_unwritten
 from attncheck.harness.driver.pool import KVPool
-from attncheck.harness.driver.step import span
 from attncheck.harness.problem.problem import Problem, build_problem
 from attncheck.harness.problem.storage import output_codes, output_error
 from attncheck.harness.truth.truth import Truth, truth_of

@@ -8,16 +8,9 @@ from attncheck.backends.candidates.reference import ReferenceBackend, ReferenceI
 from attncheck.backends.candidates.torch_sdpa import SDPABackend
 from attncheck.backends.impl import get_current_vllm_config
 from attncheck.harness.checks.findings import Holds
+from attncheck.harness.driver.lending import PersistentInputs, changed_inputs, copied_calls, lend_in_place, span
 from attncheck.harness.driver.pool import PoolMemory
-from attncheck.harness.driver.step import (
-    PersistentInputs,
-    changed_inputs,
-    copied_calls,
-    forward_calls_of,
-    lend_in_place,
-    make_step,
-    span,
-)
+from attncheck.harness.driver.step import forward_calls_of, make_step
 from attncheck.harness.host import own_memory
 from attncheck.harness.problem.problem import build_problem
 from attncheck.harness.problem.sizes import needed_bytes, shortage

@@ -5,7 +5,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from attncheck.harness.driver.step import copied_calls, forward_calls_of, lend_copies, make_step, refill_host
+from attncheck.harness.driver.lending import copied_calls, lend_copies
+from attncheck.harness.driver.step import forward_calls_of, make_step, refill_host
 from attncheck.harness.problem.problem import build_problem
 from attncheck.reference.spec import AttentionType, BlockTableSpec, PaddingSpec, RequestSpec
 
