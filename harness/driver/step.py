@@ -107,6 +107,7 @@ HOST_TENSORS = ("query_start_loc_cpu", "seq_lens_cpu", "num_computed_tokens_cpu"
 """The metadata tensors that the contract puts on the host."""
 
 ON_HOST = (*HOST_TENSORS, "rswa_prefix_lens")
+"""All metadata tensors on the host: vLLM's runner keeps the last one there, too."""
 
 HOST_LENS = "host_lens"
 """Name of ``seq_lens_cpu`` and ``num_computed_tokens_cpu`` among what is loose."""
