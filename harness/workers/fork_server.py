@@ -25,9 +25,9 @@ def main(words: list[str]) -> None:
     descriptor, run = map(int, words)
     if not end_with(run):
         return
-    import_torch()
     pipes = None
     try:
+        import_torch()
         with socket.socket(fileno=descriptor) as requests:
             pipes = _forked(requests, run)
     finally:
