@@ -6,6 +6,7 @@ required keys those of GitHub's code scanning, which wants a place of each resul
 """
 
 import json
+import posixpath
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from datetime import UTC, datetime
@@ -145,7 +146,10 @@ def _location(record: Record, header: RunHeader, root: str) -> Json:
     if file:
         artifact = {"uri": quote(file)}
     elif suite.endswith((".yaml", ".yml")):
-        artifact = {"uri": PurePath(suite).as_uri() if suite.startswith("/") else quote(suite)}
+        path = posixpath.normpath(suite)
+        if path.startswith("../"):  # it is outside of the checkout, which a relative address must not leave
+            path = posixpath.normpath(posixpath.join(root, path))
+        artifact = {"uri": PurePath(path).as_uri() if path.startswith("/") else quote(path)}
     else:
         artifact = {"uri": quote(f"attncheck/cases/suites/{suite}.yaml"), "uriBaseId": INSTALLED}
     # GitHub wants a line, also where only the file is known.

@@ -37,6 +37,11 @@ _ARGUMENTS = {
 }
 """The keywords that the candidate passes, by function."""
 
+_UNTRUSTED = (
+    "there is no connection to the Hub, or its publisher is not trusted there; "
+    "download the kernel and name its folder, such as hf:./folder"
+)
+
 
 @dataclass(frozen=True)
 class HubKernel:
@@ -64,7 +69,8 @@ class HubBackend(FlashAttnBackend):
         VERSION is a number; another text is a revision: a branch, a tag or a commit.
 
         Raises:
-            BackendUnavailableError: ``kernels`` is not installed, or has no build of the kernel for this machine.
+            BackendUnavailableError: ``kernels`` is not installed, has no build of the kernel for this machine, has no
+                connection to the Hub, or does not trust the publisher.
             ValueError: no version is given, or the functions of the kernel are not those of flash-attn 2.8.
         """
         kernel = load_kernel(argument)
@@ -105,8 +111,14 @@ def load_kernel(argument: str) -> HubKernel:
             module = package.get_kernel(repo, version=int(version))
         else:
             module = package.get_kernel(repo, revision=version)
-    except (OSError, RuntimeError) as error:  # no build for this machine, or no connection
-        reason = f"kernels cannot load it: {type(error).__name__}: {' '.join(str(error).split())}"
+    except (OSError, RuntimeError, ValueError) as error:  # no build for this machine, or no connection
+        words = " ".join(str(error).split())
+        reason = f"kernels cannot load it: {type(error).__name__}: {words}"
+        if isinstance(error, ValueError):
+            if "trust" in words:  # its advice is an argument of get_kernel, which attncheck does not pass
+                reason = _UNTRUSTED
+            elif "offline mode" not in words:  # such as a version that does not exist
+                raise
         raise BackendUnavailableError(f"hf:{argument}", [reason]) from error
     (loaded,) = (each for each in package.get_loaded_kernels() if each.module is module)
     texts = [] if loaded.metadata.version is None else [f"version {loaded.metadata.version}"]

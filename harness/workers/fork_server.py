@@ -25,22 +25,26 @@ def main(words: list[str]) -> None:
     descriptor, run = map(int, words)
     if not end_with(run):
         return
-    import_torch()
-    with socket.socket(fileno=descriptor) as requests:
-        pipes = _forked(requests, run)
-    if pipes is not None:
-        serve(*pipes, run)
-        leave()
+    pipes = None
+    try:
+        import_torch()
+        with socket.socket(fileno=descriptor) as requests:
+            pipes = _forked(requests, run)
+    finally:
+        if pipes is None:
+            os._exit(1)  # at once: until its descriptors are closed, the run waits for an answer
+    serve(*pipes, run)
+    leave()
 
 
 def _forked(requests: socket.socket, run: int) -> tuple[int, int] | None:
     """Fork a worker for each request. Return the ends of its pipes in the worker, and None when this process may end.
 
-    A request has the ends of the worker's pipes. The worker answers it with its process id, or with nothing if the run
-    has not adopted it.
+    A request has the ends of the worker's pipes, and of a socket, to which the worker writes its process id. The socket
+    is closed without that if there is no worker, or the run has not adopted it.
     """
     while True:
-        words, descriptors, _, _ = socket.recv_fds(requests, 2**20, 3)
+        words, descriptors, _, _ = socket.recv_fds(requests, 2**20, 4)
         if not words:
             return None  # the run starts no more workers
         request = json.loads(words)
@@ -49,11 +53,11 @@ def _forked(requests: socket.socket, run: int) -> tuple[int, int] | None:
             return None
         if _is_grandchild():
             if os.getppid() != run:
-                requests.send(b"")
                 return None
-            to_read, to_write, to_print = descriptors
+            to_read, to_write, to_print, to_answer = descriptors
             _become_worker(to_print, request["environment"], request["path"])
-            requests.send(str(os.getpid()).encode())
+            os.write(to_answer, str(os.getpid()).encode())
+            os.close(to_answer)
             return to_read, to_write
         for each in descriptors:
             os.close(each)
@@ -76,7 +80,10 @@ def _num_threads() -> int:
 
 
 def _is_grandchild() -> bool:
-    """Fork a child of a child, which ends at once; return whether this is the child that is left."""
+    """Fork a child of a child, which ends at once; return whether this is the child that is left.
+
+    Raises OSError, perhaps in the child, if the system starts no further process.
+    """
     if child := os.fork():
         os.waitpid(child, 0)
         return False

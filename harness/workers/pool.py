@@ -121,12 +121,15 @@ class WorkerPool:
         self._inherited = passed_environment(os.environ, self._settings.pass_env)
         self._show = show
         self._imports = imports or Imports()
-        if server is None or server.environment != self._inherited:
-            if server is not None:
-                server.close()
-            server = ForkServer(self._inherited)
-        server.imports = self._imports.model_dump_json()
-        self._server, self._start_worker = server, Starter(start or server)
+        self._server: ForkServer | None = None
+        if start is None:
+            if server is None or server.environment != self._inherited:
+                if server is not None:
+                    server.close()
+                server = ForkServer(self._inherited)
+            server.imports = self._imports.model_dump_json()
+            start = self._server = server
+        self._start_worker = start if isinstance(start, Starter) else Starter(start)
         self._watch = MemoryWatch(self._settings.memory.host)
         self._room = room_on_host()
         self._processes: dict[str, WorkerProcess] = {}
@@ -149,7 +152,8 @@ class WorkerPool:
 
     def close(self, *, at_once: bool = False) -> None:
         """End all processes; finishing ones get a moment to end, unless ``at_once``. May be called repeatedly."""
-        self._server.close()
+        if self._server is not None:
+            self._server.close()
         for process in (*self._processes.values(), *self._finishing):
             process.close(at_once=at_once)
         for twin in self._twins:
@@ -166,8 +170,7 @@ class WorkerPool:
         ``gpu``: the one that its processes see; None if they see the same as those of this pool. ``device``: None for
         the one of this pool.
         """
-        twin = WorkerPool(self._show, settings=self._settings)
-        twin._start_worker = self._start_worker
+        twin = WorkerPool(self._show, settings=self._settings, start=self._start_worker)
         alone = gpu.variables if gpu else {}
         twin._environments = {ref: {**each, **alone} for ref, each in self._environments.items()}
         twin._gpu, twin._infos, twin._assignment = gpu, self._infos, self._assignment
@@ -179,7 +182,10 @@ class WorkerPool:
 
     def with_settings(self, settings: WorkerSettings) -> "WorkerPool":
         """Return a pool that replaces this one, which has only chosen a device so far."""
-        return WorkerPool(self._show, self._server, self._imports, settings)
+        pool = WorkerPool(self._show, self._server, self._imports, settings)
+        if pool._server is self._server:  # it ends with the thread that began it
+            pool._start_worker = self._start_worker
+        return pool
 
     def start(self, refs: Iterable[str]) -> None:
         """Start the missing processes of ``refs``, as many as there is memory for; they load their backends."""

@@ -88,12 +88,16 @@ READ_LATE = (MARK, *CLIENT_VARIABLES)
 _IMPORTING_S = 60.0
 """Seconds that the process to fork from may take to import torch, before workers are started without it."""
 
+_FORKING_S = 5.0
+"""Seconds that it may take for each worker after the first one."""
+
 
 class ForkServer:
     """Starts workers as forks of a process that has imported torch, or if that is impossible, by new interpreters.
 
     A worker is a new interpreter if another variable than :data:`READ_LATE` differs from ``environment``, or after the
-    process to fork from has ended, or has a second thread. Linux only. Must be closed.
+    process to fork from has ended, or has a second thread. The kernel kills that process when the thread that began it
+    ends. Linux only. Must be closed.
     """
 
     _one_at_a_time = threading.Lock()  # only one fork may make this process adopt orphans
@@ -105,6 +109,7 @@ class ForkServer:
         """What the process imports before a fork: ``Imports`` of ``worker.py``, as JSON."""
         self._requests: socket.socket | None = None
         self._process: subprocess.Popen[bytes] | None = None
+        self._has_forked = False
         self._is_over = sys.platform != "linux"
 
     def begin(self) -> None:
@@ -112,19 +117,24 @@ class ForkServer:
         if self._process is not None or self._is_over:
             return
         environment = {**self.environment, MARK: secrets.token_hex(16)}
-        self._requests, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._requests.settimeout(_IMPORTING_S)
-        with theirs:
+        requests, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with contextlib.ExitStack() as failed, theirs:
+            failed.enter_context(requests)
             self._process = _started(_START_SERVER, (theirs.fileno(),), environment, subprocess.DEVNULL)
+            failed.pop_all()
+        self._requests = requests
 
     def __call__(self, environment: Mapping[str, str]) -> StartedWorker:
         """Start a worker with this environment. Raises OSError if that fails, leaving no descriptor open."""
         with self._one_at_a_time:
             if not self._is_over and _fixed(environment) == _fixed(self.environment):
-                with suppress(OSError):
+                try:
                     self.begin()
                     return _with_pipes(partial(self._fork, environment))
-                self.close()
+                except BaseException as error:  # such as KeyboardInterrupt, while a worker is forked
+                    self.close()
+                    if not isinstance(error, OSError):
+                        raise
         return start_worker(environment)
 
     def close(self) -> None:
@@ -139,15 +149,23 @@ class ForkServer:
     def _fork(
         self, environment: Mapping[str, str], to_read: int, to_write: int, to_print: int, _ours: tuple[int, ...]
     ) -> ChildProcess:
-        """Return a worker that has these ends of its pipes. Raises OSError if there is none."""
+        """Return a worker that has these ends of its pipes. Raises OSError if there is none.
+
+        The worker has the only other end of ``answers``, so that its end without an answer is noticed.
+        """
         assert self._requests is not None
         late = {name: environment.get(name) for name in READ_LATE}
         request = {"environment": late, "path": list(map(str, sys.path)), "imports": self.imports}
-        with adopting_orphans():
-            socket.send_fds(self._requests, [json.dumps(request).encode()], [to_read, to_write, to_print])
-            pid = self._requests.recv(64)
+        answers, theirs = socket.socketpair()
+        with answers, theirs, adopting_orphans():
+            answers.settimeout(_FORKING_S if self._has_forked else _IMPORTING_S)
+            descriptors = [to_read, to_write, to_print, theirs.fileno()]
+            socket.send_fds(self._requests, [json.dumps(request).encode()], descriptors)
+            theirs.close()
+            pid = answers.recv(64)
         if not pid:
             raise ChildProcessError("no worker was forked")
+        self._has_forked = True
         return _Copy(int(pid))
 
 
@@ -223,7 +241,8 @@ StartWorker = Callable[[Mapping[str, str]], StartedWorker]
 class Starter:
     """Starts workers in a thread that outlives them: the main thread, or one of its own.
 
-    The kernel kills a worker when the thread that started it ends.
+    The kernel kills a worker when the thread that started it ends, and so the process that a :class:`ForkServer` forks
+    from.
     """
 
     def __init__(self, start: StartWorker) -> None:

@@ -105,7 +105,7 @@ def test_a_result_is_at_the_line_that_raised(make, header):
     [
         ("smoke{cache.block_size: 16}", "attncheck/cases/suites/smoke.yaml"),
         ("./my suite.yaml", "my%20suite.yaml"),
-        ("../cases.yaml{}", "../cases.yaml"),
+        ("../cases.yaml{}", "file:///cases.yaml"),
         ("/elsewhere/cases.yml", "file:///elsewhere/cases.yml"),
     ],
 )

@@ -3,6 +3,7 @@
 The package ``kernels`` is a stand-in (`hub/kernels.py`), and the kernel is written in plain torch.
 """
 
+import importlib
 import json
 import sys
 from pathlib import Path
@@ -113,6 +114,32 @@ def test_a_kernel_without_a_build_for_this_machine_is_unavailable():
         "backend 'hf:./owner/other' is unavailable here: kernels cannot load it: FileNotFoundError: "
         "Cannot find a build variant for this system in owner/other:"
     )
+
+
+UNTRUSTED = """Kernel repository 'owner/mine' could not verify publisher trust status. Set trust_remote_code=True or add
+the repository ID to the trust_remote_code allowlist to allow loading kernels from untrusted sources."""
+
+
+def refuse(monkeypatch, words):
+    def get_kernel(*_, **__):
+        raise ValueError(words)
+
+    monkeypatch.setattr(importlib.import_module("kernels"), "get_kernel", get_kernel)
+
+
+@pytest.mark.usefixtures("here")
+def test_without_a_connection_the_message_names_what_attncheck_offers(monkeypatch):
+    refuse(monkeypatch, UNTRUSTED)
+    with pytest.raises(BackendUnavailableError, match=r"no connection to the Hub, or.*hf:\./folder") as raised:
+        load("hf:owner/mine@1")
+    assert "trust_remote_code" not in str(raised.value)
+
+
+@pytest.mark.usefixtures("here")
+def test_a_version_that_does_not_exist_is_an_error(monkeypatch):
+    refuse(monkeypatch, "Version 7 not found, available versions: 1")
+    with pytest.raises(BackendLoadError, match="Version 7 not found, available versions: 1"):
+        load("hf:owner/mine@7")
 
 
 def test_without_the_package_the_message_names_what_to_install(monkeypatch):

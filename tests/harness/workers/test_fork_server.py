@@ -1,7 +1,9 @@
 """Workers as forks of a process that has imported torch: they are as new interpreters, and end as those do."""
 
+import gc
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -13,7 +15,8 @@ import pytest
 from attncheck.harness.cli import run as cli_run
 from attncheck.harness.run.options import RunOptions
 from attncheck.harness.workers import starting
-from attncheck.harness.workers.limits import passed_environment
+from attncheck.harness.workers.limits import WorkerSettings, passed_environment
+from attncheck.harness.workers.pool import WorkerPool
 from attncheck.harness.workers.process import WorkerProcess
 from attncheck.harness.workers.process_tree import MARK
 from attncheck.harness.workers.starting import ForkServer, start_worker
@@ -37,6 +40,10 @@ def ended(pid):
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
     except FileNotFoundError:
         return True
+
+
+def num_descriptors():
+    return len(list(Path("/proc/self/fd").iterdir()))
 
 
 def wait_for(condition, limit=20):
@@ -130,13 +137,26 @@ def test_a_copy_in_a_session_of_its_own_ends_with_a_fork_that_has_died(load):
     assert wait_for(lambda: ended(copy))
 
 
-THREAD = "import threading, time\nthreading.Thread(target=time.sleep, args=(100,), daemon=True).start()\n"
+FAULTS = {
+    "it has a second thread": "import threading, time\nthreading.Thread(target=time.sleep, args=(100,)).start()\n",
+    "its child cannot fork": """
+import os
+fork, server = os.fork, os.getpid()
+def refused():
+    if os.getpid() != server:
+        raise BlockingIOError("no further process")
+    return fork()
+os.fork = refused
+""",
+    "the fork dies": "import os, signal\nos.setsid = lambda: os.kill(os.getpid(), signal.SIGKILL)\n",
+}
+"""What Python runs at its start, by the fault that it makes."""
 
 
-@pytest.mark.parametrize("cause", ["it was killed", "it has a second thread", "it fails", "the run adopts no process"])
+@pytest.mark.parametrize("cause", ["it was killed", "it fails", "the run adopts no process", *FAULTS])
 def test_where_no_worker_can_be_forked_a_new_interpreter_is_started(load, cause, tmp_path, monkeypatch):
-    if cause == "it has a second thread":
-        (tmp_path / "sitecustomize.py").write_text(THREAD)
+    if cause in FAULTS:
+        (tmp_path / "sitecustomize.py").write_text(FAULTS[cause])
         monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
     broken = ForkServer(passed_environment(os.environ))
     broken.imports = "no JSON" if cause == "it fails" else IMPORTS.model_dump_json()
@@ -146,9 +166,58 @@ def test_where_no_worker_can_be_forked_a_new_interpreter_is_started(load, cause,
         monkeypatch.setattr(starting, "adopting_orphans", nullcontext)
     if cause == "it was killed":
         os.kill(pid, signal.SIGKILL)
+    began = time.monotonic()
     process = load("", start=broken)
+    assert time.monotonic() - began < 40  # not the seconds that the import of torch may take
     assert not is_forked(process)
     assert ended(pid)
+
+
+def test_a_process_to_fork_from_that_stops_later_is_given_up_soon(load, monkeypatch):
+    monkeypatch.setattr(starting, "_FORKING_S", 0.5)
+    stopped = ForkServer(passed_environment(os.environ))
+    stopped.imports = IMPORTS.model_dump_json()
+    assert is_forked(load("", start=stopped))
+    pid = stopped._process.pid
+    os.kill(pid, signal.SIGSTOP)
+    began = time.monotonic()
+    process = load("", start=stopped)
+    assert time.monotonic() - began < 40
+    assert not is_forked(process)
+    assert ended(pid)
+
+
+def test_a_start_that_is_interrupted_ends_the_process_to_fork_from(load, monkeypatch):
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    interrupted = ForkServer(passed_environment(os.environ))
+    interrupted.begin()
+    pid = interrupted._process.pid
+    monkeypatch.setattr(socket.socket, "recv", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        interrupted(interrupted.environment)
+    assert ended(pid)
+    assert not is_forked(load("", start=interrupted))
+
+
+def test_a_start_that_fails_leaves_no_descriptor_open(monkeypatch):
+    server = ForkServer(passed_environment(os.environ))
+    before = num_descriptors()
+    monkeypatch.setattr(sys, "executable", "/no/such/python")
+    with pytest.raises(FileNotFoundError):
+        server.begin()
+    assert num_descriptors() == before
+
+
+def test_the_process_to_fork_from_outlives_a_pool_that_is_replaced():
+    pool = WorkerPool()
+    pool._start_worker._thread.submit(pool._server.begin).result()  # as in a thread that is not the main one
+    pool = pool.with_settings(WorkerSettings())
+    gc.collect()
+    with pool:
+        time.sleep(0.3)
+        assert pool._server._process.poll() is None
 
 
 RUN = """
