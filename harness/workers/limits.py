@@ -417,7 +417,6 @@ DEFAULT = (
     *("LANG", "LANGUAGE", "LC_*", "TZ", "COLUMNS", "LINES", "NO_COLOR", "FORCE_COLOR"),
     *("PYTHON*", "VIRTUAL_ENV", "CONDA_*", "COVERAGE_*", "ATTNCHECK_*"),
     *("LD_*", "MALLOC_*", "*SAN_OPTIONS"),
-    *("HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY", "http_proxy", "https_proxy", "no_proxy"),
     *(pattern for kind in KINDS for pattern in kind.variables),
     *("TORCH*", "PYTORCH*", "ATEN_*", "TRITON*", "VLLM_*", "FLASH*", "XFORMERS*", "HF_*"),
     *("OMP_*", "GOMP_*", "KMP_*", "MKL_*", "DNNL_*", "ONEDNN_*", "OPENBLAS*", "NUMBA*"),

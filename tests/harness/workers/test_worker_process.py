@@ -389,8 +389,8 @@ def test_a_line_without_end_is_shown_in_pieces_and_takes_no_memory(pipe):
 
 
 NEEDED = ("PATH", "HOME", "LC_ALL", "PYTHONPATH", "CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "VLLM_CACHE_ROOT", "CC")
-NEEDED += ("HF_HOME", "HF_HUB_OFFLINE", "HTTPS_PROXY", "no_proxy")
-OTHERS = ("GITHUB_TOKEN", "AWS_SECRET_ACCESS_KEY", "ftp_proxy", "DATABASE_URL", "PATHS")
+NEEDED += ("HF_HOME", "HF_HUB_OFFLINE")
+OTHERS = ("GITHUB_TOKEN", "AWS_SECRET_ACCESS_KEY", "https_proxy", "DATABASE_URL", "PATHS")
 SECRET = (
     "VLLM_API_KEY",
     "HF_TOKEN",
@@ -412,7 +412,7 @@ def test_what_is_usual_is_passed_but_for_secrets():
     [
         ("DATABASE_URL", {"DATABASE_URL"}),
         ("GITHUB_*", {"GITHUB_TOKEN"}),
-        ("VLLM_API_KEY,ftp_proxy ,", {"VLLM_API_KEY", "ftp_proxy"}),
+        ("VLLM_API_KEY,https_proxy ,", {"VLLM_API_KEY", "https_proxy"}),
         ("*", {*OTHERS, *SECRET}),
         ("NOWHERE", set()),
     ],
