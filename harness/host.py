@@ -1,10 +1,12 @@
-"""The host: its memory, its control group, its kernel caches, its processors, and commands. Loads no torch."""
+"""The host: its memory, its control group, its kernel caches, its processors, and processes. Loads no torch."""
 
+import ctypes
 import getpass
 import os
 import platform
 import re
 import resource
+import signal
 import subprocess
 import sys
 import tempfile
@@ -254,3 +256,16 @@ def first_line(*command: str) -> str | None:
     """Return the first line that :func:`run_command` returns, or None. Cached for the process."""
     lines = (run_command(command) or "").splitlines()
     return lines[0].strip() if lines else None
+
+
+_PR_SET_PDEATHSIG = 1  # of linux/prctl.h
+
+
+def end_with(parent: int) -> bool:
+    """Let the kernel end this process with its parent, as it may be busy for hours. Return whether that is ``parent``.
+
+    A process whose parent is another one must end: ``parent`` was killed before this call.
+    """
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    return os.getppid() == parent
