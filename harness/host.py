@@ -6,6 +6,7 @@ import os
 import platform
 import re
 import resource
+import shutil
 import signal
 import subprocess
 import sys
@@ -258,6 +259,9 @@ def first_line(*command: str) -> str | None:
     return lines[0].strip() if lines else None
 
 
+MARK = "ATTNCHECK_WORKER"
+"""Environment variable whose value marks a worker and all its descendants."""
+
 _PR_SET_PDEATHSIG = 1  # of linux/prctl.h
 
 
@@ -269,3 +273,14 @@ def end_with(parent: int) -> bool:
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     return os.getppid() == parent
+
+
+def folder_prefix(mark: str) -> str:
+    """Return how the names of a worker's temporary folders begin, by the value of ``MARK``."""
+    return f"attncheck-worker-{mark}-"
+
+
+def remove_folders(mark: str) -> None:
+    """Remove the temporary folders that a worker has left, for instance because it was killed."""
+    for folder in Path(tempfile.gettempdir()).glob(f"{folder_prefix(mark)}*"):
+        shutil.rmtree(folder, ignore_errors=True)

@@ -27,6 +27,7 @@ from attncheck.harness.checks.ranks.faults import likely_fault
 from attncheck.harness.checks.ranks.process import RankAnswer, RankQuestion
 from attncheck.harness.driver.foreign_code import StageError
 from attncheck.harness.driver.observation import Observation
+from attncheck.harness.host import MARK, folder_prefix
 from attncheck.harness.problem.problem import Problem, ranks_of
 from attncheck.harness.truth.truth import Truth
 from attncheck.reports.run_file.records import OURSELVES
@@ -85,7 +86,7 @@ class RankChecks:
         question = RankQuestion(
             self._loaded.ref, case, self._problem.seed, str(self._device), size, LIMIT_S, os.getpid()
         )
-        with tempfile.TemporaryDirectory(prefix="attncheck-ranks-") as name:
+        with tempfile.TemporaryDirectory(prefix=folder_prefix(os.environ.get(MARK, "none"))) as name:
             answers = run_ranks(question, Path(name))
             if reason := next((answer.not_examined for answer in answers if answer.not_examined), ""):
                 return NotExamined((reason,), "attncheck")
