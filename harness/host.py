@@ -1,10 +1,13 @@
-"""The host: its memory, its control group, its kernel caches, its processors, and commands. Loads no torch."""
+"""The host: its memory, its control group, its kernel caches, its processors, and processes. Loads no torch."""
 
+import ctypes
 import getpass
 import os
 import platform
 import re
 import resource
+import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -254,3 +257,30 @@ def first_line(*command: str) -> str | None:
     """Return the first line that :func:`run_command` returns, or None. Cached for the process."""
     lines = (run_command(command) or "").splitlines()
     return lines[0].strip() if lines else None
+
+
+MARK = "ATTNCHECK_WORKER"
+"""Environment variable whose value marks a worker and all its descendants."""
+
+_PR_SET_PDEATHSIG = 1  # of linux/prctl.h
+
+
+def end_with(parent: int) -> bool:
+    """Let the kernel end this process with its parent, as it may be busy for hours. Return whether that is ``parent``.
+
+    A process whose parent is another one must end: ``parent`` was killed before this call.
+    """
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    return os.getppid() == parent
+
+
+def folder_prefix(mark: str) -> str:
+    """Return how the names of a worker's temporary folders begin, by the value of ``MARK``."""
+    return f"attncheck-worker-{mark}-"
+
+
+def remove_folders(mark: str) -> None:
+    """Remove the temporary folders that a worker has left, for instance because it was killed."""
+    for folder in Path(tempfile.gettempdir()).glob(f"{folder_prefix(mark)}*"):
+        shutil.rmtree(folder, ignore_errors=True)

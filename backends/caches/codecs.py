@@ -30,7 +30,10 @@ class KVCacheCodec(Protocol):
         """
 
     def read(self, kv_cache: Tensor, slots: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the contents of ``slots``, as new tensors in the shapes and dtype that ``write`` takes."""
+        """Return the contents of ``slots``, as new tensors in the shapes that ``write`` takes.
+
+        They have the activation dtype. Rows of ``ROW_FORMATS`` may instead have a wider float dtype, and be unrounded.
+        """
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from attncheck.backends.caches.packings import CacheGeometry, has_coded_rows
-from attncheck.backends.dtypes import DTYPES
 from attncheck.reference.spec import ROW_FORMATS, CacheSpec, LayerSpec, RowFormat
 
 SMALLEST_SCALE = 1e-6
@@ -24,12 +23,11 @@ FLOAT4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 class RowCodec:
     """A codec (:class:`~attncheck.backends.caches.codecs.KVCacheCodec`) for rows of one format.
 
-    dtype: the activation dtype. sizes: head size of keys and of values. units: what the stored scales of keys and of
-    values are multiples of; only the scales of groups have one.
+    sizes: head size of keys and of values. units: what the stored scales of keys and of values are multiples of; only
+    the scales of groups have one.
     """
 
     row_format: RowFormat
-    dtype: torch.dtype
     sizes: tuple[int, int]
     units: tuple[float, float]
 
@@ -41,11 +39,6 @@ class RowCodec:
         memory[slots // block_size, :, slots % block_size] = torch.cat(rows, dim=-1).to(memory.device)
 
     def read(self, kv_cache: Tensor, slots: Tensor) -> tuple[Tensor, Tensor]:
-        """See :class:`~attncheck.backends.caches.codecs.KVCacheCodec`."""
-        key, value = self.read_exactly(kv_cache, slots)
-        return key.to(self.dtype), value.to(self.dtype)
-
-    def read_exactly(self, kv_cache: Tensor, slots: Tensor) -> tuple[Tensor, Tensor]:
         """Return the contents of ``slots`` without rounding, float64."""
         block_size = kv_cache.shape[2]
         rows = kv_cache.view(torch.uint8)[slots // block_size, :, slots % block_size]
@@ -67,7 +60,7 @@ def row_codec(backend: CacheGeometry, layer: LayerSpec, cache: CacheSpec) -> Row
         return None
     row_format = ROW_FORMATS[cache.kv_cache_dtype]
     units = (1.0, 1.0) if row_format.group is None else (cache.k_scale, cache.v_scale)
-    return RowCodec(row_format, DTYPES[layer.dtype], (layer.head_size, layer.value_head_size), units)
+    return RowCodec(row_format, (layer.head_size, layer.value_head_size), units)
 
 
 def encode_rows(rows: Tensor, row_format: RowFormat, unit: float = 1.0) -> Tensor:

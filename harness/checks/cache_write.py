@@ -463,8 +463,7 @@ def judge_pool(problem: Problem, pool: KVPool, seen: Observation, rows: Rows, ho
     if same_bytes(expected, got):
         return Broken(changed[0], figures, changed[0] + _CHANGED) if changed else Holds(figures)
     examined = torch.cat([slots, *pool.regions.values(), problem.owned_slots]).unique()
-    read = pool.read_exactly if has_coded_rows(problem) else pool.read_image
-    wrong = _differing(read, expected, got, examined.to(expected.device)).cpu()
+    wrong = _differing(pool.read_exactly, expected, got, examined.to(expected.device)).cpu()
     figures["slots_wrong"] = len(wrong)
     if not len(wrong):
         where = "that are not of the new rows" if has_coded_rows(problem) else "between the slots of the pool"

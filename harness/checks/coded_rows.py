@@ -2,7 +2,8 @@
 
 Correct writers differ in the last bits of a scale, and round a number between two codes to either if it is near the
 middle. So the rows of a written slot are compared as numbers: each within half a step of its row
-(:meth:`~attncheck.harness.problem.coded_rows.CodedRows.allowed_error`). All other bytes must be unchanged.
+(:meth:`~attncheck.harness.problem.coded_rows.CodedRows.allowed_error`), and within the rounding of the codec that reads
+it. All other bytes must be unchanged.
 """
 
 from collections.abc import Sequence
@@ -22,7 +23,7 @@ Rows = tuple[Tensor, Tensor]
 """Keys and values."""
 
 _Part = tuple[Tensor, Tensor, CodedRows]
-"""Rows given to the writer, the same rows read from the cache in float64, and their form; of keys or of values."""
+"""Rows given to the writer, the same rows read from the cache, and their form; of keys or of values."""
 
 _NEAR = 2.0**-10
 """Relative difference within which a stored number is the one that a fault explains."""
@@ -62,7 +63,14 @@ def wrong_coded_rows(problem: Problem, pool: KVPool, image: Tensor, rows: Rows) 
 def _share(wanted: Tensor, got: Tensor, form: CodedRows) -> Tensor:
     """Return the errors in units of the allowed ones; NaN counts as infinite."""
     error = (got.double() - wanted.double()).abs()
-    return (error / form.allowed_error(wanted)).nan_to_num(nan=torch.inf)
+    return (error / (form.allowed_error(wanted) + _rounding_error(got))).nan_to_num(nan=torch.inf)
+
+
+def _rounding_error(rows: Tensor) -> Tensor:
+    """Return by how much each number differs at most from one that was rounded to it in the dtype of ``rows``."""
+    dtype = torch.finfo(rows.dtype)
+    exponent = torch.frexp(rows.double().abs().clamp(min=dtype.smallest_normal)).exponent - 1
+    return dtype.eps / 2 * 2.0 ** exponent.double()
 
 
 def _difference(parts: Sequence[_Part], shares: Sequence[Tensor], row: int) -> str:

@@ -329,7 +329,12 @@ class KVPool:
         call_backend("codec", lambda: codec.write(self._memory.view(image), places, key, value), self._device)
 
     def read_image(self, image: Tensor, slots: Tensor) -> tuple[Tensor, Tensor]:
-        """Return keys and values read through the codec from a copy of :meth:`bytes`.
+        """Return what :meth:`read_exactly` returns, rounded to the layer's dtype."""
+        key, value = self.read_exactly(image, slots)
+        return key.to(self.problem.dtype), value.to(self.problem.dtype)
+
+    def read_exactly(self, image: Tensor, slots: Tensor) -> tuple[Tensor, Tensor]:
+        """Return keys and values read through the codec from a copy of :meth:`bytes`, in the dtype of the codec.
 
         Raises RuntimeError if there is no codec.
         """
@@ -345,14 +350,6 @@ class KVPool:
             return keys, values
 
         return call_backend("codec", read, self._device)
-
-    def read_exactly(self, image: Tensor, slots: Tensor) -> tuple[Tensor, Tensor]:
-        """Return what :meth:`read_image` returns, float64; a :class:`RowCodec` does not round it to the dtype."""
-        codec = self._codec_in_hand()
-        if isinstance(codec, RowCodec):
-            return codec.read_exactly(self._memory.view(image), self._memory.slots_in_image(slots).to(self._device))
-        key, value = self.read_image(image, slots)
-        return key.double(), value.double()
 
     def _codec_in_hand(self) -> KVCacheCodec:
         if self.codec is None:

@@ -11,8 +11,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from attncheck.harness.device import accelerators_in_use
-from attncheck.harness.workers.process_tree import MARK
-from attncheck.harness.workers.worker import Imports, end_with, import_checks, import_torch, leave, serve
+from attncheck.harness.host import MARK, end_with
+from attncheck.harness.workers.worker import Imports, import_checks, import_torch, leave, serve
 
 _LOOK_EVERY_S = 0.0005
 

@@ -14,11 +14,10 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from attncheck.errors import InternalError, QuestionError
-from attncheck.harness.host import oom_kills
+from attncheck.harness.host import MARK, oom_kills, remove_folders
 from attncheck.harness.workers.limits import Limit, passed_environment
 from attncheck.harness.workers.printed import KEPT, PrintedOutput, Show, native_stack, print_stacks
 from attncheck.harness.workers.process_tree import (
-    MARK,
     end_group,
     end_marked,
     end_strays,
@@ -285,6 +284,7 @@ class WorkerProcess:
         has_ended = end_group(self._process.pid, self._wait, politely=politely)
         end_strays(self._strays)
         end_marked(self._mark)
+        remove_folders(self._mark)
         return has_ended
 
     def _is_late(self, limit: "Limit | None") -> bool:

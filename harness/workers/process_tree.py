@@ -9,11 +9,8 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from attncheck.harness.host import free_host_bytes, oom_kills
+from attncheck.harness.host import MARK, free_host_bytes, oom_kills
 from attncheck.harness.workers.limits import children, descendants
-
-MARK = "ATTNCHECK_WORKER"
-"""Environment variable whose value marks a worker and all its descendants."""
 
 _PR_SET_CHILD_SUBREAPER, _PR_GET_CHILD_SUBREAPER = 36, 37  # of linux/prctl.h
 

@@ -17,7 +17,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
 
-from attncheck.harness.workers.process_tree import MARK, adopting_orphans
+from attncheck.harness.host import MARK
+from attncheck.harness.workers.process_tree import adopting_orphans
 from attncheck.harness.workers.sharing import CLIENT_VARIABLES
 
 _START = """\

@@ -5,11 +5,9 @@ with ``os.fork`` and that returns from the backend's call must not answer, too: 
 """
 
 import atexit
-import ctypes
 import faulthandler
 import gc
 import os
-import signal
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
@@ -25,6 +23,7 @@ from attncheck.cases.model import Case
 from attncheck.errors import BackendLoadError, InternalError, QuestionError
 from attncheck.harness.checks.findings import TimingSettings
 from attncheck.harness.device import accelerator_of, accelerators_in_use
+from attncheck.harness.host import end_with
 from attncheck.harness.run.outcomes import BackendDescription
 from attncheck.harness.run.preparation import Gpu, gpus_alike, refuse_other_gpu
 from attncheck.harness.workers.limits import MemoryLimits, keep_within, with_limit_named
@@ -51,7 +50,6 @@ if TYPE_CHECKING:
     from attncheck.harness.run.evaluate import Examiner
     from attncheck.harness.run.outcomes import Backend
 
-_PR_SET_PDEATHSIG = 1  # of linux/prctl.h
 _NEEDS_TERMINAL = "breakpoint() needs --in-process: the process of a backend has no terminal"
 
 
@@ -160,13 +158,6 @@ def serve(reading: int, writing: int, run: int, make: "Callable[[WorkerPipes], S
         sys.exit("a pipe between attncheck and this process is closed")
     except (Exception, SystemExit) as error:  # noqa: BLE001 (ours, or a backend's outside of guarded calls)
         pipes.fail(error)
-
-
-def end_with(run: int) -> bool:
-    """Let the kernel end this process, which may be busy for hours, with its parent; return whether that is ``run``."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    return os.getppid() == run  # else the run was killed before the line above
 
 
 def leave() -> None:

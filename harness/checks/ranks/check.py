@@ -27,8 +27,10 @@ from attncheck.harness.checks.ranks.faults import likely_fault
 from attncheck.harness.checks.ranks.process import RankAnswer, RankQuestion
 from attncheck.harness.driver.foreign_code import StageError
 from attncheck.harness.driver.observation import Observation
+from attncheck.harness.host import MARK, folder_prefix
 from attncheck.harness.problem.problem import Problem, ranks_of
 from attncheck.harness.truth.truth import Truth
+from attncheck.reports.run_file.records import OURSELVES
 
 LIMIT_S = 120.0
 """Seconds in which all ranks must end, with the start of their processes."""
@@ -81,15 +83,18 @@ class RankChecks:
 
     def _run(self) -> Results | NotExamined:
         case, size = self._problem.case, ranks_of(self._problem.case).size
-        question = RankQuestion(self._loaded.ref, case, self._problem.seed, str(self._device), size, LIMIT_S)
-        with tempfile.TemporaryDirectory(prefix="attncheck-ranks-") as name:
+        question = RankQuestion(
+            self._loaded.ref, case, self._problem.seed, str(self._device), size, LIMIT_S, os.getpid()
+        )
+        with tempfile.TemporaryDirectory(prefix=folder_prefix(os.environ.get(MARK, "none"))) as name:
             answers = run_ranks(question, Path(name))
             if reason := next((answer.not_examined for answer in answers if answer.not_examined), ""):
                 return NotExamined((reason,), "attncheck")
             raised = [(answer.ended_at, rank, answer.raised) for rank, answer in enumerate(answers) if answer.raised]
             if raised:  # the first one is the cause: the others wait for it
                 _, rank, first = min(raised, key=lambda each: each[0])
-                raise StageError(replace(first, stage=f"{first.stage} of rank {rank}"))
+                named = first.stage if first.stage == OURSELVES else f"{first.stage} of rank {rank}"
+                raise StageError(replace(first, stage=named))
             parts = [torch.load(Path(name) / f"rank-{rank}.pt", weights_only=True) for rank in range(size)]
         return answers, self._observation(answers, parts)
 
@@ -133,7 +138,7 @@ def run_ranks(question: RankQuestion, folder: Path) -> tuple[RankAnswer, ...]:
     """Run the step on all ranks, and return their answers in order; no process is left.
 
     Raises:
-        FindingError: a rank died, or did not end within ``LIMIT_S``.
+        FindingError: a rank died, or did not end within ``LIMIT_S``, or ``GRACE_S`` after the death of one.
     """
     (folder / "question.json").write_bytes(TypeAdapter(RankQuestion).dump_json(question))
     words = [sys.executable, "-P", "-m", "attncheck.harness.checks.ranks.process", str(folder)]
@@ -143,7 +148,7 @@ def run_ranks(question: RankQuestion, folder: Path) -> tuple[RankAnswer, ...]:
         for rank in range(question.size):
             command = [*words, str(rank)]
             processes.append(subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL))  # noqa: S603 (words of ours)
-        _wait(processes)
+        limit_s = _wait(processes)
         codes = [process.poll() for process in processes]
     finally:
         for process in processes:
@@ -154,21 +159,23 @@ def run_ranks(question: RankQuestion, folder: Path) -> tuple[RankAnswer, ...]:
         if code is not None and not path.exists():
             raise FindingError(Broken(f"rank {rank} died: {_ending(code)}"))
     if None in codes:
-        raise FindingError(Broken(f"the ranks did not end within {LIMIT_S:g} s: {_waiting(codes, folder)}"))
+        raise FindingError(Broken(f"the ranks did not end within {limit_s:.3g} s: {_waiting(codes, folder)}"))
     return tuple(TypeAdapter(RankAnswer).validate_json(path.read_bytes()) for path in paths)
 
 
-def _wait(processes: Sequence[subprocess.Popen[bytes]]) -> None:
-    """Wait until all processes have ended, or until the time is over, which a death shortens."""
-    end = time.monotonic() + LIMIT_S
+def _wait(processes: Sequence[subprocess.Popen[bytes]]) -> float:
+    """Wait until all processes have ended, or until the time is over, which a death shortens; return this time."""
+    begin = time.monotonic()
+    end = begin + LIMIT_S
     has_death = False
     while time.monotonic() < end:
         codes = [process.poll() for process in processes]
         if None not in codes:
-            return
+            break
         if any(codes) and not has_death:
             has_death, end = True, min(end, time.monotonic() + GRACE_S)
         time.sleep(0.02)
+    return end - begin
 
 
 def _ending(code: int) -> str:

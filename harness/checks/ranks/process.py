@@ -18,19 +18,24 @@ from torch import Tensor, distributed
 from attncheck.backends.context_parallel import set_dcp_group
 from attncheck.backends.registry import load
 from attncheck.cases.model import Case
-from attncheck.errors import AttncheckError
+from attncheck.errors import AttncheckError, BackendUnavailableError
 from attncheck.harness.checks.cache_write import judge_pool
 from attncheck.harness.checks.findings import Broken, Finding, Holds, NotExamined
 from attncheck.harness.driver.foreign_code import StageError
-from attncheck.harness.driver.observation import Raised
+from attncheck.harness.driver.observation import Raised, capture_exception, passes_foreign_code
 from attncheck.harness.driver.session import Session
+from attncheck.harness.host import end_with, is_refused_memory
 from attncheck.harness.problem.problem import build_problem, rank_problem
 from attncheck.reference.spec import PathSpec
+from attncheck.reports.run_file.records import OURSELVES
 
 
 @dataclass(frozen=True)
 class RankQuestion:
-    """What each rank runs. ``limit_s``: seconds that a collective waits for another rank."""
+    """What each rank runs. ``limit_s``: seconds that a collective waits for another rank.
+
+    ``parent``: id of the process that starts the ranks, and with which they end.
+    """
 
     ref: str
     case: Case
@@ -38,6 +43,7 @@ class RankQuestion:
     device: str
     size: int
     limit_s: float
+    parent: int
 
 
 @dataclass(frozen=True)
@@ -132,14 +138,29 @@ def run_rank(question: RankQuestion, rank: int, folder: Path) -> RankAnswer:
     return RankAnswer(time.time(), protocol=seen.protocol, cache=cache)
 
 
+def answer_of(question: RankQuestion, rank: int, folder: Path) -> RankAnswer:
+    """Return the answer of :func:`run_rank`, or one that states what it raised: the backend, or attncheck itself."""
+    try:
+        return run_rank(question, rank, folder)
+    except StageError as failure:
+        return RankAnswer(time.time(), raised=failure.raised)
+    except BackendUnavailableError as error:
+        return RankAnswer(time.time(), not_examined=str(error))
+    except Exception as error:  # noqa: BLE001 (ours, or a backend's outside of guarded calls)
+        stage = "step" if passes_foreign_code(error) else OURSELVES
+        raised = capture_exception(stage, error)
+        if is_refused_memory(raised.error_type, raised.message):
+            return RankAnswer(time.time(), not_examined=f"out of memory in rank {rank}: {raised.message}")
+        return RankAnswer(time.time(), raised=raised)
+
+
 def main(folder: Path, rank: int) -> None:
     """Answer the question of ``folder``."""
-    torch.set_float32_matmul_precision("highest")
     question = TypeAdapter(RankQuestion).validate_json((folder / "question.json").read_bytes())
-    try:
-        answer = run_rank(question, rank, folder)
-    except StageError as failure:
-        answer = RankAnswer(time.time(), raised=failure.raised)
+    if not end_with(question.parent):
+        return
+    torch.set_float32_matmul_precision("highest")
+    answer = answer_of(question, rank, folder)
     written = folder / f"rank-{rank}.tmp"
     written.write_bytes(TypeAdapter(RankAnswer).dump_json(answer))
     written.rename(folder / f"rank-{rank}.json")

@@ -62,6 +62,23 @@ def test_a_scale_of_another_step_is_wrong(judge, backend_of, make_case):
     assert found.figures["worst_half_steps"] > 1
 
 
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("kind", ["fp8_per_token_head", "int8_per_token_head"])
+def test_a_codec_may_round_to_the_dtype_of_the_layer(judge, backend_of, make_case, kind, dtype):
+    class Rounding(RowCodec):
+        def read(self, kv_cache, slots):
+            key, value = super().read(kv_cache, slots)
+            return key.to(getattr(torch, dtype)), value.to(getattr(torch, dtype))
+
+    def rounding(cls, layer, cache):
+        exact = row_codec(cls, layer, cache)
+        return Rounding(exact.row_format, exact.sizes, exact.units)
+
+    case = make_case(cache={"kv_cache_dtype": kind, "layout": "HND"}, dtype=dtype)
+    backend = backend_of(ReferenceImpl, kv_cache_codec=classmethod(rounding))
+    assert isinstance(judge("cache_write", backend, case), Holds)
+
+
 def test_a_byte_of_a_scale_outside_of_the_written_slots_is_seen(judge, backend_of, make_case):
     class Impl(ReferenceImpl):
         def _decoded_rows(self, call, *, writes):
@@ -98,7 +115,7 @@ def test_a_cache_without_a_fitting_codec_is_not_examined(judge, backend_of, make
 
     def shifted(cls, layer, cache):
         right = row_codec(cls, layer, cache)
-        return Shifted(right.row_format, right.dtype, right.sizes, right.units)
+        return Shifted(right.row_format, right.sizes, right.units)
 
     case = coded(make_case, kind)
     for codec, reason in ((lambda *_: None, "declare by kv_cache_codec"), (shifted, "unlike attncheck's definition")):

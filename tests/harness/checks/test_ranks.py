@@ -1,6 +1,7 @@
 """The path ``ranks``: a process for each rank of context parallelism, and what is said of wrong ranks."""
 
 import math
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -8,8 +9,9 @@ import torch
 from attncheck.backends.contract import get_dcp_group, get_dcp_world_size_and_rank
 from attncheck.backends.registry import load
 from attncheck.cases.loader import load_suite
+from attncheck.errors import BackendUnavailableError
 from attncheck.harness.checks.findings import FindingError, NotExamined
-from attncheck.harness.checks.ranks import check
+from attncheck.harness.checks.ranks import check, process
 from attncheck.harness.checks.ranks.check import RankChecks
 from attncheck.harness.checks.ranks.faults import likely_fault
 from attncheck.harness.driver.foreign_code import StageError
@@ -121,6 +123,26 @@ def test_the_first_rank_that_raises_is_named(make_case, tmp_path, words, stage, 
     assert message in raised.message
     with pytest.raises(StageError):  # the ranks do not run again
         checks.find("cache_write")()
+
+
+@pytest.mark.parametrize(
+    ("error", "outcome", "words"),
+    [
+        (None, "errored", ("attncheck itself", "TypeError")),
+        (MemoryError("1 GiB"), "unsupported", ("out of memory in rank 0: 1 GiB",)),
+        (BackendUnavailableError("x", ["no kernel"]), "unsupported", ("backend 'x' is unavailable here: no kernel",)),
+    ],
+)
+def test_what_attncheck_raises_in_a_rank_is_no_failure_of_the_backend(make_case, monkeypatch, error, outcome, words):
+    def answers(question, folder):
+        return tuple(process.answer_of(question, rank, folder) for rank in range(question.size))
+
+    monkeypatch.setattr(check, "run_ranks", answers)
+    monkeypatch.setattr(process, "rank_problem", error and Mock(side_effect=error))
+    case = on_ranks(make_case, (1, 9))
+    (record,) = Examiner(RunPlan((case,))).records(case, load("reference"), checks=("numerics",))
+    assert record.outcome == outcome
+    assert words == ((record.stage, record.error_type) if outcome == "errored" else record.reasons)
 
 
 @pytest.mark.slow

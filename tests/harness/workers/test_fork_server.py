@@ -13,12 +13,12 @@ from pathlib import Path
 import pytest
 
 from attncheck.harness.cli import run as cli_run
+from attncheck.harness.host import MARK
 from attncheck.harness.run.options import RunOptions
 from attncheck.harness.workers import starting
 from attncheck.harness.workers.limits import WorkerSettings, passed_environment
 from attncheck.harness.workers.pool import WorkerPool
 from attncheck.harness.workers.process import WorkerProcess
-from attncheck.harness.workers.process_tree import MARK
 from attncheck.harness.workers.starting import ForkServer, start_worker
 from attncheck.harness.workers.worker import CaseServer, Imports
 from attncheck.reports.run_file.records import format_line
