@@ -357,8 +357,9 @@ def _key_properties(problem: Problem, found: _Keys) -> Iterator[tuple[str, Prope
     yield f"at positions up to {most}", lambda k: k.key <= most
     near = int((found.row - found.key).min())
     far = int((found.row - found.key).max())
-    yield f"{near} or more positions before their row", lambda k: k.row - k.key >= near
-    yield f"at most {far} positions before their row", lambda k: k.row - k.key <= far
+    if near >= 0:  # none of the keys is ahead of its row
+        yield f"{near} or more positions before their row", lambda k: k.row - k.key >= near
+        yield f"at most {far} positions before their row", lambda k: k.row - k.key <= far
     end = int((found.num_keys - found.key).max())
     yield f"among the last {end} of their requests", lambda k: k.num_keys - k.key <= end
 

@@ -3,11 +3,11 @@
 import json
 import math
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from hashlib import sha256
-from itertools import chain
+from itertools import chain, product
 from pathlib import Path
 from time import perf_counter
 
@@ -124,6 +124,9 @@ def _num_cores() -> int:
 
 RANK_ROUNDINGS = 4
 """Roundings of the output that are always allowed on ranks: two as for any layer, one of products, one of their sum."""
+
+_FP8_PROB_FACTORS = (256.0, 448.0)
+"""Factors of softmax weights before they are rounded to FP8: those of vLLM's Triton kernel and of FlashInfer."""
 
 NOTICEABLE = 10.0
 """Budgets by which a change must move the truth to count as noticed."""
@@ -295,7 +298,13 @@ def honest_answers(problem: Problem, rows: UnpagedAttention, params: AttentionPa
         return _merged(problem, problem.layout.part_of_key, reading, how, rounding)
 
     if problem.layer.query_quant:  # tensor cores multiply codes of values by codes of weights
-        yield attend(rows, params, replace(precision, prob=torch.float8_e4m3fn))
+        maxima = (False,) if params.sinks is None else (False, True)  # that of vLLM's Triton kernel starts at the sink
+        for factor, from_sinks in product(_FP8_PROB_FACTORS, maxima):
+            coarse = replace(precision, prob=torch.float8_e4m3fn, prob_factor=factor, max_from_sinks=from_sinks)
+            yield attend(rows, params, coarse)
+    coded_values = value_storage(problem.layer, problem.cache).coded_rows
+    if coded_values is not None and coded_values.row_format.group is None and problem.dtype == torch.float16:
+        yield _with_scaled_weights(rows, params, precision, coded_values.row_format.largest, attend)
     if problem.case.batch.path.name == "ranks":  # the new keys may be spread, too
         spread = [each for r in problem.requests for each in range(r.num_keys)]
         holders = torch.tensor(spread) // ranks_of(problem.case).interleave % ranks_of(problem.case).size
@@ -320,6 +329,28 @@ def _readings(problem: Problem, rows: UnpagedAttention) -> Iterator[UnpagedAtten
         device = rows.keys.device
         query, keys, values = (each.to(device) for each in (problem.query, problem.keys, problem.values))
         yield replace(rows, query=query, keys=keys, values=values)
+
+
+def _with_scaled_weights(
+    rows: UnpagedAttention,
+    params: AttentionParams,
+    precision: Precision,
+    largest: float,
+    attend: Callable[[UnpagedAttention, AttentionParams, Precision], Answer],
+) -> Answer:
+    """Round the products of softmax weights and scales of value rows, and multiply codes by them.
+
+    vLLM's Triton kernel does so. Scales are powers of two, so only float16, whose small numbers have fewer bits, loses
+    more than by rounding the weights themselves. ``largest``: the largest code.
+    """
+    scales = rows.values.double().abs().amax(dim=-1, keepdim=True) / largest
+    outs: list[Tensor] = []
+    for scale in scales.unique().tolist():  # the output is the sum of those of rows of equal scale
+        of_scale = replace(rows, values=rows.values.masked_fill(scales != scale, 0.0))
+        how = replace(precision, out=None, prob_factor=scale or 1.0, max_from_sinks=True)
+        out, lse = attend(of_scale, params, how)
+        outs.append(out)
+    return torch.stack(outs).sum(dim=0).to(precision.out), lse
 
 
 def _merged(

@@ -98,6 +98,8 @@ class RowTile:
         self.q_NmD = q_qNGD.permute(1, 2, 0, 3).reshape(heads, groups * rows, params.head_size)
         self.q_pos_q1 = torch.arange(first, first + rows, device=rule.device).unsqueeze(1)
         self.max_Nm1 = self.q_NmD.new_full((heads, groups * rows, 1), -torch.inf)
+        if rule.precision.max_from_sinks and rule.sinks_NG11 is not None:
+            self.max_Nm1 = rule.sinks_NG11.expand(heads, groups, rows, 1).reshape(heads, groups * rows, 1)
         self.sum_Nm1 = self.q_NmD.new_zeros((heads, groups * rows, 1))
         self.acc_NmV = self.q_NmD.new_zeros((heads, groups * rows, params.value_head_size))
 

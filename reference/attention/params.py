@@ -20,9 +20,6 @@ _ENDLESS = 2**62
 
 _FLOAT_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
-_FP8_PROB_FACTOR = 256.0
-"""Factor of softmax numerators before they are rounded to ``float8_e4m3fn``, as in vLLM's Triton kernel."""
-
 
 @dataclass(frozen=True)
 class LayerParams:
@@ -144,8 +141,9 @@ class Precision:
 
     compute: dtype of scores, softmax, accumulation, lse and of the returned tensors.
     prob: the softmax numerators ``P`` are rounded to this dtype before ``P @ V``, and kept in ``compute``. The row sum
-        uses them unrounded. ``None``: not rounded. ``float8_e4m3fn``: ``256 P`` is rounded, as kernels do to keep small
-        numerators.
+        uses them unrounded. ``None``: not rounded.
+    prob_factor: ``P`` times this number is rounded, and then divided by it.
+    max_from_sinks: whether the running maximum of the scores starts at the sink. ``P`` is relative to that maximum.
     out: the output is rounded to this dtype, and kept in ``compute``. ``None``: not rounded. The lse is never rounded.
 
     Float32 products on a GPU follow torch's TF32 setting, which the caller must set.
@@ -154,12 +152,14 @@ class Precision:
     kernel. The error budget of backends derives from its distance to the truth.
 
     >>> Precision.kernel(torch.bfloat16)
-    Precision(compute=torch.float32, prob=torch.bfloat16, out=torch.bfloat16)
+    Precision(compute=torch.float32, prob=torch.bfloat16, out=torch.bfloat16, prob_factor=1.0, max_from_sinks=False)
     """
 
     compute: torch.dtype = torch.float64
     prob: torch.dtype | None = None
     out: torch.dtype | None = None
+    prob_factor: float = 1.0
+    max_from_sinks: bool = False
 
     def __post_init__(self) -> None:
         for name in ("compute", "prob", "out"):
@@ -168,6 +168,8 @@ class Precision:
             if not is_allowed and (name, dtype) != ("prob", torch.float8_e4m3fn):
                 allowed = "float64, float32, bfloat16 or float16" + ("" if name == "compute" else ", or None")
                 raise ReferenceArgumentError(f"precision.{name}", dtype, allowed)
+        if not 0 < self.prob_factor < math.inf:
+            raise ReferenceArgumentError("precision.prob_factor", self.prob_factor, "a finite number above 0")
 
     @classmethod
     def kernel(cls, dtype: torch.dtype) -> "Precision":
@@ -176,9 +178,9 @@ class Precision:
 
     def round_prob(self, p: Tensor) -> Tensor:
         """Return softmax numerators rounded to ``prob``."""
-        if self.prob == torch.float8_e4m3fn:
-            return _rounded(_FP8_PROB_FACTOR * p, self.prob) / _FP8_PROB_FACTOR
-        return _rounded(p, self.prob)
+        if self.prob_factor == 1:
+            return _rounded(p, self.prob)
+        return _rounded(self.prob_factor * p, self.prob) / self.prob_factor
 
     def round_out(self, out: Tensor) -> Tensor:
         """Return the output rounded to ``out``."""
@@ -255,8 +257,9 @@ class PrefixMask:
     So a span is seen whole by its own rows, with later keys, and beyond the left edge of a window. This is vLLM's
     ``(causal AND window) OR mm_prefix`` and ``causal AND (key < prefix_len OR q - key < rswa_window)``, from
     ``compute_kv_seq_mask`` in ``v1/attention/ops/triton_attention_helpers.py`` of vLLM 0.32. For image spans, its
-    FlexAttention and FA4 masks have the same order. Keys behind the last key of the request do not exist, so a span
-    that a chunk cuts has only the keys up to the end of the chunk.
+    FlexAttention and FA4 masks have the same order. It is vLLM's default; with ``mm_prefix_clamp_sliding_window``, as
+    for Gemma 4, the window also bounds image spans, which is not expressed here. Keys behind the last key of the
+    request do not exist, so a span that a chunk cuts has only the keys up to the end of the chunk.
 
     mm_req_doc_ranges: inclusive positions ``(first, last)``, as in vLLM's common metadata.
     rswa_prefix_len: number of first keys, for a layer whose ``window`` is ``(rswa_window - 1, 0)``.

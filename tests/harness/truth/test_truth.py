@@ -349,3 +349,49 @@ def test_what_underflows_in_float32_may_vanish():
         budget = budget_of(rows, params, dtype, out, lse, weighted)
         assert float(share_of_budget(-out, budget).max()) <= 1.0
         assert float(share_of_budget(torch.full_like(out, 1e-3), budget).max()) > 1.0
+
+
+def decode_kernel(truth, rounded, *, max_from_sinks=False):
+    """One row over all its keys, written without the reference. ``rounded``: what becomes of its weights ``[H, 1, k]``.
+
+    ``max_from_sinks``: whether weights are relative to the sink, if it is above all scores.
+    """
+    rows, params = truth.rows, truth.params
+    scores = torch.einsum("qhd,khd->hqk", rows.query.float(), rows.keys.float()) * params.softmax_scale
+    top = scores.amax(dim=-1, keepdim=True)
+    sinks = torch.tensor(params.sinks or [-torch.inf] * params.num_heads)[:, None, None]
+    if max_from_sinks:
+        top = torch.maximum(top, sinks)
+    weights = torch.exp(scores - top)
+    total = weights.sum(dim=-1, keepdim=True) + torch.exp(sinks - top)
+    return torch.einsum("hqk,khd->qhd", rounded(weights) / total, rows.values.float())
+
+
+def to_fp8(factor):
+    return lambda weights: (factor * weights).to(torch.float8_e4m3fn).float() / factor
+
+
+HEADS = {"num_heads": 16, "num_kv_heads": 16, "head_size": 64, "dtype": "float16"}
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize(
+    ("keys", "factor", "sinks", "is_right"),
+    [(2, 256, False, True), (2, 448, False, True), (500, 256, 16 * (10.0,), True), (500, 1, False, False)],
+)
+def test_fp8_weights_have_the_factor_of_a_kernel_and_may_be_relative_to_the_sink(keys, factor, sinks, is_right, seed):
+    case = make_case((1, keys), query_quant=True, sinks=sinks, cache={"kv_cache_dtype": "fp8"}, **HEADS)
+    problem = build_problem(case, seed)
+    right = truth_of(problem, CPU, refuse_blindness=False)
+    out = decode_kernel(right, to_fp8(factor), max_from_sinks=bool(sinks)).to(problem.dtype)
+    assert (float(shares(problem, right, out).max()) <= 1.0) == is_right
+
+
+def test_weights_times_the_scales_of_values_may_be_rounded():
+    case = make_case((1, 500), cache={"kv_cache_dtype": "fp8_per_token_head"}, **HEADS)
+    for seed in range(3):
+        problem = build_problem(case, seed)
+        right = truth_of(problem, CPU)
+        scales = right.rows.values.float().abs().amax(dim=-1).T[:, None] / 448
+        out = decode_kernel(right, lambda weights, by=scales: (weights * by).half().float() / by).half()
+        assert float(shares(problem, right, out).max()) <= 1.0

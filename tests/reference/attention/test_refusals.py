@@ -306,6 +306,7 @@ PRECISION_ROWS = [
     ({"compute": torch.int32}, "precision.compute"),
     ({"prob": torch.int8}, "precision.prob"),
     ({"out": E4M3}, "precision.out"),
+    ({"prob_factor": 0.0}, "precision.prob_factor"),
 ]
 WINDOW_ROWS = [({"sliding_window": window}, "sliding_window") for window in (0, -1, 2.5, True)]
 
