@@ -258,7 +258,7 @@ REFUSED = {
     "mutants --from nowhere.jsonl": "error: nowhere.jsonl: cannot be read: No such file or directory",
     "shrink": "error: results: holds no run yet; `attncheck run` without --output writes one",
     "report": "error: results: holds no run yet; `attncheck run` without --output writes one",
-    "report a.jsonl --format pdf": "error: --format: 'pdf' is not one of 'terminal', 'markdown', 'html', 'junit', 'github', 'pytest-benchmark', 'json', 'csv', 'audit', 'audit-json', 'expect', 'statement', 'badge'; see `attncheck report --help`",
+    "report a.jsonl --format pdf": "error: --format: 'pdf' is not one of 'terminal', 'markdown', 'html', 'junit', 'sarif', 'github', 'pytest-benchmark', 'json', 'csv', 'audit', 'audit-json', 'expect', 'statement', 'badge'; see `attncheck report --help`",
     "report nowhere.jsonl --output out": "error: nowhere.jsonl: cannot be read: No such file or directory",
     "compare": "error: missing argument 'BASE'; see `attncheck compare --help`",
     "compare last": "error: results: holds no run yet; `attncheck run` without --output writes one",
