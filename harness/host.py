@@ -12,6 +12,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -282,5 +283,6 @@ def folder_prefix(mark: str) -> str:
 
 def remove_folders(mark: str) -> None:
     """Remove the temporary folders that a worker has left, for instance because it was killed."""
-    for folder in Path(tempfile.gettempdir()).glob(f"{folder_prefix(mark)}*"):
-        shutil.rmtree(folder, ignore_errors=True)
+    with suppress(OSError):  # a host without a writable folder has none
+        for folder in Path(tempfile.gettempdir()).glob(f"{folder_prefix(mark)}*"):
+            shutil.rmtree(folder, ignore_errors=True)
