@@ -857,7 +857,7 @@ class RowFormat:
 
     code: the numbers of the codes: integers from ``-largest`` to ``largest``, or those of a float format.
     bits: size of a code. If two codes share a byte, the first is in its low bits.
-    group: how many numbers share a scale; None: all of the row.
+    group: number of values that share a scale. None: all values of a row.
     """
 
     code: Literal["int", "float8_e4m3fn", "float4_e2m1fn"]

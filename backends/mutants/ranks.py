@@ -113,7 +113,7 @@ class RanksImpl(PlainImpl):
 
 
 class RanksBackend(Base):
-    """The right backend on ranks, of which each class below has one fault."""
+    """A right backend on ranks. Each class below adds one fault to it."""
 
     features = PlainBackend.features | {"dcp"}
     Impl = RanksImpl

@@ -64,7 +64,7 @@ def exchanged_scales(rows: Rows, forms: tuple[CodedRows, CodedRows]) -> Iterator
 
 
 def _scales(rows: Rows, forms: tuple[CodedRows, CodedRows]) -> list[Tensor]:
-    """Return the largest magnitude of each group, of which the scale is a fixed share: ``[n, Hkv, groups, 1]``."""
+    """Return the largest magnitude of each group: ``[n, Hkv, groups, 1]``. Its scale is a fixed share of that."""
     return [form.grouped(part).abs().amax(dim=-1, keepdim=True) for part, form in zip(rows, forms, strict=True)]
 
 

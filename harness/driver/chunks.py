@@ -15,7 +15,7 @@ class Chunk(NamedTuple):
 def chunks_of_rank(query_lens: Sequence[int], is_prefilling: Sequence[bool], size: int, rank: int) -> list[Chunk]:
     """Return the chunks of ``rank`` in the order of its batch: decodes first, then those of prompts.
 
-    A prompt is cut into ``2 * size`` chunks of equal length, the last of which may be short or empty. Rank ``r`` has
+    A prompt is cut into ``2 * size`` chunks of equal length; the last ones may be short or empty. Rank ``r`` has
     chunks ``r`` and ``2 * size - 1 - r``, so that all ranks see about equally many keys (vLLM's ``DualChunkSwap``). The
     decodes are dealt out in turn.
 

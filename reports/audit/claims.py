@@ -105,7 +105,7 @@ def _has_form(claim: DeclaredClaim, record: Record, run: Run) -> bool:
 
 
 def _separates(claim: DeclaredClaim, backend: str, run: Run) -> bool:
-    """Return whether outputs are right in the cases without the form, of which there are some."""
+    """Return whether there are cases without the form, and their outputs are right."""
     own = [each for each in run.records if (each.backend, each.check) == (backend, NUMERICS)]
     plain = [each for each in own if not _has_form(claim, each, run)]
     return any(isinstance(each, Passed) for each in plain) and not any(map(_is_short, plain))

@@ -1,4 +1,4 @@
-"""The path ``ranks``: a process for each rank of context parallelism, and what is said of wrong ranks."""
+"""The path ``ranks``: a process for each rank of context parallelism, and the findings on wrong ranks."""
 
 import math
 from unittest.mock import Mock
