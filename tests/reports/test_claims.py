@@ -371,6 +371,7 @@ def test_claims_that_a_check_measures_have_its_outcome(run, make, graph):
         claim("indexes_kv_by_block_stride", form="cache.pool_order"),
         claim("supports_sink", feature="sinks"),
         claim("supports_rswa", unexamined="no case has it"),
+        claim("supports_<b>", unexamined="<img> @you"),
     )
     infos = (BackendInfo(name="vllm:ONE", ref="vllm:ONE", conventions={"batch_invariant": True}, claims=own),)
     infos += (BackendInfo(name="vllm:TWO", ref="vllm:TWO", conventions={"batch_invariant": False}, claims=own),)
@@ -389,7 +390,16 @@ def test_claims_that_a_check_measures_have_its_outcome(run, make, graph):
         of("vllm:ONE", "failed", "bitwise", "b", summary="order: other bits"),
         of("vllm:ONE", "failed", "builder", "a", summary="with update_block_table for a second group of layers: no"),
         of("vllm:TWO", "failed", "builder", "a", summary="shared metadata are changed"),
-        of("vllm:ONE", "failed", "numerics", "pool", summary=ROWS),
+        of(
+            "vllm:ONE",
+            "errored",
+            "numerics",
+            "pool",
+            stage="forward",
+            error_type="ValueError",
+            message="no",
+            traceback="",
+        ),
         of("vllm:ONE", "passed", "numerics", "dense"),
     ]
     cases = [
@@ -409,6 +419,7 @@ def test_claims_that_a_check_measures_have_its_outcome(run, make, graph):
         "indexes_kv_by_block_stride": "wrong (1 of 1)",
         "supports_sink": "not tried",
         "supports_rswa": "declared, not examined: no case has it",
+        "supports_<b>": "declared, not examined: <img> @you",
     }
     assert {states["vllm:TWO", member] for member in (table, draft, "supports_batch_invariance")} == {"not tried"}
     assert states["vllm:THREE", "supports_sink"] == "declared, not examined here"
@@ -416,5 +427,6 @@ def test_claims_that_a_check_measures_have_its_outcome(run, make, graph):
     assert f"| `{draft}` | check cudagraph | **wrong** (1 of 2): `ONE`; not tried: `TWO`" in text.replace(
         "declared, not examined here: `THREE`; ", ""
     )
+    assert "<img>" not in text
     lines = text.splitlines()
     assert "| `supports_rswa` | nothing | declared, not examined: no case has it: `THREE`, `ONE`, `TWO` |" in lines
