@@ -1,6 +1,7 @@
 """The process that workers are forked from: it has imported torch and the checks, and uses no device."""
 
 import ctypes
+import importlib
 import json
 import os
 import socket
@@ -12,7 +13,7 @@ from pathlib import Path
 
 from attncheck.harness.device import accelerators_in_use
 from attncheck.harness.host import MARK, end_with
-from attncheck.harness.workers.worker import Imports, import_checks, import_torch, leave, serve
+from attncheck.harness.workers.worker import Imports, import_checks, import_torch, imports_kept, leave, serve
 
 _LOOK_EVERY_S = 0.0005
 
@@ -41,7 +42,8 @@ def _forked(requests: socket.socket, run: int) -> tuple[int, int] | None:
     """Fork a worker for each request. Return the ends of its pipes in the worker, and None when this process may end.
 
     A request has the ends of the worker's pipes, and of a socket, to which the worker writes its process id. The socket
-    is closed without that if there is no worker, or the run has not adopted it.
+    is closed without that if there is no worker, or the run has not adopted it. A request with ``modules`` has the
+    descriptor of another socket for requests instead of pipes: the fork imports them, and forks workers itself.
     """
     while True:
         words, descriptors, _, _ = socket.recv_fds(requests, 2**20, 4)
@@ -54,13 +56,45 @@ def _forked(requests: socket.socket, run: int) -> tuple[int, int] | None:
         if _is_grandchild():
             if os.getppid() != run:
                 return None
-            to_read, to_write, to_print, to_answer = descriptors
-            _become_worker(to_print, request["environment"], request["path"])
+            *pipes, to_answer = descriptors
+            if "environment" in request:
+                _become_worker(pipes[2], request["environment"], request["path"])
             os.write(to_answer, str(os.getpid()).encode())
             os.close(to_answer)
-            return to_read, to_write
+            if "environment" in request:
+                return pipes[0], pipes[1]
+            requests.close()
+            if not end_with(run):
+                return None
+            sys.path[:] = request["path"]
+            _import(request["modules"])
+            with socket.socket(fileno=pipes[0]) as others:
+                return _forked(others, run)
         for each in descriptors:
             os.close(each)
+
+
+def _import(modules: Sequence[str]) -> None:
+    """Import these modules, and compute what their libraries compute once for all of their files."""
+    from attncheck.backends.interpreter import is_interpreted
+    from attncheck.harness.driver.foreign_code import settings_kept
+
+    with imports_kept(), settings_kept():
+        for name in modules:
+            if name.startswith("vllm."):
+                from attncheck.backends.candidates.vllm import package
+
+                package.module(name)
+            else:
+                importlib.import_module(name)
+        if "triton" in sys.modules and not is_interpreted():
+            from triton.runtime.cache import triton_key
+
+            triton_key()  # reads all of Triton, before the first kernel
+
+
+_DEVICE_FILES = ("/dev/nvidia-uvm", "/dev/kfd")
+"""What a driver of CUDA or ROCm keeps open from its initialisation, which torch may not notice."""
 
 
 def _may_fork() -> bool:
@@ -72,7 +106,10 @@ def _may_fork() -> bool:
         if not (child := os.fork()):
             os._exit(0)
         os.waitpid(child, 0)
-    return threading.active_count() == 1 and _num_threads() == 1 and not accelerators_in_use()
+    if threading.active_count() > 1 or _num_threads() > 1 or accelerators_in_use():
+        return False
+    opened = map(os.path.realpath, Path("/proc/self/fd").iterdir())
+    return not any(each.startswith(_DEVICE_FILES) for each in opened)
 
 
 def _num_threads() -> int:

@@ -4,6 +4,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
@@ -19,7 +20,7 @@ from attncheck.harness.workers.printed import Show
 from attncheck.harness.workers.process import ProcessEndedError, RefusedError, StoppedError, WorkerError, WorkerProcess
 from attncheck.harness.workers.protocol import HarnessFailure
 from attncheck.harness.workers.sharing import SharedDevice
-from attncheck.harness.workers.starting import ForkServer, Starter, StartWorker
+from attncheck.harness.workers.starting import ForkServer, Starter, StartWorker, modules_of
 from attncheck.harness.workers.worker import Assignment, CaseServer, DeviceChosen, Imports
 from attncheck.reports.run_file.header import BackendInfo, Environment
 
@@ -189,7 +190,7 @@ class WorkerPool:
 
     def start(self, refs: Iterable[str]) -> None:
         """Start the missing processes of ``refs``, as many as there is memory for; they load their backends."""
-        for ref in refs:
+        for ref in sorted(refs, key=lambda ref: bool(modules_of(ref))):  # others need not wait for these imports
             if len(self._processes) < self._room:
                 self._start(ref)
 
@@ -395,12 +396,13 @@ class WorkerPool:
         if ref in self._processes:
             return
         environment = {**self._environments.setdefault(ref, {}), **self.device.variables(ref)}
-        self._processes[ref] = process = self._new(environment)
+        self._processes[ref] = process = self._new(environment, ref)
         process.ref = process.printed.label = ref
         process.send(CaseServer.load, ref)
 
-    def _new(self, environment: Mapping[str, str] | None = None) -> WorkerProcess:
-        process = WorkerProcess(environment, self._show, self._settings.pass_env, self._start_worker)
+    def _new(self, environment: Mapping[str, str] | None = None, ref: str = "") -> WorkerProcess:
+        start = partial(self._start_worker, ref=ref)
+        process = WorkerProcess(environment, self._show, self._settings.pass_env, start)
         process.send(CaseServer.prepare, self._imports)
         self._watch.add(process)
         return process

@@ -5,6 +5,7 @@ import fcntl
 import json
 import os
 import secrets
+import signal
 import socket
 import subprocess
 import sys
@@ -15,6 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
+from types import MappingProxyType
 from typing import Protocol
 
 from attncheck.harness.host import MARK
@@ -38,11 +40,25 @@ class ChildProcess(Protocol):
     pid: int
     returncode: int | None
 
+    def kill(self) -> None:
+        """Send SIGKILL to it."""
+
+    def wait(self) -> object:
+        """Wait until it has ended."""
+
 
 @dataclass
 class _Copy:
     pid: int
     returncode: int | None = None
+
+    def kill(self) -> None:
+        with suppress(ProcessLookupError):
+            os.kill(self.pid, signal.SIGKILL)
+
+    def wait(self) -> None:
+        with suppress(ChildProcessError):
+            os.waitpid(self.pid, 0)
 
 
 @dataclass(frozen=True)
@@ -82,12 +98,23 @@ def _started(
 
 # Importing torch takes longer than all else that a worker does before its backend. So one process imports it, and each
 # worker is a fork of a fork of it. The process between ends at once, so that the run becomes the worker's parent.
+# Some backends import more that takes seconds. Their workers are forks of another such process, which is itself a fork
+# of the first one and has imported that, too. So no other backend runs in a process that has these modules.
 
 READ_LATE = (MARK, *CLIENT_VARIABLES)
 """Environment variables that only a device's driver reads, or attncheck itself, so that a fork may change them."""
 
-_IMPORTING_S = 60.0
-"""Seconds that the process to fork from may take to import torch, before workers are started without it."""
+MODULES: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {
+        "triton_unified": ("triton",),
+        "triton_mla": ("triton",),
+        "vllm": ("vllm.v1.attention.backends.registry", "vllm.model_executor.layers.attention"),
+    }
+)
+"""Modules that take seconds to import, by the built-in name whose backends all import them when they are loaded."""
+
+_IMPORTING_S = 120.0
+"""Seconds that a process to fork from may take for its imports, before workers are started without it."""
 
 _FORKING_S = 5.0
 """Seconds that it may take for each worker after the first one."""
@@ -97,31 +124,52 @@ class ForkServer:
     """Starts workers as forks of a process that has imported torch, or if that is impossible, by new interpreters.
 
     A worker is a new interpreter if another variable than :data:`READ_LATE` differs from ``environment``, or after the
-    process to fork from has ended, or has a second thread. The kernel kills that process when the thread that began it
-    ends. Linux only. Must be closed.
+    process to fork from has ended, has a second thread, or uses a device. The kernel kills that process when the thread
+    that began it ends. Linux only. Must be closed.
     """
 
     _one_at_a_time = threading.Lock()  # only one fork may make this process adopt orphans
 
-    def __init__(self, environment: Mapping[str, str]) -> None:
-        """``environment``: variables of the process to fork from."""
+    def __init__(
+        self, environment: Mapping[str, str], origin: "ForkServer | None" = None, modules: tuple[str, ...] = ()
+    ) -> None:
+        """``environment``: variables of the process to fork from.
+
+        ``origin``: forks that process, and each worker that cannot be forked from it; None for new interpreters.
+        ``modules``: what the process imports beside torch.
+        """
         self.environment = environment
-        self.imports = "{}"
+        self.imports: str = "{}" if origin is None else origin.imports
         """What the process imports before a fork: ``Imports`` of ``worker.py``, as JSON."""
+        self._origin, self._modules = origin, modules
+        self._with_modules: dict[tuple[str, ...], ForkServer] = {}
         self._requests: socket.socket | None = None
-        self._process: subprocess.Popen[bytes] | None = None
+        self._process: ChildProcess | None = None
         self._has_forked = False
         self._is_over = sys.platform != "linux"
+
+    def of(self, ref: str) -> "ForkServer":
+        """Return what starts workers for the backend ``ref``; it is closed with this one."""
+        modules = modules_of(ref)
+        if not modules:
+            return self
+        if modules not in self._with_modules:
+            self._with_modules[modules] = ForkServer(self.environment, self, modules)
+        return self._with_modules[modules]
 
     def begin(self) -> None:
         """Start the process to fork from, if there is none. Raises OSError if that fails."""
         if self._process is not None or self._is_over:
             return
-        environment = {**self.environment, MARK: secrets.token_hex(16)}
         requests, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with contextlib.ExitStack() as failed, theirs:
             failed.enter_context(requests)
-            self._process = _started(_START_SERVER, (theirs.fileno(),), environment, subprocess.DEVNULL)
+            if self._origin is None:
+                environment = {**self.environment, MARK: secrets.token_hex(16)}
+                self._process = _started(_START_SERVER, (theirs.fileno(),), environment, subprocess.DEVNULL)
+            else:
+                self._origin.begin()
+                self._process = self._origin._fork([theirs.fileno()], modules=self._modules)
             failed.pop_all()
         self._requests = requests
 
@@ -131,43 +179,55 @@ class ForkServer:
             if not self._is_over and _fixed(environment) == _fixed(self.environment):
                 try:
                     self.begin()
-                    return _with_pipes(partial(self._fork, environment))
+                    return _with_pipes(partial(self._fork_worker, environment))
                 except BaseException as error:  # such as KeyboardInterrupt, while a worker is forked
                     self.close()
                     if not isinstance(error, OSError):
                         raise
-        return start_worker(environment)
+        return (self._origin or start_worker)(environment)
 
     def close(self) -> None:
         """End the process to fork from; its forks stay. May be called repeatedly."""
         self._is_over = True
+        for each in self._with_modules.values():
+            each.close()
         process, self._process = self._process, None
         if process is not None and self._requests is not None:
             self._requests.close()
             process.kill()
             process.wait()
 
-    def _fork(
+    def _fork_worker(
         self, environment: Mapping[str, str], to_read: int, to_write: int, to_print: int, _ours: tuple[int, ...]
     ) -> ChildProcess:
-        """Return a worker that has these ends of its pipes. Raises OSError if there is none.
-
-        The worker has the only other end of ``answers``, so that its end without an answer is noticed.
-        """
-        assert self._requests is not None
         late = {name: environment.get(name) for name in READ_LATE}
-        request = {"environment": late, "path": list(map(str, sys.path)), "imports": self.imports}
+        return self._fork([to_read, to_write, to_print], environment=late)
+
+    def _fork(self, descriptors: list[int], **words: object) -> ChildProcess:
+        """Return a fork of a fork that has ``descriptors``. Raises OSError if there is none.
+
+        ``words``: the environment of a worker, or the modules of another process to fork from.
+        The fork has the only other end of ``answers``, so that its end without an answer is noticed.
+        """
+        if self._requests is None or self._is_over:
+            raise ChildProcessError("the process to fork from has ended")
+        request = {"path": list(map(str, sys.path)), "imports": self.imports, **words}
         answers, theirs = socket.socketpair()
         with answers, theirs, adopting_orphans():
             answers.settimeout(_FORKING_S if self._has_forked else _IMPORTING_S)
-            descriptors = [to_read, to_write, to_print, theirs.fileno()]
-            socket.send_fds(self._requests, [json.dumps(request).encode()], descriptors)
+            socket.send_fds(self._requests, [json.dumps(request).encode()], [*descriptors, theirs.fileno()])
             theirs.close()
             pid = answers.recv(64)
         if not pid:
-            raise ChildProcessError("no worker was forked")
+            raise ChildProcessError("nothing was forked")
         self._has_forked = True
         return _Copy(int(pid))
+
+
+def modules_of(ref: str) -> tuple[str, ...]:
+    """Return what all backends of the kind of ``ref`` import, if it takes seconds, and ``ref`` names no file."""
+    name, _, argument = ref.partition(":")
+    return MODULES.get(name, ()) if not argument or argument.isidentifier() else ()
 
 
 def _fixed(environment: Mapping[str, str]) -> dict[str, str]:
@@ -250,8 +310,9 @@ class Starter:
         self._start = start
         self._thread = ThreadPoolExecutor(1, "starts workers")
 
-    def __call__(self, environment: Mapping[str, str]) -> StartedWorker:
-        """Start a worker with this environment."""
+    def __call__(self, environment: Mapping[str, str], ref: str = "") -> StartedWorker:
+        """Start a worker with this environment, for the backend ``ref``."""
+        start = self._start.of(ref) if isinstance(self._start, ForkServer) else self._start
         if threading.current_thread() is threading.main_thread():
-            return self._start(environment)
-        return self._thread.submit(self._start, environment).result()
+            return start(environment)
+        return self._thread.submit(start, environment).result()

@@ -176,7 +176,7 @@ def leave() -> None:
 
 
 @contextmanager
-def _imports_kept() -> Iterator[None]:
+def imports_kept() -> Iterator[None]:
     """Disable garbage collection for imports, and exempt the imported objects from later collections.
 
     torch alone creates so many objects that scanning them takes a tenth of its import time, each time.
@@ -213,7 +213,7 @@ def import_torch() -> None:
     """Import torch and what loads backends, and prepare this process for Triton."""
     if not any(isinstance(finder, _TritonFinder) for finder in sys.meta_path):
         sys.meta_path.insert(0, _TritonFinder())
-    with _imports_kept():
+    with imports_kept():
         import attncheck.harness.run.backend_loading  # noqa: F401
 
 
@@ -277,7 +277,7 @@ def import_checks(imports: Imports) -> None:
     """Import the modules of these checks."""
     from attncheck.harness.checks import case_checks
 
-    with _imports_kept():
+    with imports_kept():
         case_checks.import_checks(imports.checks, functions=imports.functions)
 
 

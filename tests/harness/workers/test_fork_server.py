@@ -220,6 +220,62 @@ def test_the_process_to_fork_from_outlives_a_pool_that_is_replaced():
         assert pool._server._process.poll() is None
 
 
+LIBRARIES = {
+    "fine": "",
+    "fails": "raise RuntimeError('no such driver')",
+    "starts a thread": "import threading, time\nthreading.Thread(target=time.sleep, args=(100,), daemon=True).start()\n",
+    "uses a device": "opened = open('/dev/zero')\n",
+}
+
+
+@pytest.fixture
+def libraries(tmp_path, monkeypatch):
+    """A backend imports a library: ``libraries(code)`` returns what forks, and what starts the backend's workers."""
+    started = []
+
+    def server_with(code):
+        (tmp_path / "slow_library.py").write_text(code)
+        (tmp_path / "sitecustomize.py").write_text(
+            "import sys\nif 'fork_server' in ' '.join(sys.orig_argv):\n"
+            "    from attncheck.harness.workers import fork_server\n    fork_server._DEVICE_FILES = ('/dev/zero',)\n"
+        )
+        monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
+        monkeypatch.syspath_prepend(tmp_path)
+        monkeypatch.setattr(starting, "MODULES", {"kind": ("slow_library",)})
+        started.append(ForkServer(passed_environment(os.environ)))
+        started[-1].imports = IMPORTS.model_dump_json()
+        return started[-1], started[-1].of("kind:Name")
+
+    yield server_with
+    for each in started:
+        each.close()
+
+
+@pytest.mark.parametrize("library", LIBRARIES)
+def test_workers_of_one_kind_of_backend_are_forked_with_its_library_if_that_can_be_forked(load, libraries, library):
+    server, of_kind = libraries(LIBRARIES[library])
+    which = "print('slow_library' in sys.modules)"
+    before, after, other = load(which, start=of_kind), load(which, start=of_kind), load(which, start=server)
+    assert all(map(is_forked, (before, after, other)))
+    has_library = str(library == "fine")
+    assert [printed(each)[-1] for each in (before, after, other)] == [has_library, has_library, "False"]
+    pids = [each._process.pid for each in (server, of_kind) if each._process]
+    assert len(pids) == 1 + (library == "fine")
+    server.close()
+    assert all(map(ended, pids))
+
+
+def test_a_process_with_a_library_outlives_the_one_it_was_forked_from_and_serves_no_file(libraries):
+    server, of_kind = libraries("")
+    assert server.of("kind:./mine.py:Mine") is server.of("other") is server
+    of_kind.begin()
+    pid = of_kind._process.pid
+    os.kill(server._process.pid, signal.SIGKILL)
+    with WorkerProcess(start=of_kind) as process:
+        assert is_forked(process)
+    assert not ended(pid)
+
+
 RUN = """
 import os, sys, time
 from attncheck.harness.workers import starting
@@ -227,8 +283,8 @@ from attncheck.harness.workers.limits import passed_environment
 from attncheck.harness.workers.process import WorkerProcess
 from attncheck.harness.workers.starting import ForkServer
 server = ForkServer(passed_environment(os.environ))
-process = WorkerProcess(start=server)
-print(server._process.pid, process.identity, flush=True)
+process = WorkerProcess(start=server.of("triton_unified"))
+print(server._process.pid, server.of("triton_unified")._process.pid, process.identity, flush=True)
 time.sleep(100)
 """
 
@@ -236,12 +292,11 @@ time.sleep(100)
 def test_when_the_run_is_killed_the_server_and_its_forks_end_within_a_second():
     run = subprocess.Popen([sys.executable, "-c", RUN], stdout=subprocess.PIPE, text=True)
     try:
-        server, worker = map(int, run.stdout.readline().split())
-        assert not ended(server)
-        assert not ended(worker)
+        pids = list(map(int, run.stdout.readline().split()))
+        assert not any(map(ended, pids))
         run.send_signal(signal.SIGKILL)
         run.wait()
-        assert wait_for(lambda: ended(server) and ended(worker), limit=1)
+        assert wait_for(lambda: all(map(ended, pids)), limit=1)
     finally:
         run.kill()
         run.communicate()
