@@ -1,18 +1,25 @@
 """What a run of attncheck costs, beside yardsticks of the same machine.
 
     python benchmarks/cost.py [--only NAME ...] [--source DIR] [--append docs/cost.jsonl]
+    python benchmarks/cost.py --only smoke-on-gpu --limit-s 600 --folder out
     python benchmarks/cost.py --show docs/cost.jsonl
 
 Each cost is divided by a yardstick measured on the same machine, so that ratios can be compared between machines.
 ``--source`` measures another checkout of attncheck, such as the one before a change. ``--append`` adds the measurement
 to a file as a line of JSON. ``--show`` prints such a file as a Markdown table. Run it on an otherwise idle machine.
+
+``smoke-on-gpu`` is for a machine with a GPU. Each cost is printed once it is known. After ``--limit-s`` seconds, what
+runs is stopped, and its row has the number of cases so far. ``--folder`` keeps the run files.
 """
 
 import argparse
 import json
+import math
 import os
+import re
 import resource
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -20,6 +27,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +43,9 @@ NEVER = "reference"
 ON_CPU = (WITH_GRAPHS, NEVER, "flex_attention", "reference_mla", "torch_mla")
 ON_GPU = ("triton_unified", WITH_GRAPHS, "flex_attention", "xformers")
 """Candidates whose smoke is timed as a command, on the CPU and on a GPU."""
+
+OF_VLLM = ("vllm:FLASH_ATTN", "vllm:TRITON_ATTN", "vllm:TRITON_MLA")
+"""Classes of vLLM whose smoke is timed on a GPU, if vLLM is installed."""
 
 TEST = "a test in vLLM's style of the same batches"
 MATMUL = "one float64 matmul of as many operations"
@@ -56,12 +67,12 @@ Costs = dict[str, Cost]
 class Checkout:
     """A checkout of attncheck to measure, and an empty folder for the files its commands write."""
 
-    def __init__(self, source: Path, folder: Path) -> None:
-        self.source, self.folder = source, folder
+    def __init__(self, source: Path, folder: Path, limit_s: float = math.inf) -> None:
+        """``limit_s``: seconds after which commands on a GPU are stopped."""
+        self.source, self.folder, self.deadline = source, folder, time.monotonic() + limit_s
         self.yardsticks: dict[str, float] = {}
-        own = {"PYTHONPATH": str(source / "src"), "OMP_NUM_THREADS": "1"}
-        caches = ("XDG_CACHE_HOME", "TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR")
-        self.environment = os.environ | own | {name: str(folder / name) for name in caches}
+        paths = os.pathsep.join([str(source / "src"), *filter(None, [os.environ.get("PYTHONPATH")])])
+        self.environment = os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"} | caches_in(folder)
 
     def python(self, *words: str, allowed: tuple[int, ...] = (0,)) -> float:
         """Run Python with ``words`` and return the wall time in seconds. ``allowed``: exit codes of a measurement."""
@@ -73,6 +84,29 @@ class Checkout:
         if done.returncode not in allowed:
             raise SystemExit(f"{' '.join(words)} ended with exit code {done.returncode}:\n{done.stderr}")
         return took
+
+    def run_for(self, limit_s: float, output: Path, *words: str, caches: Path) -> tuple[float, str]:
+        """Run `attncheck run` with ``words`` for at most ``limit_s``, with these caches and this run file.
+
+        Return the wall time in seconds, and how the command ended: "" if it examined all cases.
+        """
+        line = [sys.executable, "-m", "attncheck", "run", *words, "--output", str(output), "--quiet"]
+        environment, printed = self.environment | caches_in(caches), output.with_suffix(".txt")
+        began = time.perf_counter()
+        with (
+            printed.open("w", encoding="utf-8") as file,
+            subprocess.Popen(line, env=environment, cwd=self.folder, stdout=file, stderr=file) as running,
+        ):
+            try:
+                running.wait(limit_s)
+            except subprocess.TimeoutExpired:
+                running.send_signal(signal.SIGINT)
+            running.wait()
+        took = time.perf_counter() - began
+        if running.returncode in {0, 1} and took < limit_s:  # a wrong case (exit code 1) takes as long as a right one
+            return took, ""
+        how = "stopped" if took >= limit_s else f"ended with exit code {running.returncode}"
+        return took, f", {how} after {num_cases(output)} cases"
 
     def attncheck(self, *words: str) -> float:
         """Run a command of attncheck and return the wall time in seconds."""
@@ -93,16 +127,27 @@ class Checkout:
         return [line for line in lines if line["kind"] == "record"]
 
 
+def num_cases(file: Path) -> int:
+    """Return of how many cases a run file has records; 0 if it does not exist."""
+    lines = map(json.loads, file.read_text(encoding="utf-8").splitlines() if file.exists() else ())
+    return len({(each["suite"], each["case_id"]) for each in lines if each["kind"] == "record"})
+
+
+def caches_in(folder: Path) -> dict[str, str]:
+    """Return the variables that put all caches of attncheck, Triton and Inductor below ``folder``."""
+    return {name: str(folder / name) for name in ("XDG_CACHE_HOME", "TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR")}
+
+
 def best(measure: Callable[[], float], repeats: int = REPEATS) -> float:
     """Return the shortest of several measurements, since other work on the machine only adds to them."""
     return min(measure() for _ in range(repeats))
 
 
-def yardsticks(checkout: Checkout) -> dict[str, float]:
+def yardsticks(checkout: Checkout, repeats: int = REPEATS) -> dict[str, float]:
     """Return the seconds that common work takes on this machine, by name."""
     return {
-        "start of Python": best(lambda: checkout.python("-c", "pass")),
-        "import torch": best(lambda: checkout.python("-c", "import torch")),
+        "start of Python": best(lambda: checkout.python("-c", "pass"), repeats),
+        "import torch": best(lambda: checkout.python("-c", "import torch"), repeats),
         **checkout.inside("yardsticks"),
     }
 
@@ -141,25 +186,63 @@ def smoke_of_five(checkout: Checkout) -> Costs:
 
 
 def smoke_on_gpu(checkout: Checkout) -> Costs:
-    """Time suite smoke of some backends on the first GPU, each twice, and how long the GPU was busy.
+    """Time :func:`works_on_gpu` on the first GPU, and how long it was busy. Returns nothing without ``nvidia-smi``.
 
-    The second run is warm: it finds compiled kernels and stored truths. Returns nothing without ``nvidia-smi``.
+    Each command may take twice its share of the time left.
     """
     if shutil.which("nvidia-smi") is None:
         return {}
-    sample = ["nvidia-smi", "--id=0", "--query-gpu=utilization.gpu", "--format=csv,noheader,nounits", "-lms", "200"]
+    works = works_on_gpu(has_vllm=find_spec("vllm") is not None)
     found = {}
-    for name in ON_GPU:
-        for when in ("cold", "warm"):
-            with subprocess.Popen(sample, stdout=subprocess.PIPE, text=True) as sampling:
-                # A wrong case (exit code 1) takes as long as a right one.
-                took = checkout.python(*_smoke_words("cuda", name), allowed=(0, 1))
-                sampling.terminate()
-                percents = [int(line) for line in sampling.communicate()[0].split()]
-            found[f"smoke of {name} on a GPU, {when}"] = Cost(took, "import torch")
-            busy = took * sum(percents) / 100 / max(1, len(percents))
-            found[f"smoke of {name} on a GPU, {when}: GPU busy"] = Cost(busy, "import torch")
+    for index, (what, caches, words) in enumerate(works):
+        left = checkout.deadline - time.monotonic()
+        if left < _LEAST_S:
+            break
+        for name, seconds in _on_gpu(checkout, what, caches, words, min(left, 2 * left / (len(works) - index))).items():
+            found[name] = Cost(seconds, "import torch")
+            print(f"{name}: {seconds:.1f} s", file=sys.stderr, flush=True)
     return found
+
+
+_LEAST_S = 5.0
+"""Seconds that must be left for a command to begin."""
+
+
+def works_on_gpu(*, has_vllm: bool) -> list[tuple[str, str, tuple[str, ...]]]:
+    """Return what is timed on a GPU, each with the name of its caches, and the words of its command.
+
+    Smoke of each backend alone, first with empty caches, then warm: it finds compiled kernels and stored truths. Then
+    the default run and all classes of vLLM, with empty caches.
+    """
+    works: list[tuple[str, str, tuple[str, ...]]] = [
+        (f"smoke of {name} on a GPU, {when}", name, (name, "--suite", "smoke"))
+        for name in (*ON_GPU, *(OF_VLLM if has_vllm else ()))
+        for when in ("cold", "warm")
+    ]
+    works.append(("default run on a GPU, cold", "default", ()))
+    if has_vllm:
+        works.append(("smoke of vllm:* on a GPU, cold", "all of vLLM", ("vllm:*", "--suite", "smoke")))
+    return works
+
+
+def _on_gpu(checkout: Checkout, what: str, caches: str, words: Sequence[str], limit_s: float) -> dict[str, float]:
+    """Return the seconds of one run on the GPU, and for how many of them the GPU was busy."""
+    file = re.sub(r"\W+", "-", what.replace("*", "all"))
+    with subprocess.Popen(_SAMPLE, stdout=subprocess.PIPE, text=True) as sampling:
+        took, how = checkout.run_for(
+            limit_s,
+            checkout.folder / f"{file}.jsonl",
+            *words,
+            *("--device", "cuda"),
+            caches=checkout.folder / "caches" / caches,
+        )
+        sampling.terminate()
+        percents = [int(line) for line in sampling.communicate()[0].split()]
+    busy = took * sum(percents) / 100 / max(1, len(percents))
+    return {f"{what}{how}": took, f"{what}{how}: GPU busy": busy}
+
+
+_SAMPLE = ("nvidia-smi", "--id=0", "--query-gpu=utilization.gpu", "--format=csv,noheader,nounits", "-lms", "200")
 
 
 def _smoke_words(device: str, *names: str) -> tuple[str, ...]:
@@ -220,12 +303,15 @@ FIGURES = {
 BY_NAME_ONLY = ("tests",)
 
 
-def measure(source: Path, names: Sequence[str]) -> dict[str, Any]:
+def measure(
+    source: Path, names: Sequence[str], *, folder: Path | None = None, limit_s: float = math.inf
+) -> dict[str, Any]:
     """Measure the figures of ``names`` on the checkout at ``source``; return the object that ``--append`` writes."""
     costs: Costs = {}
-    with tempfile.TemporaryDirectory() as folder:
-        checkout = Checkout(source, Path(folder))
-        checkout.yardsticks |= yardsticks(checkout)
+    with tempfile.TemporaryDirectory() as temporary:
+        checkout = Checkout(source, (folder or Path(temporary)).resolve(), limit_s)
+        checkout.folder.mkdir(parents=True, exist_ok=True)
+        checkout.yardsticks |= yardsticks(checkout, REPEATS if math.isinf(limit_s) else 1)
         for name in names:
             print(f"measuring {name}", file=sys.stderr)
             costs |= FIGURES[name](checkout)
@@ -284,11 +370,14 @@ def main() -> None:
     parser.add_argument("--source", type=Path, default=ROOT, help="the checkout to measure (default: this one)")
     parser.add_argument("--append", type=Path, help="a file of measurements, to add this one to")
     parser.add_argument("--show", type=Path, help="print the measurements of a file, and measure nothing")
+    parser.add_argument("--folder", type=Path, help="where commands write their files (default: a temporary folder)")
+    parser.add_argument("--limit-s", type=float, default=math.inf, help="seconds, after which smoke-on-gpu is stopped")
     options = parser.parse_args()
     if options.show is not None:
         print(table([json.loads(line) for line in options.show.read_text(encoding="utf-8").splitlines()]))
         return
-    found = measure(options.source.resolve(), options.only or [name for name in FIGURES if name not in BY_NAME_ONLY])
+    names = options.only or [name for name in FIGURES if name not in BY_NAME_ONLY]
+    found = measure(options.source.resolve(), names, folder=options.folder, limit_s=options.limit_s)
     print(table([found]))
     if options.append is not None:
         with options.append.open("a", encoding="utf-8") as file:

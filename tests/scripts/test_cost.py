@@ -1,8 +1,10 @@
 """benchmarks/cost.py: costs are divided by their yardsticks, and those of docs/cost.jsonl are shown."""
 
 import json
+import os
 import subprocess
 import sys
+import time
 from importlib import import_module
 from pathlib import Path
 
@@ -31,6 +33,38 @@ def test_each_cost_is_divided_by_its_yardstick(cost, monkeypatch, tmp_path):
     assert cells(cost.table([without, found])) == ["smoke", "import torch", "", "2.5 (5 s)"]
     with pytest.raises(SystemExit, match="no such command"):
         cost.Checkout(ROOT, tmp_path).attncheck("nothing")
+
+
+def test_costs_of_a_gpu_are_those_of_commands_that_a_limit_stops(cost, monkeypatch, tmp_path):
+    sampler = tmp_path / "nvidia-smi"
+    sampler.write_text("#!/bin/sh\nwhile echo 25; do sleep 0.1; done\n")
+    sampler.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    monkeypatch.setenv("PYTHONPATH", str(ROOT / "tests" / "pretend"))
+    monkeypatch.setenv("ATTNCHECK_PRETEND_CUDA", "{}")
+    words = ("torch_sdpa", "--suite", "smoke", "--case", "prefill", "--check", "numerics")
+    monkeypatch.setattr(cost, "works_on_gpu", lambda **_: [("one case", "own", words)])
+    checkout = cost.Checkout(ROOT, tmp_path)
+    found = cost.smoke_on_gpu(checkout)
+    assert list(found) == ["one case", "one case: GPU busy"]
+    assert found["one case: GPU busy"].seconds == pytest.approx(found["one case"].seconds / 4)
+    header, record, _footer = map(json.loads, (tmp_path / "one-case.jsonl").read_text().splitlines())
+    assert (header["environment"]["device_name"], record["outcome"]) == ("Pretend GPU", "passed")
+    assert cost.num_cases(tmp_path / "one-case.jsonl") == 1
+    (tmp_path / "one-case.jsonl").unlink()
+    checkout.deadline = time.monotonic()
+    assert cost.smoke_on_gpu(checkout) == {}
+    monkeypatch.setattr(cost, "_LEAST_S", 0.0)
+    checkout.deadline = time.monotonic() + 0.5
+    assert next(iter(cost.smoke_on_gpu(checkout))) == "one case, stopped after 0 cases"
+
+
+def test_works_on_a_gpu_are_smoke_alone_cold_and_warm_and_whole_runs(cost):
+    names = [f"{name}, {when}" for name in (*cost.ON_GPU, *cost.OF_VLLM) for when in ("cold", "warm")]
+    works = [what for what, *_ in cost.works_on_gpu(has_vllm=True)]
+    assert works[:-2] == [f"smoke of {name.replace(', ', ' on a GPU, ')}" for name in names]
+    assert works[-2:] == ["default run on a GPU, cold", "smoke of vllm:* on a GPU, cold"]
+    assert not any("vllm" in what for what, *_ in cost.works_on_gpu(has_vllm=False))
 
 
 def test_the_kept_measurements_are_shown():
