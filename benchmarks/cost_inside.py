@@ -4,9 +4,12 @@ python benchmarks/cost_inside.py truths
 """
 
 import json
+import signal
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable
+from types import FrameType
 from typing import TYPE_CHECKING
 
 import torch
@@ -147,7 +150,62 @@ def _vllm_style(backend: "LoadedBackend", case: "Case") -> Callable[[], None]:
     return test
 
 
-PARTS = {part.__name__: part for part in (yardsticks, truths, prefill, examination)}
+_PLACES = {
+    "call_backend": "calls of the backend",
+    "truth_of": "truths",
+    "build_problem": "problems",
+    "diagnosis/": "explanations",
+    "checks/cudagraph/": "emulated graphs",
+    "load": "loading of backends",
+    "records": "checks and the driver",
+}
+"""Parts of an examination, by a function or a folder of attncheck in the innermost frames."""
+
+_EVERY_S = 0.002
+
+
+def smoke_parts() -> dict[str, float]:
+    """Return the CPU seconds of each part of smoke with five backends, sampled every 2 ms.
+
+    Work belongs to the part whose function or folder is innermost.
+    """
+    from cost import ON_CPU
+
+    from attncheck.backends.registry import load
+    from attncheck.cases.loader import load_suite
+    from attncheck.harness.run.evaluate import Examiner, RunPlan
+    from attncheck.reference.spec import DEFAULT_CHECKS
+
+    samples: Counter[str] = Counter()
+
+    def sample(_signal: int, frame: FrameType | None) -> None:
+        samples[_part_of(frame)] += 1
+
+    cases = load_suite("smoke").cases
+    signal.signal(signal.SIGPROF, sample)
+    signal.setitimer(signal.ITIMER_PROF, _EVERY_S, _EVERY_S)
+    for name in ON_CPU:
+        backend = load(name)
+        examiner = Examiner(RunPlan(cases, (backend,), DEFAULT_CHECKS), stores_truths=True)
+        for case in cases:
+            for _ in examiner.records(case, backend):
+                pass
+    signal.setitimer(signal.ITIMER_PROF, 0.0)
+    return {f"smoke of five: {part}": count * _EVERY_S for part, count in samples.most_common()}
+
+
+def _part_of(frame: FrameType | None) -> str:
+    while frame is not None:
+        code = frame.f_code
+        _, is_ours, file = code.co_filename.rpartition("/attncheck/")
+        for place, part in _PLACES.items() if is_ours else ():
+            if code.co_name == place or place in file:
+                return part
+        frame = frame.f_back
+    return "the rest"
+
+
+PARTS = {part.__name__: part for part in (yardsticks, truths, prefill, examination, smoke_parts)}
 
 if __name__ == "__main__":
     print(json.dumps(PARTS[sys.argv[1]]()))

@@ -153,9 +153,7 @@ class ForkServer:
         modules = modules_of(ref)
         if not modules:
             return self
-        if modules not in self._with_modules:
-            self._with_modules[modules] = ForkServer(self.environment, self, modules)
-        return self._with_modules[modules]
+        return self._with_modules.setdefault(modules, ForkServer(self.environment, self, modules))  # one for all threads
 
     def begin(self) -> None:
         """Start the process to fork from, if there is none. Raises OSError if that fails."""
