@@ -153,7 +153,8 @@ class ForkServer:
         modules = modules_of(ref)
         if not modules:
             return self
-        return self._with_modules.setdefault(modules, ForkServer(self.environment, self, modules))  # one for all threads
+        # In one step, since several threads start workers.
+        return self._with_modules.setdefault(modules, ForkServer(self.environment, self, modules))
 
     def begin(self) -> None:
         """Start the process to fork from, if there is none. Raises OSError if that fails."""
