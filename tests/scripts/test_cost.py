@@ -7,8 +7,12 @@ import sys
 import time
 from importlib import import_module
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+
+from attncheck.cases import loader
+from attncheck.cases.loader import load_suite
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -85,3 +89,15 @@ def test_parts_of_one_process_measure_something(monkeypatch):
         "ten cases, no CUDA graphs",
         "a test in vLLM's style of the same batches",
     }
+
+
+def test_cpu_seconds_of_smoke_are_divided_among_its_parts(cost, monkeypatch):
+    inside = import_module("cost_inside")
+    case, *_ = load_suite("smoke").cases
+    monkeypatch.setattr(cost, "ON_CPU", ("reference",))
+    monkeypatch.setattr(loader, "load_suite", lambda _: SimpleNamespace(cases=(case,)))
+    began = time.process_time()
+    found = inside.smoke_parts()
+    assert 0 < sum(found.values()) <= time.process_time() - began
+    assert "smoke of five: checks and the driver" in found
+    assert "smoke of five: calls of the backend" in found
