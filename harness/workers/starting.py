@@ -40,25 +40,11 @@ class ChildProcess(Protocol):
     pid: int
     returncode: int | None
 
-    def kill(self) -> None:
-        """Send SIGKILL to it."""
-
-    def wait(self) -> object:
-        """Wait until it has ended."""
-
 
 @dataclass
 class _Copy:
     pid: int
     returncode: int | None = None
-
-    def kill(self) -> None:
-        with suppress(ProcessLookupError):
-            os.kill(self.pid, signal.SIGKILL)
-
-    def wait(self) -> None:
-        with suppress(ChildProcessError):
-            os.waitpid(self.pid, 0)
 
 
 @dataclass(frozen=True)
@@ -193,8 +179,9 @@ class ForkServer:
         process, self._process = self._process, None
         if process is not None and self._requests is not None:
             self._requests.close()
-            process.kill()
-            process.wait()
+            with suppress(OSError):  # it has ended with other orphans
+                os.kill(process.pid, signal.SIGKILL)
+                process.returncode = os.waitstatus_to_exitcode(os.waitpid(process.pid, 0)[1])
 
     def _fork_worker(
         self, environment: Mapping[str, str], to_read: int, to_write: int, to_print: int, _ours: tuple[int, ...]
