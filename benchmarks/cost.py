@@ -41,7 +41,7 @@ NEVER = "reference"
 """A candidate whose CUDA-graph level is NEVER."""
 
 ON_CPU = (WITH_GRAPHS, NEVER, "flex_attention", "reference_mla", "torch_mla")
-ON_GPU = ("triton_unified", WITH_GRAPHS, "flex_attention", "xformers")
+ON_GPU = (WITH_GRAPHS, "triton_unified", "xformers", "flex_attention")
 """Candidates whose smoke is timed as a command, on the CPU and on a GPU."""
 
 OF_VLLM = ("vllm:FLASH_ATTN", "vllm:TRITON_ATTN", "vllm:TRITON_MLA")
@@ -188,7 +188,7 @@ def smoke_of_five(checkout: Checkout) -> Costs:
 def smoke_on_gpu(checkout: Checkout) -> Costs:
     """Time :func:`works_on_gpu` on the first GPU, and how long it was busy. Returns nothing without ``nvidia-smi``.
 
-    Each command may take twice its share of the time left.
+    Each command may take three times its share of the time left, since most take less.
     """
     if shutil.which("nvidia-smi") is None:
         return {}
@@ -198,7 +198,7 @@ def smoke_on_gpu(checkout: Checkout) -> Costs:
         left = checkout.deadline - time.monotonic()
         if left < _LEAST_S:
             break
-        for name, seconds in _on_gpu(checkout, what, caches, words, min(left, 2 * left / (len(works) - index))).items():
+        for name, seconds in _on_gpu(checkout, what, caches, words, min(left, 3 * left / (len(works) - index))).items():
             found[name] = Cost(seconds, "import torch")
             print(f"{name}: {seconds:.1f} s", file=sys.stderr, flush=True)
     return found
