@@ -29,7 +29,7 @@ def cells(table):
 
 
 def test_each_cost_is_divided_by_its_yardstick(cost, monkeypatch, tmp_path):
-    monkeypatch.setattr(cost, "yardsticks", lambda _checkout: {"import torch": 2.0})
+    monkeypatch.setattr(cost, "yardsticks", lambda _checkout, _repeats: {"import torch": 2.0})
     monkeypatch.setitem(cost.FIGURES, "smoke", lambda _checkout: {"smoke": cost.Cost(5.0, "import torch")})
     found = cost.measure(tmp_path, ["smoke"])
     assert found["costs"] == {"smoke": {"seconds": 5.0, "yardstick": "import torch", "ratio": 2.5}}
