@@ -104,7 +104,7 @@ _ALL = (
     Claim(
         member="register_kv_cache_dtype",
         of="config",
-        unexamined="a registered cache dtype has a format of its own, and cases have those of vLLM",
+        unexamined="cases of kv_cache_dtype registered examine classes of attncheck's contract, not vLLM's",
     ),
 )
 

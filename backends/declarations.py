@@ -16,6 +16,7 @@ from attncheck.reference.spec import (
     FORMS,
     FP8_CACHES,
     MODIFIERS,
+    REGISTERED,
     AttentionType,
     BatchSpec,
     CacheSpec,
@@ -70,6 +71,7 @@ class Declarations(Protocol):
     features: frozenset[str]
     conventions: Conventions
     supported_kv_cache_dtypes: Sequence[str]
+    registered_kv_cache_dtype: "tuple[str, torch.dtype] | None"
     supported_layouts: tuple[str, ...]
     supported_attn_types: Sequence[str]
     supported_sinks_dtypes: tuple[str, ...]
@@ -340,6 +342,9 @@ def _head_size_reason(backend: Declarations, layer: LayerSpec) -> str:
 
 def _kv_cache_dtype_reason(backend: Declarations, layer: LayerSpec, cache: CacheSpec) -> str:
     """Treat a cache dtype that equals the layer's own as ``auto``."""
+    if cache.kv_cache_dtype == REGISTERED:
+        has_one = backend.registered_kv_cache_dtype is not None
+        return "" if has_one else "kv_cache_dtype registered: registered_kv_cache_dtype is None"
     names = ("auto", layer.dtype) if cache.kv_cache_dtype in ("auto", layer.dtype) else (cache.kv_cache_dtype,)
     if any(name in backend.supported_kv_cache_dtypes for name in names):
         return ""

@@ -844,6 +844,9 @@ KVCacheDType = Literal[
     "int4_per_token_head",
     "nvfp4",
 ]
+REGISTERED = "registered"
+"""The cache dtype that a backend registers under a name of its own, as plugins do by ``register_kv_cache_dtype``."""
+
 FP8_CACHES = ("fp8", "fp8_e4m3", "fp8_e5m2")
 """The caches of FP8 codes whose scales belong to the layer."""
 
@@ -895,6 +898,15 @@ vLLM's ``int4_per_token_head`` differs: it also rotates a row, and has codes fro
 vLLM's classes store the scales of ``nvfp4`` is not defined here.
 """
 
+REGISTERED_ROWS = RowFormat(code="int", bits=8, largest=1.0)
+"""The rows of a :data:`REGISTERED` cache: 0 and one magnitude, with a sign. Most codes represent these exactly."""
+
+
+def row_format_of(kv_cache_dtype: str) -> RowFormat | None:
+    """Return the format of the rows that such a cache stores exactly, or None if it is defined for each number."""
+    return REGISTERED_ROWS if kv_cache_dtype == REGISTERED else ROW_FORMATS.get(kv_cache_dtype)
+
+
 Layout = Literal["NHD", "HND"]
 PoolOrder = Literal["LB", "BL", "BHL", "LHB"]
 """Memory order of layers (L), blocks (B) and heads (H) outside of the other axes, as vLLM's ``KVCacheLayout`` begins.
@@ -933,7 +945,9 @@ class CacheSpec:
     pool_order: PoolOrder = option(
         "LB", "memory order of layers (L), blocks (B) and heads (H): the first letters of vLLM's KVCacheLayout"
     )
-    kv_cache_dtype: KVCacheDType = option("auto", "dtype of the cache; auto: the layer's")
+    kv_cache_dtype: Literal[KVCacheDType, "registered"] = option(
+        "auto", "dtype of the cache; auto: the layer's; registered: the one that the backend registers"
+    )
     k_scale: float | tuple[float, ...] = option(1.0, "dequantisation factor of K: a number, or one per KV head")
     v_scale: float | tuple[float, ...] = option(1.0, "dequantisation factor of V: a number, or one per KV head")
     q_scale: float | tuple[float, ...] = option(1.0, "dequantisation factor of Q: a number, or one per KV head")

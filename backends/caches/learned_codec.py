@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from attncheck.backends.caches.codecs import coding_of
+from attncheck.backends.caches.codecs import Coding, coding_of
 from attncheck.backends.caches.placed_codec import ElementPlaces, PlacedCodec, flat_memory
 from attncheck.errors import InternalError
 from attncheck.reference.spec import CacheSpec, LayerSpec
@@ -55,13 +55,61 @@ def learn_codec(
     ``write`` is given ``slots`` int64 ``[n]``, and key and value in the layer's dtype and the shapes of a codec, all on
     ``device``. Any exception that it raises becomes the reason. The codec encodes with the scales of ``cache``.
     """
-    learner = _LayoutLearner(write, allocate, layer, cache, torch.device(device))
+    coding = coding_of(layer, cache)
+    learner = _LayoutLearner(write, allocate, layer, cache.block_size, _unscaled(coding), torch.device(device))
     try:
         codec = learner.learn()
         learner.examine(codec)
     except _UnknownLayoutError as unfit:
         return NoCodec(str(unfit))
-    return replace(codec, coding=coding_of(layer, cache))
+    return replace(codec, coding=coding)
+
+
+def learn_registered_codec(
+    write: Writer,
+    write_scaled: Writer,
+    allocate: Allocate,
+    layer: LayerSpec,
+    cache: CacheSpec,
+    device: torch.device | str,
+) -> PlacedCodec | NoCodec:
+    """Return the codec of a cache dtype that a backend registers: its codes, whether the layer scales them, its layout.
+
+    The codes may be numbers of the dtype that ``allocate`` returns, int8, or float8, each in a place of its own.
+    ``write``: the backend's writer with all scales 1. ``write_scaled``: with the scales of ``cache``. The codec must
+    predict, byte for byte, what both write. Else return :class:`NoCodec` with the reason of the first kind of codes.
+    """
+    coding, reasons = coding_of(layer, cache), []
+    for code_dtype in _possible_codes(allocate(1).dtype):
+        codes = replace(coding, code_dtype=code_dtype)
+        learner = _LayoutLearner(write, allocate, layer, cache.block_size, _unscaled(codes), torch.device(device))
+        try:
+            codec = learner.learn()
+            learner.examine(codec)
+        except _UnknownLayoutError as unfit:
+            reasons.append(str(unfit))
+            continue
+        scaled = _LayoutLearner(write_scaled, allocate, layer, cache.block_size, codes, torch.device(device))
+        for each in (replace(codec, coding=codes), codec):
+            try:
+                scaled.examine(each)
+            except _UnknownLayoutError:
+                continue
+            return each
+        reasons.append("k_scale and v_scale neither multiply its codes nor are ignored")
+    return NoCodec(reasons[0])
+
+
+def _possible_codes(dtype: torch.dtype) -> tuple[torch.dtype | None, ...]:
+    """Return the dtypes of codes that memory of ``dtype`` may hold; None for numbers of the dtype itself."""
+    if dtype.itemsize > 1:
+        return (None,)
+    known = (torch.int8, torch.float8_e4m3fn, torch.float8_e5m2)
+    return (dtype,) if dtype in known else known
+
+
+def _unscaled(coding: Coding) -> Coding:
+    return replace(coding, k_scale=1.0, v_scale=1.0)
 
 
 class _UnknownLayoutError(InternalError):
@@ -70,11 +118,16 @@ class _UnknownLayoutError(InternalError):
 
 class _LayoutLearner:
     def __init__(
-        self, write: Writer, allocate: Allocate, layer: LayerSpec, cache: CacheSpec, device: torch.device
+        self,
+        write: Writer,
+        allocate: Allocate,
+        layer: LayerSpec,
+        block_size: int,
+        coding: Coding,
+        device: torch.device,
     ) -> None:
         self._writer, self._allocator, self._device = write, allocate, device
-        self._block_size = cache.block_size
-        self._coding = replace(coding_of(layer, cache), k_scale=1.0, v_scale=1.0)
+        self._block_size, self._coding = block_size, coding
         self._shapes = row_shapes(layer)
         self._sizes = [math.prod(shape) for shape in self._shapes]
 
@@ -134,7 +187,7 @@ class _LayoutLearner:
         memory = flat_memory(kv_cache, self._coding)
         elements = torch.arange(len(slots) * sum(self._sizes), device=self._device).view(len(slots), -1)
         dtype = self._coding.dtype
-        base = min(_BASE, *(int(2 / torch.finfo(t).eps) for t in (dtype, self._coding.code_dtype or memory.dtype)))
+        base = min(_BASE, *(_whole_numbers(each) for each in (dtype, self._coding.code_dtype or memory.dtype)))
         found, touched, weight = torch.zeros(len(memory), dtype=torch.int64, device=memory.device), None, 1
         while touched is None or weight < elements.numel():
             digits = (elements // weight % base + 1).to(dtype)
@@ -212,6 +265,11 @@ class _LayoutLearner:
             self._writer(kv_cache, slots.clone(), key.clone(), value.clone())
         except Exception as error:
             raise _UnknownLayoutError(f"the writer raised {_first_line(error)}") from error
+
+
+def _whole_numbers(dtype: torch.dtype) -> int:
+    """Return up to which number a dtype represents every whole one."""
+    return 127 if dtype == torch.int8 else int(2 / torch.finfo(dtype).eps)
 
 
 def row_shapes(layer: LayerSpec) -> tuple[tuple[int, ...], tuple[int, ...]]:

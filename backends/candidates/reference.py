@@ -9,8 +9,10 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, get_args
 
+import torch
 from torch import Tensor
 
+from attncheck.backends.base.coded_rows import INT8
 from attncheck.backends.contract import (
     AttentionLayer,
     AttentionType,
@@ -67,6 +69,7 @@ class ReferenceBackend(PagedBackend):
     )
     conventions = Conventions(padded_rows="untouched", cache_strides="any")
     supported_kv_cache_dtypes = get_args(KVCacheDType)
+    registered_kv_cache_dtype = (INT8, torch.int8)
     supported_attn_types = tuple(AttentionType)
 
     get_name = staticmethod(lambda: "REFERENCE")

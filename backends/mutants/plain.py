@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import conv1d, silu
 
+from attncheck.backends.base.coded_rows import INT8
 from attncheck.backends.contract import AttentionLayer, AttentionType, CommonAttentionMetadata, Conventions
 from attncheck.backends.paged import PagedBackend, PagedImpl
 from attncheck.backends.paged_metadata import PagedBuilder, PagedMetadata
@@ -49,6 +50,7 @@ class PlainBackend(PagedBackend):
     )
     conventions = Conventions(padded_rows="untouched")
     supported_kv_cache_dtypes = get_args(KVCacheDType)
+    registered_kv_cache_dtype = (INT8, torch.int8)
     supported_attn_types = tuple(AttentionType)
 
     @classmethod
