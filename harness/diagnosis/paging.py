@@ -1,7 +1,7 @@
 """Faults of pages and slots, for readers and for writers of a cache, and faults of single paths."""
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import combinations
@@ -9,13 +9,13 @@ from itertools import combinations
 import torch
 from torch import Tensor
 
-from attncheck.harness.problem.problem import STALE_ROWS, Problem, RowsInPool, rows_in_pool, stale_rows
+from attncheck.harness.problem.problem import STALE_ROWS, Problem, Request, RowsInPool, rows_in_pool, stale_rows
 from attncheck.harness.problem.storage import key_storage
 from attncheck.harness.truth.faults import Hypothesis, altered, is_before, is_behind, of_parts
 from attncheck.harness.truth.truth import Truth
 from attncheck.harness.truth.unpaged import HiddenKeys, UnpagedAttention
 from attncheck.reference import AttentionParams, merge_many, visible
-from attncheck.reference.spec import FP8_CACHES, FastPrefillOptions, MicroBatchOptions
+from attncheck.reference.spec import FP8_CACHES, FastPrefillOptions, MicroBatchOptions, PCPOptions
 
 # A wrong slot holds a key of another position or request, or a stale row. Its contents are known, so the output of such
 # a kernel can be computed.
@@ -276,8 +276,36 @@ def path_explanations(problem: Problem, truth: Truth) -> Iterator[Hypothesis]:
             left_out = [request.query_len - request.rows for request in problem.requests]
             meaning = "the rows are treated as the first new ones of their requests, not as the last"
             yield _placed(meaning, rows, params, lambda r, q, k: (q - left_out[r], k))
+        case PCPOptions(size=size):
+            yield from _chunk_explanations(problem, size, params, rows)
         case _:
             pass
+
+
+def _chunk_explanations(
+    problem: Problem, size: int, params: AttentionParams, rows: UnpagedAttention
+) -> Iterator[Hypothesis]:
+    """Yield the faults of a rank that gives a chunk of a prompt the length of something else."""
+
+    def end_of(request: Request, number: Tensor) -> Tensor:
+        length = -(-request.query_len // (2 * size))
+        return (request.first_position + (number + 1) * length).clamp(max=request.num_keys)
+
+    def moved(ends: Callable[[Request, Tensor], Tensor], r: int, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        request = problem.requests[r]
+        number = (q - request.first_position) // -(-request.query_len // (2 * size))
+        return q + ends(request, number) - end_of(request, number), k
+
+    lengths: Mapping[str, Callable[[Request, Tensor], Tensor]] = {
+        "both chunks of a request have the length of the first": lambda request, number: end_of(
+            request, torch.minimum(number, 2 * size - 1 - number)
+        ),
+        "a chunk of a request has the length of the whole request": lambda request, number: torch.full_like(
+            number, request.num_keys
+        ),
+    }
+    for meaning, ends in lengths.items():
+        yield _placed(meaning, rows, params, partial(moved, ends))
 
 
 def _part_explanations(part_of_key: Tensor, params: AttentionParams, rows: UnpagedAttention) -> Iterator[Hypothesis]:
