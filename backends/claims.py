@@ -31,14 +31,6 @@ class Claim:
     unexamined: str = ""
     of: Literal["backend", "impl", "builder", "config"] = "backend"
 
-    @property
-    def measured_by(self) -> str:
-        """What measures the claim, in words; why nothing does, if so."""
-        if self.unexamined:
-            return f"declared, not examined: {self.unexamined}"
-        ways = {"cases with": self.feature, "check": self.check, "cases of each": self.form}
-        return next((f"{how} {what}" for how, what in ways.items() if what), "")
-
 
 _ALL = (
     Claim(member="supports_dtype", form="dtype"),

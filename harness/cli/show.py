@@ -385,8 +385,13 @@ def _profiles() -> None:
 def _claims() -> None:
     """Print each declaration of vLLM's contract, which class has it, and what measures it."""
     from attncheck.backends.claims import CLAIMS
+    from attncheck.reports.audit.claims import measured_by
 
-    _print([[claim.member, claim.of, claim.measured_by] for claim in CLAIMS.values()])
+    rows = []
+    for claim in CLAIMS.values():
+        way = measured_by(claim.unexamined, claim.feature, claim.check, claim.form)
+        rows.append([claim.member, claim.of, f"{way}: {claim.unexamined}" if claim.unexamined else way])
+    _print(rows)
 
 
 def _contract(old: str, new: str) -> None:

@@ -23,7 +23,6 @@ from attncheck.backends.registry import LoadedBackend
 from attncheck.harness.checks.findings import Broken, Finding, FindingError, Holds, NotExamined
 from attncheck.harness.checks.interface import dump_case
 from attncheck.harness.checks.numerics import check_numerics
-from attncheck.harness.checks.ranks.faults import likely_fault
 from attncheck.harness.checks.ranks.process import RankAnswer, RankQuestion
 from attncheck.harness.driver.foreign_code import StageError
 from attncheck.harness.driver.observation import Observation
@@ -114,13 +113,12 @@ class RankChecks:
 
     def _numerics(self, results: Results) -> Finding:
         answers, seen = results
-        finding = check_numerics(self._problem, self._truth, seen, explains=False)
+        finding = check_numerics(self._problem, self._truth, seen)
         if isinstance(finding, Holds):
             return replace(finding, notes=(*finding.notes, _HOW))
-        meaning = likely_fault(self._problem, self._truth, seen.output)
         heads = self._problem.layer.num_heads // len(answers)
         owner = f"rank r has the heads {heads}r to {heads}r + {heads - 1}"
-        return replace(finding, meaning=meaning, details=(*finding.details, owner, _HOW))
+        return replace(finding, details=(*finding.details, owner, _HOW))
 
     def _cache_write(self, results: Results) -> Finding:
         """Return the finding of the first rank whose cache is wrong or not examined, else that of the last."""

@@ -64,7 +64,7 @@ def test_claims_are_listed_with_what_measures_them(typed):
     lines = " ".join(typed("list claims").out.split())
     assert "supports_sink backend cases with sinks" in lines
     assert "supports_batch_invariance backend check bitwise" in lines
-    assert "supports_kv_connector backend declared, not examined: a connector moves pages" in lines
+    assert "supports_kv_connector backend nothing: a connector moves pages" in lines
 
 
 @pytest.mark.parametrize(("columns", "width"), [("60", 60), ("20", 40), ("150", 150), ("900", 200)])
