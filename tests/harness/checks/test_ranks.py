@@ -1,6 +1,8 @@
 """The path ``ranks``: a process for each rank of context parallelism, and the findings on wrong ranks."""
 
 import math
+import os
+import time
 from unittest.mock import Mock
 
 import pytest
@@ -10,7 +12,7 @@ from attncheck.backends.contract import get_dcp_group, get_dcp_world_size_and_ra
 from attncheck.backends.registry import load
 from attncheck.cases.loader import load_suite
 from attncheck.errors import BackendUnavailableError
-from attncheck.harness.checks.findings import FindingError, NotExamined
+from attncheck.harness.checks.findings import Broken, FindingError, NotExamined
 from attncheck.harness.checks.numerics import check_numerics
 from attncheck.harness.checks.ranks import check, process
 from attncheck.harness.checks.ranks.check import RankChecks
@@ -97,6 +99,18 @@ def test_backends_that_do_not_declare_it_are_not_run(make_case):
     case = on_ranks(make_case, (1, 9))
     (record,) = Examiner(RunPlan((case,))).records(case, load("torch_sdpa"), checks=("numerics",))
     assert (record.outcome, record.reasons) == ("unsupported", ("path ranks: feature 'dcp' is not declared",))
+
+
+def test_folders_of_processes_that_were_killed_are_removed(make_case, tmp_path, monkeypatch):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    monkeypatch.setattr(check, "run_ranks", Mock(side_effect=FindingError(Broken("no rank is started"))))
+    left, in_use, other = (tmp_path / name for name in ("attncheck-worker-1-a", "attncheck-worker-2-b", "other-1"))
+    for folder, age in ((left, 3600), (in_use, 60), (other, 3600)):
+        (folder / "within").mkdir(parents=True)
+        os.utime(folder, (time.time() - age,) * 2)
+    with pytest.raises(FindingError):
+        checks_of("reference", on_ranks(make_case, (1, 9))).find("numerics")()
+    assert set(tmp_path.iterdir()) == {in_use, other}
 
 
 def test_other_checks_examine_nothing(make_case):
