@@ -12,6 +12,7 @@ by ``numerics``.
 
 import math
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 import torch
@@ -48,54 +49,41 @@ class NoCodec:
 
 
 def learn_codec(
-    write: Writer, allocate: Allocate, layer: LayerSpec, cache: CacheSpec, device: torch.device | str
+    write: Writer,
+    allocate: Allocate,
+    layer: LayerSpec,
+    cache: CacheSpec,
+    device: torch.device | str,
+    write_scaled: Writer | None = None,
 ) -> PlacedCodec | NoCodec:
     """Return the codec of a backend that stores the rows of ``layer`` as ``write`` does, or :class:`NoCodec`.
 
     ``write`` is given ``slots`` int64 ``[n]``, and key and value in the layer's dtype and the shapes of a codec, all on
     ``device``. Any exception that it raises becomes the reason. The codec encodes with the scales of ``cache``.
-    """
-    coding = coding_of(layer, cache)
-    learner = _LayoutLearner(write, allocate, layer, cache.block_size, _unscaled(coding), torch.device(device))
-    try:
-        codec = learner.learn()
-        learner.examine(codec)
-    except _UnknownLayoutError as unfit:
-        return NoCodec(str(unfit))
-    return replace(codec, coding=coding)
 
-
-def learn_registered_codec(
-    write: Writer,
-    write_scaled: Writer,
-    allocate: Allocate,
-    layer: LayerSpec,
-    cache: CacheSpec,
-    device: torch.device | str,
-) -> PlacedCodec | NoCodec:
-    """Return the codec of a cache dtype that a backend registers: its codes, whether the layer scales them, its layout.
-
-    The codes may be numbers of the dtype that ``allocate`` returns, int8, or float8, each in a place of its own.
-    ``write``: the backend's writer with all scales 1. ``write_scaled``: with the scales of ``cache``. The codec must
-    predict, byte for byte, what both write. Else return :class:`NoCodec` with the reason of the first kind of codes.
+    ``write_scaled``: the writer with these scales, for a registered cache. Its codes are then unknown: int8, float8, or
+    numbers of the dtype of the cache. Its writer may use or ignore the scales, which the codec must predict. A reason
+    is about the first kind of codes.
     """
     coding, reasons = coding_of(layer, cache), []
-    for code_dtype in _possible_codes(allocate(1).dtype):
-        codes = replace(coding, code_dtype=code_dtype)
-        learner = _LayoutLearner(write, allocate, layer, cache.block_size, _unscaled(codes), torch.device(device))
+    codings = [coding]
+    if write_scaled is not None:
+        codings = [replace(coding, code_dtype=each) for each in _possible_codes(allocate(1).dtype)]
+    for each in codings:
+        unscaled = replace(each, k_scale=1.0, v_scale=1.0)
+        learner = _LayoutLearner(write, allocate, layer, cache.block_size, unscaled, torch.device(device))
         try:
             codec = learner.learn()
             learner.examine(codec)
         except _UnknownLayoutError as unfit:
             reasons.append(str(unfit))
             continue
-        scaled = _LayoutLearner(write_scaled, allocate, layer, cache.block_size, codes, torch.device(device))
-        for each in (replace(codec, coding=codes), codec):
-            try:
-                scaled.examine(each)
-            except _UnknownLayoutError:
-                continue
-            return each
+        if write_scaled is None:
+            return replace(codec, coding=each)
+        for scaled in (replace(codec, coding=each), codec):
+            with suppress(_UnknownLayoutError):
+                replace(learner, _writer=write_scaled, _coding=each).examine(scaled)
+                return scaled
         reasons.append("k_scale and v_scale neither multiply its codes nor are ignored")
     return NoCodec(reasons[0])
 
@@ -108,28 +96,26 @@ def _possible_codes(dtype: torch.dtype) -> tuple[torch.dtype | None, ...]:
     return (dtype,) if dtype in known else known
 
 
-def _unscaled(coding: Coding) -> Coding:
-    return replace(coding, k_scale=1.0, v_scale=1.0)
-
-
 class _UnknownLayoutError(InternalError):
     """Raised if the observed writes fit no layout; the message states how."""
 
 
+@dataclass(frozen=True)
 class _LayoutLearner:
-    def __init__(
-        self,
-        write: Writer,
-        allocate: Allocate,
-        layer: LayerSpec,
-        block_size: int,
-        coding: Coding,
-        device: torch.device,
-    ) -> None:
-        self._writer, self._allocator, self._device = write, allocate, device
-        self._block_size, self._coding = block_size, coding
-        self._shapes = row_shapes(layer)
-        self._sizes = [math.prod(shape) for shape in self._shapes]
+    _writer: Writer
+    _allocator: Allocate
+    _layer: LayerSpec
+    _block_size: int
+    _coding: Coding
+    _device: torch.device
+
+    @property
+    def _shapes(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        return row_shapes(self._layer)
+
+    @property
+    def _sizes(self) -> list[int]:
+        return [math.prod(shape) for shape in self._shapes]
 
     def learn(self) -> PlacedCodec:
         """Return the layout that the pools of two and three pages show."""

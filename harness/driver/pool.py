@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from attncheck.backends.caches.codecs import KVCacheCodec, PackedCodec
-from attncheck.backends.caches.learned_codec import NoCodec, learn_codec, learn_registered_codec
+from attncheck.backends.caches.learned_codec import NoCodec, learn_codec
 from attncheck.backends.caches.packings import allocate_kv_cache, kv_cache_shape, stride_order
 from attncheck.backends.caches.placed_codec import PlacedCodec
 from attncheck.backends.caches.row_codec import RowCodec
@@ -539,12 +539,10 @@ def _learned(
     def allocate(blocks: int) -> Tensor:
         return allocate_kv_cache(backend, layer, cache, blocks, device)
 
-    if cache.kv_cache_dtype == REGISTERED:
-        scaled = PoolFiller(backend, problem, device, cache)
-        found = learn_registered_codec(filler.write, scaled.write, allocate, layer, cache, device)
-    else:
-        write = filler.write if layer.mla is None else write_latent
-        found = learn_codec(write, allocate, layer, cache, device)
+    write = filler.write if layer.mla is None else write_latent
+    is_registered = cache.kv_cache_dtype == REGISTERED
+    write_scaled = PoolFiller(backend, problem, device, cache).write if is_registered else None
+    found = learn_codec(write, allocate, layer, cache, device, write_scaled)
     if isinstance(found, NoCodec):
         return NoCodec(f"the backend brings no cache codec, and its writer shows none: {found.reason}")
     known.append(found)
