@@ -4,7 +4,8 @@ from typing import Protocol
 
 import torch
 
-from attncheck.reference.spec import REGISTERED, ROW_FORMATS, CacheSpec, LayerSpec
+from attncheck.reference.spec import LayerSpec
+from attncheck.reference.step_spec import REGISTERED, ROW_FORMATS, CacheSpec
 
 DTYPES: dict[str, torch.dtype] = {
     "float16": torch.float16,

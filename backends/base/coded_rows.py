@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from attncheck.reference.spec import ROW_FORMATS, RowFormat
+from attncheck.reference.step_spec import ROW_FORMATS, RowFormat
 
 INT8 = "int8"
 """The cache dtype that candidates register: int8 codes with the scales of the layer."""

@@ -15,7 +15,7 @@ from attncheck.backends.base.coded_rows import INT8
 from attncheck.backends.contract import AttentionLayer, AttentionType, CommonAttentionMetadata, Conventions
 from attncheck.backends.paged import PagedBackend, PagedImpl
 from attncheck.backends.paged_metadata import PagedBuilder, PagedMetadata
-from attncheck.reference.spec import KVCacheDType
+from attncheck.reference.step_spec import KVCacheDType
 
 State = tuple[Tensor, Tensor]
 """Attention over some keys: output ``[rows, H, Dv]`` and log-sum-exp ``[rows, H]``, float32."""

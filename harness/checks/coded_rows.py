@@ -18,7 +18,7 @@ from attncheck.harness.driver.pool import KVPool
 from attncheck.harness.problem.coded_rows import CodedRows
 from attncheck.harness.problem.problem import Problem
 from attncheck.harness.problem.storage import key_storage, value_storage
-from attncheck.reference.spec import REGISTERED
+from attncheck.reference.step_spec import REGISTERED
 
 Rows = tuple[Tensor, Tensor]
 """Keys and values."""

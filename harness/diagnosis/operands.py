@@ -29,7 +29,7 @@ from attncheck.harness.truth.faults import (
 from attncheck.harness.truth.truth import Truth
 from attncheck.harness.truth.unpaged import HiddenKeys, UnpagedAttention
 from attncheck.reference import AttentionParams, Precision, visible
-from attncheck.reference.spec import REGISTERED
+from attncheck.reference.step_spec import REGISTERED
 
 _HEAD_SIZES = (16, 32, 64, 80, 96, 112, 128, 192, 256)
 """Head sizes whose default scale a kernel may hard-code, or derive from padded tensors."""

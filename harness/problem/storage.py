@@ -12,7 +12,8 @@ from attncheck.harness.problem.coded_rows import CodedRows
 from attncheck.harness.problem.pages import RandomStream
 from attncheck.harness.problem.queries import SMALLEST
 from attncheck.reference.attention.cache import quantize_fp8
-from attncheck.reference.spec import REGISTERED, CacheSpec, LayerSpec, row_format_of
+from attncheck.reference.spec import LayerSpec
+from attncheck.reference.step_spec import REGISTERED, CacheSpec, row_format_of
 
 # Float8 formats as tables: their numbers, rounding to them, and the interval of numbers that round to a code.
 #

@@ -42,7 +42,8 @@ from attncheck.harness.truth.faults import (
 from attncheck.harness.truth.shared_folder import MOST_BYTES, SharedFolder
 from attncheck.harness.truth.unpaged import ROUNDINGS, Budget, UnpagedAttention, budget_of, share_of_budget
 from attncheck.reference import AttentionParams, Precision, layer_params, merge_many, mla_params
-from attncheck.reference.spec import REGISTERED, ROW_FORMATS, AttentionType
+from attncheck.reference.spec import AttentionType
+from attncheck.reference.step_spec import REGISTERED, ROW_FORMATS
 
 # Choose where a truth is computed: on the device of the run, or on the host if that takes less time.
 #

@@ -22,7 +22,7 @@ from attncheck.harness.driver.step import make_step
 from attncheck.harness.problem.problem import build_problem, rank_problem
 from attncheck.harness.run.evaluate import Examiner, RunPlan
 from attncheck.harness.truth.truth import truth_of
-from attncheck.reference.spec import DCPOptions
+from attncheck.reference.step_spec import DCPOptions
 from attncheck.reports.run_file.causes import likely_causes
 
 CPU = torch.device("cpu")

@@ -11,7 +11,8 @@ from attncheck.backends.declarations import undeclared
 from attncheck.cases.consistency import check_meaning
 from attncheck.errors import BackendUnavailableError, SpecError
 from attncheck.harness.checks.findings import Broken, Holds
-from attncheck.reference.spec import ROW_FORMATS, BatchSpec, CacheSpec, LayerSpec, RequestSpec
+from attncheck.reference.spec import LayerSpec
+from attncheck.reference.step_spec import ROW_FORMATS, BatchSpec, CacheSpec, RequestSpec
 
 SCALES = {"k_scale": 0.5, "v_scale": 0.25}
 
