@@ -54,7 +54,8 @@ from attncheck.backends.impl import (
     ScaleDesc,
     get_current_vllm_config,
 )
-from attncheck.reference.spec import AttentionCGSupport, AttentionType, BatchSpec, CacheSpec, LayerSpec
+from attncheck.reference.spec import AttentionCGSupport, AttentionType, LayerSpec
+from attncheck.reference.step_spec import BatchSpec, CacheSpec
 from attncheck.reference.utilities.builder import AttentionMetadataBuilder
 from attncheck.reference.utilities.metadata import CommonAttentionMetadata
 
@@ -143,6 +144,12 @@ class AttentionBackend(ABC):
     supported_kv_cache_dtypes: ClassVar[Sequence[str]] = ("auto",)
     """Supported cache dtypes. ``auto`` is the layer's dtype, under either name."""
 
+    registered_kv_cache_dtype: ClassVar[tuple[str, torch.dtype] | None] = None
+    """Name and memory dtype of a cache dtype of its own, as a plugin gives them to vLLM's ``register_kv_cache_dtype``.
+
+    Impl, builder and ``get_kv_cache_shape`` get this name in cases of ``kv_cache_dtype: registered``.
+    """
+
     supported_layouts: ClassVar[tuple[str, ...]] = ("NHD",)
     """Supported memory orders of a page. A backend that reads the cache through its strides supports both."""
 
@@ -188,8 +195,9 @@ class AttentionBackend(ABC):
 
         Raise ``ValueError`` for a block size that the kernels do not support. A backend that declares ``head_size_v``
         accepts it as a keyword, which is passed only if it differs from ``head_size``. A backend that declares a cache
-        of ``attncheck.reference.spec.ROW_FORMATS`` accepts its name as the keyword ``cache_dtype_str``, which is passed
-        only for such a cache; the shape is then that of a tensor of bytes.
+        of ``attncheck.reference.step_spec.ROW_FORMATS`` accepts its name as the keyword ``cache_dtype_str``, which is
+        passed only for such a cache; the shape is then that of a tensor of bytes. The same holds for a registered
+        cache, whose shape is that of a tensor of its own dtype.
         """
         packing: Packing = "latent" if cls.is_mla() else "content"
         return packed_shape(packing, num_blocks, block_size, num_kv_heads, head_size, head_size)
@@ -291,7 +299,8 @@ class AttentionBackend(ABC):
         packings by calling ``get_kv_cache_shape`` with distinctive sizes. It returns None for other packings, and if
         the value head size differs from the head size. Override it to return None if the cache has a usual shape but
         another layout within. A cache of ``ROW_FORMATS`` is examined only with a codec; the default is
-        :func:`~attncheck.backends.caches.row_codec.row_codec` for codes of eight bits.
+        :func:`~attncheck.backends.caches.row_codec.row_codec` for codes of eight bits. The codec of a registered cache
+        is learned from the backend's own writer if None is returned.
         """
         return default_codec(cls, layer, cache)
 

@@ -12,16 +12,14 @@ from typing import TYPE_CHECKING, Any, Protocol, get_args
 
 from attncheck.backends.claims import PREDICATES
 from attncheck.backends.conventions import CacheStrides, Conventions
-from attncheck.reference.spec import (
-    FORMS,
+from attncheck.reference.spec import FORMS, MODIFIERS, AttentionType, LayerSpec
+from attncheck.reference.step_spec import (
     FP8_CACHES,
-    MODIFIERS,
-    AttentionType,
+    REGISTERED,
     BatchSpec,
     CacheSpec,
     DCPOptions,
     KVCacheDType,
-    LayerSpec,
     RequestSpec,
     SplitKVOptions,
 )
@@ -70,6 +68,7 @@ class Declarations(Protocol):
     features: frozenset[str]
     conventions: Conventions
     supported_kv_cache_dtypes: Sequence[str]
+    registered_kv_cache_dtype: "tuple[str, torch.dtype] | None"
     supported_layouts: tuple[str, ...]
     supported_attn_types: Sequence[str]
     supported_sinks_dtypes: tuple[str, ...]
@@ -340,6 +339,9 @@ def _head_size_reason(backend: Declarations, layer: LayerSpec) -> str:
 
 def _kv_cache_dtype_reason(backend: Declarations, layer: LayerSpec, cache: CacheSpec) -> str:
     """Treat a cache dtype that equals the layer's own as ``auto``."""
+    if cache.kv_cache_dtype == REGISTERED:
+        has_one = backend.registered_kv_cache_dtype is not None
+        return "" if has_one else "kv_cache_dtype registered: registered_kv_cache_dtype is None"
     names = ("auto", layer.dtype) if cache.kv_cache_dtype in ("auto", layer.dtype) else (cache.kv_cache_dtype,)
     if any(name in backend.supported_kv_cache_dtypes for name in names):
         return ""

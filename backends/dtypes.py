@@ -1,8 +1,11 @@
 """The torch dtypes of layers and caches, keyed by their names in specs."""
 
+from typing import Protocol
+
 import torch
 
-from attncheck.reference.spec import ROW_FORMATS, CacheSpec, LayerSpec
+from attncheck.reference.spec import LayerSpec
+from attncheck.reference.step_spec import REGISTERED, ROW_FORMATS, CacheSpec
 
 DTYPES: dict[str, torch.dtype] = {
     "float16": torch.float16,
@@ -19,13 +22,33 @@ FP8_DTYPES: dict[str, torch.dtype] = {
 """Dtypes of FP8 codes in a cache or an output. The tensor of an FP8 cache is allocated as ``torch.uint8``."""
 
 
-def cache_dtype(layer: LayerSpec, cache: CacheSpec) -> torch.dtype:
-    """Return the dtype of the allocated cache: the layer's, the named one, or that of bytes for codes.
+class Registers(Protocol):
+    """A class that may register a cache dtype: its name, and the dtype of its memory."""
+
+    registered_kv_cache_dtype: tuple[str, torch.dtype] | None
+
+
+def cache_dtype(layer: LayerSpec, cache: CacheSpec, backend: Registers | None = None) -> torch.dtype:
+    """Return the dtype of the allocated cache: the layer's, the named or registered one, or that of bytes for codes.
 
     Bytes are ``torch.uint8``, or ``torch.int8`` for ``int8_per_token_head``, as in vLLM.
     """
+    if cache.kv_cache_dtype == REGISTERED:
+        return registered(backend)[1]
     if cache.kv_cache_dtype == "int8_per_token_head":
         return torch.int8
     if cache.kv_cache_dtype in (*FP8_DTYPES, *ROW_FORMATS):
         return torch.uint8
     return DTYPES[layer.dtype if cache.kv_cache_dtype == "auto" else cache.kv_cache_dtype]
+
+
+def passed_name(kv_cache_dtype: str, backend: Registers) -> str:
+    """Return the name of the cache dtype that the backend is given."""
+    return registered(backend)[0] if kv_cache_dtype == REGISTERED else kv_cache_dtype
+
+
+def registered(backend: Registers | None) -> tuple[str, torch.dtype]:
+    """Return name and dtype of the cache that the backend registers. Raise ValueError if it registers none."""
+    if backend is None or backend.registered_kv_cache_dtype is None:
+        raise ValueError("the backend registers no kv_cache_dtype")
+    return backend.registered_kv_cache_dtype

@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from attncheck.backends.base.coded_rows import CodedCache
+from attncheck.backends.base.coded_rows import INT8, CodedCache, Int8Cache
 from attncheck.backends.base.gathering import encode_fp8
 from attncheck.backends.base.layer import (
     Call,
@@ -31,7 +31,8 @@ from attncheck.backends.impl import STATIC_FP8, LayerArguments
 from attncheck.backends.paged_metadata import PagedMetadata
 from attncheck.reference.attention.cache import kv_cache_views
 from attncheck.reference.attention.params import AttentionParams, window_pair
-from attncheck.reference.spec import ROW_FORMATS, CacheSpec, LayerSpec
+from attncheck.reference.spec import LayerSpec
+from attncheck.reference.step_spec import ROW_FORMATS, CacheSpec
 
 
 class PagedBackend(CandidateBackend):
@@ -186,7 +187,7 @@ class PagedImpl(CandidateImpl[PagedMetadata]):
         """
 
     def _run(self, call: Call[PagedMetadata]) -> None:
-        is_coded = self.has_cache and self.kv_cache_dtype in ROW_FORMATS
+        is_coded = self.has_cache and self.kv_cache_dtype in (*ROW_FORMATS, INT8)
         caches = self._cache_views(call.kv_cache) if self.has_cache and not is_coded else None
         writes = self.brings_writer and self.kv_sharing_target_layer_name is None
         if writes and caches is not None and call.key is not None and call.value is not None:
@@ -202,7 +203,11 @@ class PagedImpl(CandidateImpl[PagedMetadata]):
     def _decoded_rows(self, call: Call[PagedMetadata], *, writes: bool) -> tuple[Tensor, Tensor]:
         """Write the new rows as codes, and return all rows of the cache as numbers, as if it held float32."""
         units = call.layer._k_scale, call.layer._v_scale
-        coded = CodedCache(call.kv_cache, self.kv_cache_dtype, (self.head_size, self.head_size_v), units)
+        coded: CodedCache | Int8Cache
+        if self.kv_cache_dtype == INT8:
+            coded = Int8Cache(self._cache_views(call.kv_cache), units)
+        else:
+            coded = CodedCache(call.kv_cache, self.kv_cache_dtype, (self.head_size, self.head_size_v), units)
         if writes and call.key is not None and call.value is not None:
             coded.write(call.key, call.value, call.metadata.common.slot_mapping)
         return coded.read()

@@ -9,12 +9,15 @@ from dataclasses import fields
 from itertools import chain
 from typing import Any, get_args
 
+import torch
+
 from attncheck.backends.contract import AttentionBackend, AttentionImpl, AttentionMetadataBuilder, MLAAttentionImpl
 from attncheck.backends.conventions import Conventions
 from attncheck.backends.declarations import unread_declarations
 from attncheck.backends.impl import MLA_KEYWORDS, LayerArguments
 from attncheck.errors import UnknownNameError
-from attncheck.reference.spec import FEATURES, AttentionCGSupport, AttentionType, DType, KVCacheDType, Layout
+from attncheck.reference.spec import FEATURES, AttentionCGSupport, AttentionType, DType
+from attncheck.reference.step_spec import KVCacheDType, Layout
 
 _FORWARD = ("layer", "query", "key", "value", "kv_cache", "attn_metadata")
 
@@ -52,6 +55,9 @@ def _declaration_problems(backend: type[AttentionBackend]) -> Iterator[str]:
             continue
         for name in sorted({str(name) for name in given} - set(allowed)):
             yield f"{attribute}: {UnknownNameError('name', name, allowed)}"
+    own: object = backend.registered_kv_cache_dtype
+    if own is not None and not (isinstance(own, tuple) and list(map(type, own)) == [str, torch.dtype]):
+        yield f"registered_kv_cache_dtype is {own!r}, not a name and a torch.dtype"
     conventions: object = backend.conventions
     if not isinstance(conventions, Conventions):
         yield f"conventions is a {type(conventions).__name__}, not a Conventions"

@@ -9,17 +9,15 @@ import math
 from collections.abc import Collection
 
 from attncheck.errors import SpecError
-from attncheck.reference.spec import (
-    MODIFIERS,
-    ROW_FORMATS,
-    AttentionType,
+from attncheck.reference.spec import MODIFIERS, AttentionType, LayerSpec
+from attncheck.reference.step_spec import (
+    REGISTERED,
     BatchSpec,
     BlockTableSpec,
     CacheSpec,
     DCPOptions,
     FastPrefillOptions,
     InputName,
-    LayerSpec,
     MicroBatchOptions,
     PaddingSpec,
     PathSpec,
@@ -27,6 +25,7 @@ from attncheck.reference.spec import (
     RequestSpec,
     SpecDecodeOptions,
     TreeOptions,
+    row_format_of,
 )
 
 _CAUSAL_ONLY = ("local", "tree", "fast_prefill", "pcp")
@@ -304,7 +303,7 @@ def check_inputs(layer: LayerSpec, cache: CacheSpec, inputs: Collection[InputNam
             value="negative_scores",
             allowed="leave negative_scores out, or give qk_rope_head_dim",
         )
-    if "negative_scores" in (inputs or ()) and cache.kv_cache_dtype in ROW_FORMATS:
+    if "negative_scores" in (inputs or ()) and row_format_of(cache.kv_cache_dtype) is not None:
         raise SpecError(
             f"keys whose last channels are equal cannot be stored exactly as {cache.kv_cache_dtype}",
             field="inputs",
@@ -394,7 +393,7 @@ def _check_scales(layer: LayerSpec, cache: CacheSpec) -> None:
 
 
 def _check_row_format(layer: LayerSpec, cache: CacheSpec) -> None:
-    row_format = ROW_FORMATS.get(cache.kv_cache_dtype)
+    row_format = row_format_of(cache.kv_cache_dtype)
     if row_format is None:
         return
     if layer.mla is not None:
@@ -414,7 +413,8 @@ def _check_row_format(layer: LayerSpec, cache: CacheSpec) -> None:
             )
     for name in ("k_scale", "v_scale"):
         scale = getattr(cache, name)
-        if row_format.group is not None and (isinstance(scale, tuple) or not _is_unit(scale)):
+        uses_scale = row_format.group is not None or cache.kv_cache_dtype == REGISTERED
+        if uses_scale and (isinstance(scale, tuple) or not _is_unit(scale)):
             raise SpecError(
                 f"rows of {cache.kv_cache_dtype} with other scales cannot be stored exactly",
                 field=f"cache.{name}",

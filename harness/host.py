@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -281,8 +282,9 @@ def folder_prefix(mark: str) -> str:
     return f"attncheck-worker-{mark}-"
 
 
-def remove_folders(mark: str) -> None:
-    """Remove the temporary folders that a worker has left, for instance because it was killed."""
+def remove_folders(mark: str, older_than_s: float = 0.0) -> None:
+    """Remove the temporary folders that a worker has left, for instance because it was killed; ``*``: any worker."""
     with suppress(OSError):  # a host without a writable folder has none
         for folder in Path(tempfile.gettempdir()).glob(f"{folder_prefix(mark)}*"):
-            shutil.rmtree(folder, ignore_errors=True)
+            if not older_than_s or folder.stat().st_mtime < time.time() - older_than_s:
+                shutil.rmtree(folder, ignore_errors=True)

@@ -35,15 +35,8 @@ from attncheck.harness.run.options import KEEP, options_in
 from attncheck.harness.run.selection import checks_of
 from attncheck.harness.workers import pool as pool_module
 from attncheck.harness.workers.limits import DEFAULT
-from attncheck.reference.spec import (
-    CHECKS,
-    FEATURES,
-    CacheSpec,
-    LayerSpec,
-    PathSpec,
-    SpecDecodeOptions,
-    default_checks,
-)
+from attncheck.reference.spec import CHECKS, FEATURES, LayerSpec, default_checks
+from attncheck.reference.step_spec import CacheSpec, PathSpec, SpecDecodeOptions
 from attncheck.reports.analysis.recommendation import STANDINGS
 from attncheck.reports.comparison import significance
 from attncheck.reports.comparison.significance import ProcessNoise, smallest_slowdown
@@ -157,7 +150,16 @@ def test_the_variables_that_a_backend_gets_are_listed() -> None:
 
 def test_what_a_builder_is_offered_is_all_documented() -> None:
     drafts = PathSpec(name="spec_decode", options=SpecDecodeOptions(num_speculative_tokens=1))
-    config = vllm_config(LAYER, CACHE, torch.float32, max_model_len=1, max_num_seqs=1, max_tokens=1, path=drafts)
+    config = vllm_config(
+        LAYER,
+        CACHE,
+        torch.float32,
+        passed_cache_dtype="auto",
+        max_model_len=1,
+        max_num_seqs=1,
+        max_tokens=1,
+        path=drafts,
+    )
     offered = {name for name in vars(config) if not name.startswith("_")}
     nodes = {name for name in offered if isinstance(getattr(config, name), ConfigNode)}
     inner = {f"{node}.{name}" for node in nodes for name in vars(getattr(config, node)) if not name.startswith("_")}

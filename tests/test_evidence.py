@@ -53,6 +53,9 @@ def test_everything_that_is_expected_was_found_and_the_audit_examined_each_kind_
 AGREEING = {
     "NaN or Inf just where a score is N soft caps or more": "a score of more than about 88 soft caps is NaN",
     "slots behind the last key of a request are read; only NaN": "slots behind the last key of a request are multiplied by",
+    "a length on the host is taken for exact": "lengths are read from seq_lens_cpu_upper_bound",
+    "layers share what each must have for itself": "the builder copies",
+    "the ALiBi bias is measured from the first new position": "is measured from the context's end, not from the query",
     "the ALiBi bias is missing": "encoder attention ignores the ALiBi slopes",
     "the soft cap is ignored": "encoder attention ignores the soft cap",
     "the window is ignored on both sides": "takes a window of the own key alone (0 on both sides) for no window",

@@ -9,7 +9,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from attncheck.reference.spec import ROW_FORMATS, RowFormat
+from attncheck.reference.step_spec import ROW_FORMATS, RowFormat
+
+INT8 = "int8"
+"""The cache dtype that candidates register: int8 codes with the scales of the layer."""
 
 _SMALLEST_SCALE = 1e-6
 _FLOAT4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
@@ -95,6 +98,27 @@ class CodedCache:
     def _factors(self, scales: Tensor, unit: Tensor) -> Tensor:
         """Return what the numbers of codes are multiplied by; only the scales of groups have a unit."""
         return scales if self.row_format.group is None else scales * unit
+
+
+@dataclass(frozen=True)
+class Int8Cache:
+    """The views of keys and of values in a cache of int8 codes, ``round(x / scale)``, and the layer's two scales."""
+
+    views: tuple[Tensor, Tensor]
+    scales: tuple[Tensor, Tensor]
+
+    def write(self, key: Tensor, value: Tensor, slot_mapping: Tensor) -> None:
+        """See :meth:`CodedCache.write`."""
+        rows = (slot_mapping >= 0).nonzero().squeeze(1)
+        slots = slot_mapping[rows]
+        for view, new, scale in zip(self.views, (key, value), self.scales, strict=True):
+            codes = (new[rows].float() / scale).round().clamp(-127, 127).to(torch.int8)
+            view[slots // view.shape[1], slots % view.shape[1]] = codes
+
+    def read(self) -> tuple[Tensor, Tensor]:
+        """See :meth:`CodedCache.read`."""
+        key, value = (view.float() * scale for view, scale in zip(self.views, self.scales, strict=True))
+        return key, value
 
 
 def encode(numbers: Tensor, row_format: RowFormat) -> Tensor:

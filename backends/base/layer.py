@@ -17,7 +17,7 @@ from attncheck.backends.contract import AttentionBackend, AttentionImpl, Attenti
 from attncheck.backends.dtypes import DTYPES, FP8_DTYPES
 from attncheck.backends.impl import STATIC_FP8, LayerArguments
 from attncheck.backends.paged_metadata import PagedMetadata
-from attncheck.reference.spec import ROW_FORMATS
+from attncheck.reference.step_spec import ROW_FORMATS
 
 Metadata = TypeVar("Metadata", bound=PagedMetadata)
 
@@ -180,7 +180,8 @@ def refuse_layer(backend: type[AttentionBackend], given: LayerArguments) -> None
     known_types = [str(kind) for kind in AttentionType]
     if str(given.attn_type) not in known_types:
         wrong.append(f"attn_type {given.attn_type!r}: must be one of {', '.join(known_types)}")
-    if given.kv_cache_dtype not in ("auto", *DTYPES, *FP8_DTYPES, *ROW_FORMATS):
+    known = ("auto", *DTYPES, *FP8_DTYPES, *ROW_FORMATS)
+    if given.kv_cache_dtype not in known and not _registers(backend, given.kv_cache_dtype):
         wrong.append(f"kv_cache_dtype {given.kv_cache_dtype!r} is unknown")
     _raise(backend, ValueError, wrong)
 
@@ -216,7 +217,9 @@ def wrong_cache_dtype(
     backend: type[AttentionBackend], kv_cache_dtype: str, stored: torch.dtype, layer_dtype: torch.dtype
 ) -> list[str]:
     """Return what is wrong with a cache of dtype ``stored``; an empty list if nothing is."""
-    if kv_cache_dtype in ROW_FORMATS:
+    if backend.registered_kv_cache_dtype is not None and _registers(backend, kv_cache_dtype):
+        expected = {backend.registered_kv_cache_dtype[1]}
+    elif kv_cache_dtype in ROW_FORMATS:
         expected = {torch.uint8, torch.int8}
     elif kv_cache_dtype in FP8_DTYPES:
         expected = {torch.uint8, FP8_DTYPES[kv_cache_dtype]}
@@ -227,11 +230,18 @@ def wrong_cache_dtype(
 
 def _takes_cache_dtype(backend: type[AttentionBackend], kv_cache_dtype: str) -> bool:
     """Return whether the cache dtype may be supported; ``forward``, which has the layer's dtype, decides."""
+    if _registers(backend, kv_cache_dtype):
+        return True
     if kv_cache_dtype in FP8_DTYPES:
         return kv_cache_dtype in backend.supported_kv_cache_dtypes and "fp8_kv" in backend.features
     if kv_cache_dtype in ROW_FORMATS:
         return kv_cache_dtype in backend.supported_kv_cache_dtypes
     return any(name in backend.supported_kv_cache_dtypes for name in ("auto", kv_cache_dtype))
+
+
+def _registers(backend: type[AttentionBackend], kv_cache_dtype: str) -> bool:
+    own = backend.registered_kv_cache_dtype
+    return own is not None and own[0] == kv_cache_dtype
 
 
 def _raise(backend: type[AttentionBackend], kind: type[Exception], problems: Sequence[str]) -> None:

@@ -14,9 +14,13 @@ from attncheck.backends.caches.packings import CacheGeometry, Packing, detect_pa
 from attncheck.backends.caches.row_codec import row_codec
 from attncheck.backends.dtypes import DTYPES, FP8_DTYPES
 from attncheck.reference.attention.cache import dequantize_fp8, kv_cache_views, quantize_fp8
-from attncheck.reference.spec import ROW_FORMATS, CacheSpec, LayerSpec
+from attncheck.reference.spec import LayerSpec
+from attncheck.reference.step_spec import REGISTERED, ROW_FORMATS, CacheSpec
 
 Scale = float | tuple[float, ...]
+
+_MOST = 127.0
+"""The largest int8 code; there is none for NaN."""
 
 
 class KVCacheCodec(Protocol):
@@ -38,10 +42,10 @@ class KVCacheCodec(Protocol):
 
 @dataclass(frozen=True)
 class Coding:
-    """The encoding of numbers in a cache: unchanged, or as FP8 codes, which are ``round(x / scale)``.
+    """The encoding of numbers in a cache: unchanged, or as FP8 or int8 codes, which are ``round(x / scale)``.
 
     dtype: the activation dtype.
-    code_dtype: the float8 dtype of an FP8 cache, otherwise None; only codes are scaled.
+    code_dtype: a float8 dtype, int8, or None for a cache without codes; only codes are scaled.
     k_scale, v_scale: a number, or one per KV head.
     """
 
@@ -61,12 +65,17 @@ class Coding:
     def _encode(self, x: Tensor, scale: Scale) -> Tensor:
         if self.code_dtype is None:
             return x
+        if self.code_dtype == torch.int8:
+            codes = (x.float() / _per_head(scale, x.device)).nan_to_num(nan=_MOST).round().clamp(-_MOST, _MOST)
+            return codes.to(torch.int8).view(torch.uint8)
         return quantize_fp8(x, _per_head(scale, x.device), self.code_dtype).view(torch.uint8)
 
     def _decode(self, stored: Tensor, scale: Scale) -> Tensor:
         if self.code_dtype is None:
             return stored.to(self.dtype)
         codes = stored.view(self.code_dtype)
+        if self.code_dtype == torch.int8:
+            return (codes.float() * _per_head(scale, stored.device)).to(self.dtype)
         return dequantize_fp8(codes, _per_head(scale, stored.device)).to(self.dtype)
 
 
@@ -124,10 +133,12 @@ def default_codec(backend: CacheGeometry, layer: LayerSpec, cache: CacheSpec) ->
 def packed_codec(backend: CacheGeometry, layer: LayerSpec, cache: CacheSpec) -> KVCacheCodec | None:
     """Return a codec for a backend with a detectable packing, or None; also None for layers without a cache.
 
+    A registered cache has none, because its name does not determine the codes.
+
     Unlike :func:`default_codec`, this assumes ``[key | value]`` for a ``content`` packing whose values have another
     size than the keys. Use it only for backends that have this order.
     """
-    if not layer.has_cache:
+    if not layer.has_cache or cache.kv_cache_dtype == REGISTERED:
         return None
     if cache.kv_cache_dtype in ROW_FORMATS:
         return row_codec(backend, layer, cache)

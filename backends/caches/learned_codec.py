@@ -12,15 +12,17 @@ by ``numerics``.
 
 import math
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from attncheck.backends.caches.codecs import coding_of
+from attncheck.backends.caches.codecs import Coding, coding_of
 from attncheck.backends.caches.placed_codec import ElementPlaces, PlacedCodec, flat_memory
 from attncheck.errors import InternalError
-from attncheck.reference.spec import CacheSpec, LayerSpec
+from attncheck.reference.spec import LayerSpec
+from attncheck.reference.step_spec import CacheSpec
 
 Writer = Callable[[Tensor, Tensor, Tensor, Tensor], None]
 """``(kv_cache, slots, key, value)``, like a codec's ``write``: the backend's own writer, with all scales 1."""
@@ -48,35 +50,73 @@ class NoCodec:
 
 
 def learn_codec(
-    write: Writer, allocate: Allocate, layer: LayerSpec, cache: CacheSpec, device: torch.device | str
+    write: Writer,
+    allocate: Allocate,
+    layer: LayerSpec,
+    cache: CacheSpec,
+    device: torch.device | str,
+    write_scaled: Writer | None = None,
 ) -> PlacedCodec | NoCodec:
     """Return the codec of a backend that stores the rows of ``layer`` as ``write`` does, or :class:`NoCodec`.
 
     ``write`` is given ``slots`` int64 ``[n]``, and key and value in the layer's dtype and the shapes of a codec, all on
     ``device``. Any exception that it raises becomes the reason. The codec encodes with the scales of ``cache``.
+
+    ``write_scaled``: the writer with these scales, for a registered cache. Its codes are then unknown: int8, float8, or
+    numbers of the dtype of the cache. Its writer may use or ignore the scales, which the codec must predict. A reason
+    is about the first kind of codes.
     """
-    learner = _LayoutLearner(write, allocate, layer, cache, torch.device(device))
-    try:
-        codec = learner.learn()
-        learner.examine(codec)
-    except _UnknownLayoutError as unfit:
-        return NoCodec(str(unfit))
-    return replace(codec, coding=coding_of(layer, cache))
+    coding, reasons = coding_of(layer, cache), []
+    codings = [coding]
+    if write_scaled is not None:
+        codings = [replace(coding, code_dtype=each) for each in _possible_codes(allocate(1).dtype)]
+    for each in codings:
+        unscaled = replace(each, k_scale=1.0, v_scale=1.0)
+        learner = _LayoutLearner(write, allocate, layer, cache.block_size, unscaled, torch.device(device))
+        try:
+            codec = learner.learn()
+            learner.examine(codec)
+        except _UnknownLayoutError as unfit:
+            reasons.append(str(unfit))
+            continue
+        if write_scaled is None:
+            return replace(codec, coding=each)
+        for scaled in (replace(codec, coding=each), codec):
+            with suppress(_UnknownLayoutError):
+                replace(learner, _writer=write_scaled, _coding=each).examine(scaled)
+                return scaled
+        reasons.append("k_scale and v_scale neither multiply its codes nor are ignored")
+    return NoCodec(reasons[0])
+
+
+def _possible_codes(dtype: torch.dtype) -> tuple[torch.dtype | None, ...]:
+    """Return the dtypes of codes that memory of ``dtype`` may hold; None for numbers of the dtype itself."""
+    if dtype.itemsize > 1:
+        return (None,)
+    known = (torch.int8, torch.float8_e4m3fn, torch.float8_e5m2)
+    return (dtype,) if dtype in known else known
 
 
 class _UnknownLayoutError(InternalError):
     """Raised if the observed writes fit no layout; the message states how."""
 
 
+@dataclass(frozen=True)
 class _LayoutLearner:
-    def __init__(
-        self, write: Writer, allocate: Allocate, layer: LayerSpec, cache: CacheSpec, device: torch.device
-    ) -> None:
-        self._writer, self._allocator, self._device = write, allocate, device
-        self._block_size = cache.block_size
-        self._coding = replace(coding_of(layer, cache), k_scale=1.0, v_scale=1.0)
-        self._shapes = row_shapes(layer)
-        self._sizes = [math.prod(shape) for shape in self._shapes]
+    _writer: Writer
+    _allocator: Allocate
+    _layer: LayerSpec
+    _block_size: int
+    _coding: Coding
+    _device: torch.device
+
+    @property
+    def _shapes(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        return row_shapes(self._layer)
+
+    @property
+    def _sizes(self) -> list[int]:
+        return [math.prod(shape) for shape in self._shapes]
 
     def learn(self) -> PlacedCodec:
         """Return the layout that the pools of two and three pages show."""
@@ -134,7 +174,7 @@ class _LayoutLearner:
         memory = flat_memory(kv_cache, self._coding)
         elements = torch.arange(len(slots) * sum(self._sizes), device=self._device).view(len(slots), -1)
         dtype = self._coding.dtype
-        base = min(_BASE, *(int(2 / torch.finfo(t).eps) for t in (dtype, self._coding.code_dtype or memory.dtype)))
+        base = min(_BASE, *(_whole_numbers(each) for each in (dtype, self._coding.code_dtype or memory.dtype)))
         found, touched, weight = torch.zeros(len(memory), dtype=torch.int64, device=memory.device), None, 1
         while touched is None or weight < elements.numel():
             digits = (elements // weight % base + 1).to(dtype)
@@ -212,6 +252,11 @@ class _LayoutLearner:
             self._writer(kv_cache, slots.clone(), key.clone(), value.clone())
         except Exception as error:
             raise _UnknownLayoutError(f"the writer raised {_first_line(error)}") from error
+
+
+def _whole_numbers(dtype: torch.dtype) -> int:
+    """Return up to which number a dtype represents every whole one."""
+    return 127 if dtype == torch.int8 else int(2 / torch.finfo(dtype).eps)
 
 
 def row_shapes(layer: LayerSpec) -> tuple[tuple[int, ...], tuple[int, ...]]:

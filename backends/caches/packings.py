@@ -31,8 +31,9 @@ from typing import Any, Literal, Protocol
 import torch
 from torch import Tensor
 
-from attncheck.backends.dtypes import cache_dtype
-from attncheck.reference.spec import ROW_FORMATS, CacheSpec, LayerSpec
+from attncheck.backends.dtypes import cache_dtype, passed_name
+from attncheck.reference.spec import LayerSpec
+from attncheck.reference.step_spec import ROW_FORMATS, CacheSpec, row_format_of
 
 Packing = Literal["split_first", "split_second", "content", "plane", "latent"]
 PACKINGS: tuple[Packing, ...] = ("split_first", "split_second", "content", "plane")
@@ -68,6 +69,8 @@ class CacheGeometry(Protocol):
 
     def get_kv_cache_stride_order(self) -> tuple[int, ...]: ...
 
+    registered_kv_cache_dtype: tuple[str, torch.dtype] | None
+
 
 def packed_shape(
     packing: Packing, num_blocks: int, block_size: int, num_kv_heads: int, head_size: int, head_size_v: int
@@ -101,15 +104,15 @@ def kv_cache_shape(
 ) -> tuple[int, ...]:
     """Return ``backend.get_kv_cache_shape`` for a layer.
 
-    ``head_size_v`` is passed only if it differs, ``cache_dtype_str`` only for a cache of ``ROW_FORMATS``. Raise
-    ``ValueError`` if an extent is no integer.
+    ``head_size_v`` is passed only if it differs, ``cache_dtype_str`` only for a cache of ``ROW_FORMATS`` and for a
+    registered one. Raise ``ValueError`` if an extent is no integer.
     """
     heads = layer.num_kv_heads if num_kv_heads is None else num_kv_heads
     extra: dict[str, Any] = {}
     if layer.value_head_size != layer.head_size:
         extra["head_size_v"] = layer.value_head_size
-    if kv_cache_dtype in ROW_FORMATS:
-        extra["cache_dtype_str"] = kv_cache_dtype
+    if row_format_of(kv_cache_dtype) is not None:
+        extra["cache_dtype_str"] = passed_name(kv_cache_dtype, backend)
     shape = backend.get_kv_cache_shape(num_blocks, block_size, heads, layer.head_size, **extra)
     try:
         return tuple(map(operator.index, shape))
@@ -132,7 +135,7 @@ def detect_packing(backend: CacheGeometry, layer: LayerSpec, cache: CacheSpec) -
 
     def matches(block_size: int) -> set[Packing] | None:
         try:
-            shape = kv_cache_shape(backend, layer, block_size, _PROBE_BLOCKS, heads)
+            shape = kv_cache_shape(backend, layer, block_size, _PROBE_BLOCKS, heads, cache.kv_cache_dtype)
         except (ValueError, NotImplementedError):
             return None
         sizes = (_PROBE_BLOCKS, block_size, heads, layer.head_size, layer.value_head_size)
@@ -214,7 +217,7 @@ def allocate_kv_cache(
     The result for a layer without a cache is an empty tensor. Raise ``ValueError`` for an impossible shape or stride
     order, and whatever ``get_kv_cache_shape`` raises.
     """
-    dtype = cache_dtype(layer, cache)
+    dtype = cache_dtype(layer, cache, backend)
     if not layer.has_cache:
         return torch.empty(0, dtype=dtype, device=device)
     shape = _shape_of(backend, layer, cache, num_blocks)
@@ -266,7 +269,7 @@ def _layer_of_pool(
     inner = [shape[axis] for axis in (*after, *within)]
     width = math.prod(inner)
     row_width = 3 * width + _PAGE_PADDING
-    dtype = cache_dtype(layer, cache)
+    dtype = cache_dtype(layer, cache, backend)
     flat = zeroed_bytes(math.prod(outer) * row_width * dtype.itemsize, device)
     rows = flat.view(dtype).view(*outer, row_width)
     second: Tensor = rows[..., width : 2 * width].unflatten(-1, inner)

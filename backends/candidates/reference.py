@@ -9,8 +9,10 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, get_args
 
+import torch
 from torch import Tensor
 
+from attncheck.backends.base.coded_rows import INT8
 from attncheck.backends.contract import (
     AttentionLayer,
     AttentionType,
@@ -27,7 +29,7 @@ from attncheck.reference.attention.paged import dcp_rank_attention, paged_attent
 from attncheck.reference.attention.params import AttentionParams
 from attncheck.reference.attention.short_convolution import causal_conv1d
 from attncheck.reference.attention.varlen import varlen_attention
-from attncheck.reference.spec import KVCacheDType
+from attncheck.reference.step_spec import KVCacheDType
 
 _ENDLESS = 2**62
 """A position beyond every key."""
@@ -67,6 +69,7 @@ class ReferenceBackend(PagedBackend):
     )
     conventions = Conventions(padded_rows="untouched", cache_strides="any")
     supported_kv_cache_dtypes = get_args(KVCacheDType)
+    registered_kv_cache_dtype = (INT8, torch.int8)
     supported_attn_types = tuple(AttentionType)
 
     get_name = staticmethod(lambda: "REFERENCE")

@@ -11,10 +11,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import conv1d, silu
 
+from attncheck.backends.base.coded_rows import INT8
 from attncheck.backends.contract import AttentionLayer, AttentionType, CommonAttentionMetadata, Conventions
 from attncheck.backends.paged import PagedBackend, PagedImpl
 from attncheck.backends.paged_metadata import PagedBuilder, PagedMetadata
-from attncheck.reference.spec import KVCacheDType
+from attncheck.reference.step_spec import KVCacheDType
 
 State = tuple[Tensor, Tensor]
 """Attention over some keys: output ``[rows, H, Dv]`` and log-sum-exp ``[rows, H]``, float32."""
@@ -49,6 +50,7 @@ class PlainBackend(PagedBackend):
     )
     conventions = Conventions(padded_rows="untouched")
     supported_kv_cache_dtypes = get_args(KVCacheDType)
+    registered_kv_cache_dtype = (INT8, torch.int8)
     supported_attn_types = tuple(AttentionType)
 
     @classmethod

@@ -27,7 +27,7 @@ from attncheck.cases.loader import load_suite, suite_names
 from attncheck.cases.schema import json_schema
 from attncheck.harness.cli.app import app
 from attncheck.harness.cli.show import BackendKind, template_files
-from attncheck.reference import spec
+from attncheck.reference import spec, step_spec
 from attncheck.reference.lazy_exports import homes
 from attncheck.reports.audit.page import render as render_audit
 from attncheck.reports.markdown.run import render_run
@@ -113,7 +113,7 @@ def features() -> str:
             ("path", "options"),
             [
                 (code(name), ", ".join(code(each.name) for each in fields(kind)) if kind is not None else "")
-                for name, kind in spec.PATH_OPTIONS.items()
+                for name, kind in step_spec.PATH_OPTIONS.items()
             ],
         )
     )

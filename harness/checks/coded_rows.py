@@ -3,7 +3,7 @@
 Correct writers differ in the last bits of a scale, and round a number between two codes to either if it is near the
 middle. So the rows of a written slot are compared as numbers: each within half a step of its row
 (:meth:`~attncheck.harness.problem.coded_rows.CodedRows.allowed_error`), and within the rounding of the codec that reads
-it. All other bytes must be unchanged.
+it. In a registered cache, a number may change by as much as its codec changes it. All other bytes must be unchanged.
 """
 
 from collections.abc import Sequence
@@ -18,6 +18,7 @@ from attncheck.harness.driver.pool import KVPool
 from attncheck.harness.problem.coded_rows import CodedRows
 from attncheck.harness.problem.problem import Problem
 from attncheck.harness.problem.storage import key_storage, value_storage
+from attncheck.reference.step_spec import REGISTERED
 
 Rows = tuple[Tensor, Tensor]
 """Keys and values."""
@@ -50,20 +51,37 @@ def wrong_coded_rows(problem: Problem, pool: KVPool, image: Tensor, rows: Rows) 
     given = [part.index_select(0, new.to(part.device)).to(image.device) for part in rows]
     found = pool.read_exactly(image, slots)
     parts = [(wanted, got, form) for wanted, got, form in zip(given, found, forms, strict=True) if form is not None]
-    shares = [_share(*part) for part in parts]
+    allowed = [form.allowed_error(wanted) for wanted, _, form in parts]
+    unit, figure = "half a step", "worst_half_steps"
+    if problem.cache.kv_cache_dtype == REGISTERED:
+        allowed = _errors_of_codec(pool, image, slots, given)
+        unit, figure = "what its codec changes", "worst_share"
+    shares = [_share(wanted, got, most) for (wanted, got, _), most in zip(parts, allowed, strict=True)]
     wrong = torch.stack([(share > 1).flatten(1).any(dim=1) for share in shares]).any(dim=0).nonzero().flatten().tolist()
     if not wrong:
         return None
     count = "1 slot is wrong" if len(wrong) == 1 else f"{len(wrong)} slots are wrong, the first"
-    summary = f"{count}: {problem.slot_name(int(slots[wrong[0]]))} {_difference(parts, shares, wrong[0])}"
+    summary = f"{count}: {problem.slot_name(int(slots[wrong[0]]))} {_difference(parts, shares, wrong[0], unit)}"
     worst = max(float(share.max()) for share in shares)
-    return Broken(summary, {"slots_wrong": len(wrong), "worst_half_steps": worst}, _cause(parts, shares))
+    return Broken(summary, {"slots_wrong": len(wrong), figure: worst}, _cause(parts, shares))
 
 
-def _share(wanted: Tensor, got: Tensor, form: CodedRows) -> Tensor:
+def _errors_of_codec(pool: KVPool, image: Tensor, slots: Tensor, given: Sequence[Tensor]) -> list[Tensor]:
+    """Return by how much the codec itself changes each number, and a share of it for scales of other last bits."""
+    stored = image.clone()
+    pool.write_image(stored, slots, given[0], given[1])
+    made = pool.read_exactly(stored, slots)
+    return [
+        (got.double() - wanted.double()).abs() + _NEAR * wanted.double().abs()
+        for got, wanted in zip(made, given, strict=True)
+    ]
+
+
+def _share(wanted: Tensor, got: Tensor, allowed: Tensor) -> Tensor:
     """Return the errors in units of the allowed ones; NaN counts as infinite."""
     error = (got.double() - wanted.double()).abs()
-    return (error / (form.allowed_error(wanted) + _rounding_error(got))).nan_to_num(nan=torch.inf)
+    share = error / (allowed + _rounding_error(got))
+    return torch.where(error == 0, 0.0, share).nan_to_num(nan=torch.inf)
 
 
 def _rounding_error(rows: Tensor) -> Tensor:
@@ -73,14 +91,14 @@ def _rounding_error(rows: Tensor) -> Tensor:
     return dtype.eps / 2 * 2.0 ** exponent.double()
 
 
-def _difference(parts: Sequence[_Part], shares: Sequence[Tensor], row: int) -> str:
+def _difference(parts: Sequence[_Part], shares: Sequence[Tensor], row: int, unit: str) -> str:
     name, (wanted, got, _), share = max(
         zip(("K", "V"), parts, shares, strict=True), key=lambda each: float(each[2][row].max())
     )
     head, element = divmod(int(share[row].argmax()), share.shape[-1])
     return (
         f"holds {float(got[row, head, element]):.6g} instead of {float(wanted[row, head, element]):.6g} in {name}, "
-        f"KV head {head}, element {element} ({float(share[row, head, element]):.3g} times half a step)"
+        f"KV head {head}, element {element} ({float(share[row, head, element]):.3g} times {unit})"
     )
 
 

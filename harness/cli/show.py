@@ -20,12 +20,13 @@ from attncheck.errors import QuestionError, SelectionError, unwritable
 from attncheck.harness.cli import common
 from attncheck.harness.cli.common import print_foreign, terminal_width
 from attncheck.harness.cli.options import Given, with_options
-from attncheck.reference.spec import LayerSpec, PathSpec, RequestSpec, TreeOptions
+from attncheck.reference.spec import LayerSpec
+from attncheck.reference.step_spec import PathSpec, RequestSpec, TreeOptions
 from attncheck.reports.analysis.phrases import plural
 
 if TYPE_CHECKING:
     from attncheck.cases.model import Case
-    from attncheck.reference.spec import BatchSpec
+    from attncheck.reference.step_spec import BatchSpec
 
 # Draws an attention mask as characters. Loads no torch.
 #
@@ -385,8 +386,13 @@ def _profiles() -> None:
 def _claims() -> None:
     """Print each declaration of vLLM's contract, which class has it, and what measures it."""
     from attncheck.backends.claims import CLAIMS
+    from attncheck.reports.audit.claims import measured_by
 
-    _print([[claim.member, claim.of, claim.measured_by] for claim in CLAIMS.values()])
+    rows = []
+    for claim in CLAIMS.values():
+        way = measured_by(claim.unexamined, claim.feature, claim.check, claim.form)
+        rows.append([claim.member, claim.of, f"{way}: {claim.unexamined}" if claim.unexamined else way])
+    _print(rows)
 
 
 def _contract(old: str, new: str) -> None:

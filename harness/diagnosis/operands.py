@@ -29,6 +29,7 @@ from attncheck.harness.truth.faults import (
 from attncheck.harness.truth.truth import Truth
 from attncheck.harness.truth.unpaged import HiddenKeys, UnpagedAttention
 from attncheck.reference import AttentionParams, Precision, visible
+from attncheck.reference.step_spec import REGISTERED
 
 _HEAD_SIZES = (16, 32, 64, 80, 96, 112, 128, 192, 256)
 """Head sizes whose default scale a kernel may hard-code, or derive from padded tensors."""
@@ -257,7 +258,8 @@ def scale_explanations(problem: Problem, truth: Truth) -> Iterator[Hypothesis]:
             "v_scale multiplies values whose rows have scales of their own": (None, value),
             "k_scale and v_scale multiply keys and values whose rows have scales of their own": (key, value),
         }
-        if storages[0].coded_rows.row_format.group is not None:  # their scales are stored in units of the layer's
+        # Scales of groups are stored in units of the layer's, and those of a registered cache may be the layer's.
+        if storages[0].coded_rows.row_format.group is not None or problem.cache.kv_cache_dtype == REGISTERED:
             factors = {
                 "k_scale is left out": (1 / key, None),
                 "v_scale is left out": (None, 1 / value),

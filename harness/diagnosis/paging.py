@@ -1,7 +1,7 @@
 """Faults of pages and slots, for readers and for writers of a cache, and faults of single paths."""
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import combinations
@@ -9,13 +9,21 @@ from itertools import combinations
 import torch
 from torch import Tensor
 
-from attncheck.harness.problem.problem import STALE_ROWS, Problem, RowsInPool, rows_in_pool, stale_rows
+from attncheck.harness.problem.pages import Request
+from attncheck.harness.problem.problem import (
+    STALE_ROWS,
+    Problem,
+    RowsInPool,
+    ranks_of,
+    rows_in_pool,
+    stale_rows,
+)
 from attncheck.harness.problem.storage import key_storage
 from attncheck.harness.truth.faults import Hypothesis, altered, is_before, is_behind, of_parts
 from attncheck.harness.truth.truth import Truth
 from attncheck.harness.truth.unpaged import HiddenKeys, UnpagedAttention
 from attncheck.reference import AttentionParams, merge_many, visible
-from attncheck.reference.spec import FP8_CACHES, FastPrefillOptions, MicroBatchOptions
+from attncheck.reference.step_spec import FP8_CACHES, FastPrefillOptions, MicroBatchOptions, PCPOptions
 
 # A wrong slot holds a key of another position or request, or a stale row. Its contents are known, so the output of such
 # a kernel can be computed.
@@ -263,6 +271,8 @@ def path_explanations(problem: Problem, truth: Truth) -> Iterator[Hypothesis]:
     params, rows = truth.params, truth.rows
     if problem.layout.part_of_key is not None and len(problem.parts) > 1:
         yield from _part_explanations(problem.layout.part_of_key, params, rows)
+    if problem.case.batch.path.name == "ranks":
+        yield from _rank_explanations(problem, params, rows)
     if params.alibi_slopes is not None:
         return  # the faults below move only the mask; a kernel with such a fault would move the ALiBi bias, too
     context = [request.num_keys - request.query_len for request in problem.requests]
@@ -276,8 +286,72 @@ def path_explanations(problem: Problem, truth: Truth) -> Iterator[Hypothesis]:
             left_out = [request.query_len - request.rows for request in problem.requests]
             meaning = "the rows are treated as the first new ones of their requests, not as the last"
             yield _placed(meaning, rows, params, lambda r, q, k: (q - left_out[r], k))
+        case PCPOptions(size=size):
+            yield from _chunk_explanations(problem, size, params, rows)
         case _:
             pass
+
+
+def _chunk_explanations(
+    problem: Problem, size: int, params: AttentionParams, rows: UnpagedAttention
+) -> Iterator[Hypothesis]:
+    """Yield the faults of a rank that gives a chunk of a prompt the length of something else."""
+
+    def end_of(request: Request, number: Tensor) -> Tensor:
+        length = -(-request.query_len // (2 * size))
+        return (request.first_position + (number + 1) * length).clamp(max=request.num_keys)
+
+    def moved(ends: Callable[[Request, Tensor], Tensor], r: int, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        request = problem.requests[r]
+        number = (q - request.first_position) // -(-request.query_len // (2 * size))
+        return q + ends(request, number) - end_of(request, number), k
+
+    lengths: Mapping[str, Callable[[Request, Tensor], Tensor]] = {
+        "both chunks of a request have the length of the first": lambda request, number: end_of(
+            request, torch.minimum(number, 2 * size - 1 - number)
+        ),
+        "a chunk of a request has the length of the whole request": lambda request, number: torch.full_like(
+            number, request.num_keys
+        ),
+    }
+    for meaning, ends in lengths.items():
+        yield _placed(meaning, rows, params, partial(moved, ends))
+
+
+def _rank_explanations(problem: Problem, params: AttentionParams, rows: UnpagedAttention) -> Iterator[Hypothesis]:
+    """Yield the faults of merging the context of the ranks; the new keys of a row are merged with the result."""
+    options = ranks_of(problem.case)
+
+    def state(rank: int) -> State:
+        def is_elsewhere(r: int, _q: Tensor, k: Tensor) -> Tensor:
+            is_new = k >= problem.requests[r].first_position
+            return torch.where(is_new, options.size, k // options.interleave % options.size) != rank
+
+        return rows.attend(params, hidden=is_elsewhere)
+
+    def with_new(merge: Callable[[list[State]], State]) -> State:
+        return _merged([merge([state(rank) for rank in range(options.size)]), state(options.size)])
+
+    def added(states: list[State]) -> State:
+        outs, lses = (torch.stack(each) for each in zip(*states, strict=True))
+        return outs.sum(0), lses.logsumexp(0)
+
+    def in_base_2(states: list[State]) -> State:
+        out, lse = _merged(states, lambda lse: lse * math.log(2))
+        return out, lse / math.log(2)
+
+    def apart(states: list[State]) -> State:
+        own = [tuple(x.chunk(options.size, dim=1)[rank] for x in each) for rank, each in enumerate(states)]
+        out, lse = (torch.cat(each, dim=1) for each in zip(*own, strict=True))
+        return out, lse
+
+    merges = {
+        "the outputs of the ranks are added without the weights of their LSEs": added,
+        "natural LSEs of the ranks are merged with powers of 2": in_base_2,
+        "each rank returns the attention to its own keys; their results are not merged": apart,
+    }
+    for meaning, merge in merges.items():
+        yield Hypothesis(meaning, partial(with_new, merge))
 
 
 def _part_explanations(part_of_key: Tensor, params: AttentionParams, rows: UnpagedAttention) -> Iterator[Hypothesis]:
@@ -348,6 +422,9 @@ def _placed(meaning: str, rows: UnpagedAttention, params: AttentionParams, place
 
 _MOSTLY = 0.98
 """Share of the wrong bytes that a fault must explain. It may be wrong in 2 % as many other bytes."""
+
+State = tuple[Tensor, Tensor]
+"""Output and LSE over some keys."""
 
 Written = tuple[str, tuple[Tensor, Tensor], Tensor]
 """The fault in words, the keys and values that the writer writes, and the slots that it writes them to."""

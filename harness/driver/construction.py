@@ -11,18 +11,17 @@ from torch import Tensor
 from attncheck.backends.caches.codecs import KVCacheCodec
 from attncheck.backends.contract import AttentionBackend, GroupShape, KVCacheSpec, QuantKey, ScaleDesc
 from attncheck.backends.declarations import is_chunked
-from attncheck.backends.dtypes import DTYPES, cache_dtype
+from attncheck.backends.dtypes import DTYPES, cache_dtype, passed_name
 from attncheck.backends.impl import set_current_vllm_config
 from attncheck.harness.problem.problem import Problem
 from attncheck.harness.problem.queries import token_tree
 from attncheck.harness.problem.storage import UpProjections, output_codes
 from attncheck.reference import create_fast_prefill_custom_backend
-from attncheck.reference.spec import (
+from attncheck.reference.spec import LayerSpec, MLASpec
+from attncheck.reference.step_spec import (
     CacheSpec,
     DCPOptions,
     FastPrefillOptions,
-    LayerSpec,
-    MLASpec,
     PathSpec,
     SpecDecodeOptions,
     TreeOptions,
@@ -52,6 +51,7 @@ def vllm_config(
     cache: CacheSpec,
     dtype: torch.dtype,
     *,
+    passed_cache_dtype: str,
     max_model_len: int,
     max_num_seqs: int,
     max_tokens: int,
@@ -63,9 +63,9 @@ def vllm_config(
 ) -> ConfigNode:
     """Return the ``vllm_config`` that a builder reads, for one layer, cache and execution path.
 
-    ``num_blocks``: pages of the pool. ``has_image_spans``: whether a request has ``mm_req_doc_ranges``.
-    ``capture_sizes``: token counts of the graphs that will be captured, ascending. ``layers``: the layers constructed
-    so far, by name.
+    ``passed_cache_dtype``: the name of the cache dtype that the backend gets. ``num_blocks``: pages of the pool.
+    ``has_image_spans``: whether a request has ``mm_req_doc_ranges``. ``capture_sizes``: token counts of the graphs that
+    will be captured, ascending. ``layers``: the layers constructed so far, by name.
     """
     ranks = DCPOptions(size=1)
     if path.name == "ranks" and isinstance(path.options, DCPOptions):
@@ -86,7 +86,7 @@ def vllm_config(
         cache_config=ConfigNode(
             "vllm_config.cache_config",
             block_size=cache.manager_block_size or cache.block_size,
-            cache_dtype=cache.kv_cache_dtype,
+            cache_dtype=passed_cache_dtype,
             kv_cache_layout=cache.layout,
             num_gpu_blocks=num_blocks or 1,  # as in vLLM: 1 without a pool
         ),
@@ -265,7 +265,7 @@ def construct_impl(
             layer.num_kv_heads,
             None if layer.alibi_slopes is None else list(layer.alibi_slopes),
             layer.sliding_window,
-            problem.cache.kv_cache_dtype,
+            passed_name(problem.cache.kv_cache_dtype, backend),
             layer.logits_soft_cap,
             str(layer.attn_type),
             reads,
@@ -333,7 +333,7 @@ def builder_arguments(
         block_size=cache.block_size,
         num_kv_heads=layer.num_kv_heads,
         head_size=layer.head_size,
-        dtype=cache_dtype(layer, cache),
+        dtype=cache_dtype(layer, cache, backend),
         head_size_v=layer.value_head_size,
         sliding_window=layer.sliding_window,
         attention_chunk_size=layer.attn_chunk_size if has_chunks else None,
@@ -343,6 +343,7 @@ def builder_arguments(
         layer,
         cache,
         problem.dtype,
+        passed_cache_dtype=passed_name(cache.kv_cache_dtype, backend),
         max_model_len=max_model_len(backend, problems, fills),
         max_num_seqs=max(_num_seqs(backend, one) for one in problems),
         max_tokens=max(fills, *(_num_tokens(one) for one in problems)),

@@ -16,6 +16,7 @@ from attncheck.backends.caches.packings import allocate_kv_cache, kv_cache_shape
 from attncheck.backends.caches.placed_codec import PlacedCodec
 from attncheck.backends.caches.row_codec import RowCodec
 from attncheck.backends.contract import AttentionBackend, CommonAttentionMetadata
+from attncheck.backends.dtypes import passed_name
 from attncheck.errors import BackendUnavailableError, InternalError
 from attncheck.harness.driver.construction import LatentCodecView, LayerStub, construct_builder, construct_impl
 from attncheck.harness.driver.foreign_code import (
@@ -30,7 +31,7 @@ from attncheck.harness.problem.pages import RandomStream
 from attncheck.harness.problem.problem import STALE_ROWS, Problem, foreign_slots, stale_rows
 from attncheck.harness.problem.sizes import SMALL_POOL, stored_sizes
 from attncheck.harness.problem.storage import Storage, alike, key_storage, value_storage
-from attncheck.reference.spec import ROW_FORMATS, CacheSpec
+from attncheck.reference.step_spec import REGISTERED, ROW_FORMATS, CacheSpec
 
 _BLOCKS = 3
 
@@ -488,6 +489,8 @@ def new_pool(backend: type[AttentionBackend], problem: Problem, device: torch.de
     if problem.cache.kv_cache_dtype in ROW_FORMATS:
         _require_exact_rows(declared, backend, problem)
     codec = _learned(backend, problem, dense, device) if declared is None else declared
+    if problem.cache.kv_cache_dtype == REGISTERED:
+        _require_exact_rows(codec, backend, problem)
     if problem.cache != dense and not isinstance(codec, NoCodec | PackedCodec | RowCodec):
         is_large = problem.num_blocks * dense.block_size > SMALL_POOL
         order = stride_order(backend, problem.layer, dense)
@@ -495,20 +498,26 @@ def new_pool(backend: type[AttentionBackend], problem: Problem, device: torch.de
     return KVPool(backend, problem, device, codec, writer)
 
 
-def _require_exact_rows(codec: KVCacheCodec | None, backend: type[AttentionBackend], problem: Problem) -> None:
+def _require_exact_rows(
+    codec: KVCacheCodec | NoCodec | None, backend: type[AttentionBackend], problem: Problem
+) -> None:
     """Raise BackendUnavailableError unless ``codec`` returns the rows that its format stores exactly.
 
     Without a codec, or with another rounding, a difference would not show a fault.
     """
-    name = f"kv_cache_dtype {problem.cache.kv_cache_dtype}"
+    reason = ""
     if codec is None:
-        reason = f"{name} has scales in the cache: declare by kv_cache_codec where they lie and what they multiply"
+        reason = " has scales in the cache: declare by kv_cache_codec where they lie and what they multiply"
+    elif isinstance(codec, NoCodec):
+        reason = f": {codec.reason}; kv_cache_codec can declare one"
+    else:
+        try:
+            prove_codec(codec, backend, problem)
+        except CodecError as error:
+            reason = f": the codec stores rows unlike attncheck's definition of the format ({error})"
+    if reason:
+        reason = f"kv_cache_dtype {passed_name(problem.cache.kv_cache_dtype, backend)}{reason}"
         raise BackendUnavailableError(backend.get_name(), (reason,))
-    try:
-        prove_codec(codec, backend, problem)
-    except CodecError as error:
-        reason = f"{name}: the codec stores rows unlike attncheck's definition of the format ({error})"
-        raise BackendUnavailableError(backend.get_name(), (reason,)) from error
 
 
 def _learned(
@@ -527,10 +536,13 @@ def _learned(
     def write_latent(kv_cache: Tensor, slots: Tensor, key: Tensor, value: Tensor) -> None:
         filler.write(kv_cache, slots, key[:, None], value[:, None])
 
+    def allocate(blocks: int) -> Tensor:
+        return allocate_kv_cache(backend, layer, cache, blocks, device)
+
     write = filler.write if layer.mla is None else write_latent
-    found = learn_codec(
-        write, lambda blocks: allocate_kv_cache(backend, layer, cache, blocks, device), layer, cache, device
-    )
+    is_registered = cache.kv_cache_dtype == REGISTERED
+    write_scaled = PoolFiller(backend, problem, device, cache).write if is_registered else None
+    found = learn_codec(write, allocate, layer, cache, device, write_scaled)
     if isinstance(found, NoCodec):
         return NoCodec(f"the backend brings no cache codec, and its writer shows none: {found.reason}")
     known.append(found)

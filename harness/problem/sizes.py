@@ -5,14 +5,14 @@ from typing import TYPE_CHECKING
 from attncheck.cases.model import Case
 from attncheck.harness.device import accelerator_of
 from attncheck.harness.host import free_host_bytes, free_own_bytes
-from attncheck.reference.spec import (
+from attncheck.reference.spec import LayerSpec
+from attncheck.reference.step_spec import (
     FP8_CACHES,
-    ROW_FORMATS,
     BatchSpec,
     CausalConv1dOptions,
     DCPOptions,
-    LayerSpec,
     SplitKVOptions,
+    row_format_of,
 )
 
 if TYPE_CHECKING:
@@ -115,7 +115,7 @@ def needed_bytes(case: Case, *, reserves: bool = False) -> int:
     exact = naive.num_kv_heads * (naive.head_size + naive.value_head_size)
     # With MLA, up-projected keys and values exist beside rounded ones, and each row also exists in the latent space.
     copies, width = (2, layer.head_size + layer.value_head_size) if layer.mla is None else (4, 2 * layer.head_size)
-    if cache.kv_cache_dtype in (*FP8_CACHES, *ROW_FORMATS):
+    if cache.kv_cache_dtype in FP8_CACHES or row_format_of(cache.kv_cache_dtype) is not None:
         copies += 4  # per number: its magnitude, its code as an index, and both ends of its rounding interval
     pools, parts = _pools_and_parts(batch)
     pages = keys // cache.block_size + 2 * batch.num_requests

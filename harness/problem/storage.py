@@ -1,5 +1,6 @@
 """How queries, keys, values and outputs are stored: float8 formats, scales, latent rows."""
 
+import math
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 
@@ -11,7 +12,8 @@ from attncheck.harness.problem.coded_rows import CodedRows
 from attncheck.harness.problem.pages import RandomStream
 from attncheck.harness.problem.queries import SMALLEST
 from attncheck.reference.attention.cache import quantize_fp8
-from attncheck.reference.spec import ROW_FORMATS, CacheSpec, LayerSpec
+from attncheck.reference.spec import LayerSpec
+from attncheck.reference.step_spec import REGISTERED, CacheSpec, row_format_of
 
 # Float8 formats as tables: their numbers, rounding to them, and the interval of numbers that round to a code.
 #
@@ -133,6 +135,8 @@ def output_error(output: Tensor, out: Tensor, codes: OutputCodes | None) -> Tens
 _SPREAD_OF_KEYS, _SPREAD_OF_VALUES = 3, 6
 """Powers of two between the scales of rows, if each has its own. Much smaller keys would have no weight."""
 
+_SPREAD_OF_REGISTERED = 2
+
 _NEAR_CODES = 3
 """Search range, in codes, for a nearby code that truncation keeps."""
 
@@ -247,9 +251,12 @@ def query_storage(layer: LayerSpec, cache: CacheSpec) -> Storage:
 
 def _storage(layer: LayerSpec, cache: CacheSpec, scale: float | tuple[float, ...], spread: int) -> Storage:
     dtype = DTYPES[layer.dtype]
-    row_format = ROW_FORMATS.get(cache.kv_cache_dtype)
+    row_format = row_format_of(cache.kv_cache_dtype)
     if row_format is not None and layer.has_cache:
         unit = 1.0 if row_format.group is None or isinstance(scale, tuple) else scale
+        if cache.kv_cache_dtype == REGISTERED and not isinstance(scale, tuple):
+            # All numbers are codes of up to three bits and a sign, if the scale is that of the layer.
+            spread = min(_SPREAD_OF_REGISTERED, round(math.log2(2 / scale)))
         coded_rows = CodedRows(row_format, unit, spread)
         return replace(
             _storage_of(dtype, dtype, scale if isinstance(scale, tuple) else (scale,)), coded_rows=coded_rows

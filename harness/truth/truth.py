@@ -43,6 +43,7 @@ from attncheck.harness.truth.shared_folder import MOST_BYTES, SharedFolder
 from attncheck.harness.truth.unpaged import ROUNDINGS, Budget, UnpagedAttention, budget_of, share_of_budget
 from attncheck.reference import AttentionParams, Precision, layer_params, merge_many, mla_params
 from attncheck.reference.spec import AttentionType
+from attncheck.reference.step_spec import REGISTERED, ROW_FORMATS
 
 # Choose where a truth is computed: on the device of the run, or on the host if that takes less time.
 #
@@ -304,7 +305,10 @@ def honest_answers(problem: Problem, rows: UnpagedAttention, params: AttentionPa
             yield attend(rows, params, coarse)
     coded_values = value_storage(problem.layer, problem.cache).coded_rows
     if coded_values is not None and coded_values.row_format.group is None and problem.dtype == torch.float16:
-        yield _with_scaled_weights(rows, params, precision, coded_values.row_format.largest, attend)
+        largest = coded_values.row_format.largest
+        if problem.cache.kv_cache_dtype == REGISTERED:  # the largest code is unknown; this one loses most
+            largest = ROW_FORMATS["fp8_per_token_head"].largest
+        yield _with_scaled_weights(rows, params, precision, largest, attend)
     if problem.case.batch.path.name == "ranks":  # the new keys may be spread, too
         spread = [each for r in problem.requests for each in range(r.num_keys)]
         holders = torch.tensor(spread) // ranks_of(problem.case).interleave % ranks_of(problem.case).size

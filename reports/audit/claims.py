@@ -49,11 +49,10 @@ def claims_not_examined(claims: Sequence[DeclaredClaim]) -> list[str]:
     return [f"{claim.member}: {claim.unexamined}" for claim in claims if claim.unexamined]
 
 
-def measured_by(claim: DeclaredClaim) -> str:
-    """Return what measures a claim, in words; "nothing" if nothing does."""
-    if claim.unexamined:
-        return "nothing"
-    return f"check {claim.check}" if claim.check else f"cases with {claim.feature or claim.form}"
+def measured_by(unexamined: str, feature: str, check: str, form: str) -> str:
+    """Return what measures a claim, in words; "nothing" if there is a reason why it is ``unexamined``."""
+    ways = {"cases with": feature, "check": check, "cases of each": form}
+    return "nothing" if unexamined else next(f"{how} {what}" for how, what in ways.items() if what)
 
 
 def _state(claim: DeclaredClaim, backend: str, reason: str, support: Sequence[SupportRow], run: Run) -> str:

@@ -409,7 +409,8 @@ def _claims_table(claims: Sequence[AuditedClaim]) -> str:
     for each in claims:
         own = markup.code_cell(_own(each.backend))
         own += "" if each.claim.value == "yes" else f" {markup.escaped(f'({each.claim.value})')}"
-        ways[each.claim.member] = markup.escaped(measured_by(each.claim))
+        claim = each.claim
+        ways[claim.member] = markup.escaped(measured_by(claim.unexamined, claim.feature, claim.check, claim.form))
         is_wrong = each.state.startswith(WRONG)
         state = markup.escaped(each.state.removeprefix(WRONG).strip())
         state = f"**{WRONG}** {state}" if is_wrong else state

@@ -77,6 +77,7 @@ BROKEN = [
     (mine(supported_layouts=("NDH",)), "supported_layouts: unknown name 'NDH'; did you mean 'NHD'?"),
     (mine(supported_attn_types=("causal",)), "supported_attn_types: unknown name 'causal'"),
     (mine(supported_kv_cache_dtypes=("int8",)), "supported_kv_cache_dtypes: unknown name 'int8'"),
+    (mine(registered_kv_cache_dtype="int8"), "registered_kv_cache_dtype is 'int8', not a name and a torch.dtype"),
     (
         mine(supports_head_size=lambda size: size == 64),
         "that attncheck's classes do not read: declare get_supported_head_sizes",

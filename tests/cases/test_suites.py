@@ -26,7 +26,7 @@ SUITES = {
     "limits": "577b9aaaa8dc",
     "local": "144bc9741069",
     "long_rows": "1ce58cb1cca9",
-    "low_bit_kv": "b2faaa347f1a",
+    "low_bit_kv": "c800f688512b",
     "merge": "1b2b8f122ce6",
     "micro_batch": "311177f6f436",
     "mixed": "214145cf27ef",

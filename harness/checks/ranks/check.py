@@ -23,17 +23,19 @@ from attncheck.backends.registry import LoadedBackend
 from attncheck.harness.checks.findings import Broken, Finding, FindingError, Holds, NotExamined
 from attncheck.harness.checks.interface import dump_case
 from attncheck.harness.checks.numerics import check_numerics
-from attncheck.harness.checks.ranks.faults import likely_fault
 from attncheck.harness.checks.ranks.process import RankAnswer, RankQuestion
 from attncheck.harness.driver.foreign_code import StageError
 from attncheck.harness.driver.observation import Observation
-from attncheck.harness.host import MARK, folder_prefix
+from attncheck.harness.host import MARK, folder_prefix, remove_folders
 from attncheck.harness.problem.problem import Problem, ranks_of
 from attncheck.harness.truth.truth import Truth
 from attncheck.reports.run_file.records import OURSELVES
 
 LIMIT_S = 120.0
 """Seconds in which all ranks must end, with the start of their processes."""
+
+_LEFT_S = 10 * LIMIT_S
+"""Age in seconds from which on no rank uses a folder."""
 
 GRACE_S = 5.0
 """Seconds for which the other ranks go on when one has died."""
@@ -86,6 +88,7 @@ class RankChecks:
         question = RankQuestion(
             self._loaded.ref, case, self._problem.seed, str(self._device), size, LIMIT_S, os.getpid()
         )
+        remove_folders("*", older_than_s=_LEFT_S)  # of attncheck processes that were killed with their workers
         with tempfile.TemporaryDirectory(prefix=folder_prefix(os.environ.get(MARK, "none"))) as name:
             answers = run_ranks(question, Path(name))
             if reason := next((answer.not_examined for answer in answers if answer.not_examined), ""):
@@ -114,13 +117,12 @@ class RankChecks:
 
     def _numerics(self, results: Results) -> Finding:
         answers, seen = results
-        finding = check_numerics(self._problem, self._truth, seen, explains=False)
+        finding = check_numerics(self._problem, self._truth, seen)
         if isinstance(finding, Holds):
             return replace(finding, notes=(*finding.notes, _HOW))
-        meaning = likely_fault(self._problem, self._truth, seen.output)
         heads = self._problem.layer.num_heads // len(answers)
         owner = f"rank r has the heads {heads}r to {heads}r + {heads - 1}"
-        return replace(finding, meaning=meaning, details=(*finding.details, owner, _HOW))
+        return replace(finding, details=(*finding.details, owner, _HOW))
 
     def _cache_write(self, results: Results) -> Finding:
         """Return the finding of the first rank whose cache is wrong or not examined, else that of the last."""

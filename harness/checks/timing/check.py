@@ -51,7 +51,8 @@ from attncheck.harness.driver.session import OutputBuffers, Session
 from attncheck.harness.driver.step import ForwardCall, Step
 from attncheck.harness.problem.problem import Problem, build_problem
 from attncheck.harness.truth.truth import Truth
-from attncheck.reference.spec import AttentionCGSupport, BatchSpec, PaddingSpec, RequestSpec
+from attncheck.reference.spec import AttentionCGSupport
+from attncheck.reference.step_spec import REGISTERED, BatchSpec, PaddingSpec, RequestSpec
 from attncheck.reports.run_file.timings import (
     Ceilings,
     ClockName,
@@ -622,8 +623,8 @@ def _tokens(count: int) -> str:
 
 
 def _latency(part: StepPart, clock: ClockName, samples: Samples, case: Case | None = None) -> Latency:
-    """``case``: the case whose work is counted, or None to count none."""
-    work = None if case is None else work_of(case)
+    """``case``: the case whose work is counted, or None to count none. How large a registered cache is is unknown."""
+    work = None if case is None or case.cache.kv_cache_dtype == REGISTERED else work_of(case)
     return Latency(
         part=part,
         clock=clock,

@@ -1,6 +1,8 @@
 """The path ``ranks``: a process for each rank of context parallelism, and the findings on wrong ranks."""
 
 import math
+import os
+import time
 from unittest.mock import Mock
 
 import pytest
@@ -10,16 +12,18 @@ from attncheck.backends.contract import get_dcp_group, get_dcp_world_size_and_ra
 from attncheck.backends.registry import load
 from attncheck.cases.loader import load_suite
 from attncheck.errors import BackendUnavailableError
-from attncheck.harness.checks.findings import FindingError, NotExamined
+from attncheck.harness.checks.findings import Broken, FindingError, NotExamined
+from attncheck.harness.checks.numerics import check_numerics
 from attncheck.harness.checks.ranks import check, process
 from attncheck.harness.checks.ranks.check import RankChecks
-from attncheck.harness.checks.ranks.faults import likely_fault
 from attncheck.harness.driver.foreign_code import StageError
+from attncheck.harness.driver.observation import Observation
 from attncheck.harness.driver.step import make_step
 from attncheck.harness.problem.problem import build_problem, rank_problem
 from attncheck.harness.run.evaluate import Examiner, RunPlan
 from attncheck.harness.truth.truth import truth_of
-from attncheck.reference.spec import DCPOptions
+from attncheck.reference.step_spec import DCPOptions
+from attncheck.reports.run_file.causes import likely_causes
 
 CPU = torch.device("cpu")
 PAGE = 16
@@ -95,6 +99,18 @@ def test_backends_that_do_not_declare_it_are_not_run(make_case):
     case = on_ranks(make_case, (1, 9))
     (record,) = Examiner(RunPlan((case,))).records(case, load("torch_sdpa"), checks=("numerics",))
     assert (record.outcome, record.reasons) == ("unsupported", ("path ranks: feature 'dcp' is not declared",))
+
+
+def test_folders_of_processes_that_were_killed_are_removed(make_case, tmp_path, monkeypatch):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    monkeypatch.setattr(check, "run_ranks", Mock(side_effect=FindingError(Broken("no rank is started"))))
+    left, in_use, other = (tmp_path / name for name in ("attncheck-worker-1-a", "attncheck-worker-2-b", "other-1"))
+    for folder, age in ((left, 3600), (in_use, 60), (other, 3600)):
+        (folder / "within").mkdir(parents=True)
+        os.utime(folder, (time.time() - age,) * 2)
+    with pytest.raises(FindingError):
+        checks_of("reference", on_ranks(make_case, (1, 9))).find("numerics")()
+    assert set(tmp_path.iterdir()) == {in_use, other}
 
 
 def test_other_checks_examine_nothing(make_case):
@@ -178,17 +194,25 @@ def merged(problem, weights_of, base=math.e):
 @pytest.mark.parametrize(
     ("weights_of", "base", "expected"),
     [
-        (torch.ones_like, math.e, "the outputs of the ranks are added without the weights of their LSEs"),
-        (lambda lses: (lses * math.log(2)).softmax(0), 2.0, "natural LSEs of the ranks are merged with powers of 2"),
-        (lambda lses: lses.softmax(0).flip(0), math.e, None),
-        (lambda lses: lses.softmax(0), math.e, None),
+        (torch.ones_like, math.e, ("the outputs of the ranks are added without the weights of their LSEs",)),
+        (lambda lses: (lses * math.log(2)).softmax(0), 2.0, ("natural LSEs of the ranks are merged with powers of 2",)),
+        (lambda lses: lses.softmax(0).flip(0), math.e, ()),
     ],
 )
 def test_a_fault_of_the_merge_is_named_and_nothing_else(make_case, weights_of, base, expected):
     problem = build_problem(on_ranks(make_case, (1, 40), (1, 33), interleave=16, dtype="float32"), 0)
     truth = truth_of(problem, CPU)
     assert torch.allclose(merged(problem, lambda lses: lses.softmax(0)), truth.out)
-    assert likely_fault(problem, truth, merged(problem, weights_of, base)) == expected
+    nothing = torch.zeros(len(truth.out), dtype=torch.bool)
+    seen = Observation(
+        output=merged(problem, weights_of, base).float(),
+        lse=None,
+        unwritten=nothing,
+        lse_unwritten=None,
+        nth=nothing.long(),
+        position=nothing.long(),
+    )
+    assert likely_causes(check_numerics(problem, truth, seen).meaning) == expected
 
 
 def test_a_process_that_is_no_rank_has_no_group():

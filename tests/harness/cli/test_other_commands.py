@@ -35,7 +35,8 @@ from attncheck.harness.device import Cuda, Facts, GpuModes
 from attncheck.harness.truth.shared_folder import SharedFolder
 from attncheck.reference import PrefixMask, layer_params
 from attncheck.reference.attention.params import visible
-from attncheck.reference.spec import LayerSpec, PaddingSpec, PathSpec, RequestSpec, TreeOptions
+from attncheck.reference.spec import LayerSpec
+from attncheck.reference.step_spec import PaddingSpec, PathSpec, RequestSpec, TreeOptions
 
 
 @pytest.mark.parametrize(
@@ -64,7 +65,7 @@ def test_claims_are_listed_with_what_measures_them(typed):
     lines = " ".join(typed("list claims").out.split())
     assert "supports_sink backend cases with sinks" in lines
     assert "supports_batch_invariance backend check bitwise" in lines
-    assert "supports_kv_connector backend declared, not examined: a connector moves pages" in lines
+    assert "supports_kv_connector backend nothing: a connector moves pages" in lines
 
 
 @pytest.mark.parametrize(("columns", "width"), [("60", 60), ("20", 40), ("150", 150), ("900", 200)])

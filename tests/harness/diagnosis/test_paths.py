@@ -8,10 +8,11 @@ import torch
 
 from attncheck.backends.candidates.reference import ReferenceBackend, ReferenceImpl
 from attncheck.reference import paged_attention, visible
-from attncheck.reference.spec import (
+from attncheck.reference.step_spec import (
     DCPOptions,
     FastPrefillOptions,
     MicroBatchOptions,
+    PCPOptions,
     RequestSpec,
     SplitKVOptions,
     TreeOptions,
@@ -173,3 +174,24 @@ def test_a_window_that_counts_depths_of_a_tree_is_named(make_case, meaning):
     case = make_case((4, 40), (4, 33), path="tree", options=options, sliding_window=3)
     found = meaning(case, attend=with_mask(by_depth))
     assert found == f"the window counts from the depth of a row in the tree, not from its position{FITS}"
+
+
+def first_of_both(lens, table):
+    """The length of the first chunk of a request, also for the second one in the batch of a rank."""
+    known: dict[int, int] = {}
+    return [known.setdefault(int(table[row, 0]), length) for row, length in enumerate(lens)]
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_lengths_of_chunks_of_a_rank_are_named(meaning, make_case, size):
+    def attend(self, *args):
+        common = args[5].common
+        lens = first_of_both(common.seq_lens.tolist(), common.block_table_tensor)
+        changed = replace(common, seq_lens=common.seq_lens.new_tensor(lens))
+        ReferenceImpl.attend(self, *args[:5], replace(args[5], common=changed), *args[6:])
+
+    case = make_case(
+        RequestSpec(query_len=32), RequestSpec(query_len=47, seq_len=60), path="pcp", options=PCPOptions(size=size)
+    )
+    found = meaning(case, attend=attend)
+    assert found == f"both chunks of a request have the length of the first{FITS}"
