@@ -77,6 +77,16 @@ _ALL = (
         unexamined="a non-causal case of the suite ranks needs the feature dcp, and no feature of its own",
     ),
     Claim(
+        member="supports_non_causal_multi_token_decode",
+        of="builder",
+        unexamined="vLLM allows such decodes only in an attention group of a non-causal drafter, and no case has one",
+    ),
+    Claim(
+        member="supports_non_causal_multi_token_dcp",
+        of="builder",
+        unexamined="no case has ranks in an attention group of a non-causal drafter",
+    ),
+    Claim(
         member="supports_mtp_with_cp_non_trivial_interleave_size",
         of="impl",
         unexamined="no case has ranks that verify drafts",
