@@ -1,0 +1,6 @@
+"""Judges every attention row of a serving engine against attention that knows no page, slot or table.
+
+Start at ``events.py``, the types, and ``observer.py``, which follows an engine and judges it. ``history.py`` follows
+requests, tokens and positions; ``judge.py`` keeps keys and values and compares outputs; ``causes.py`` explains a wrong
+row. ``vllm_runner.py`` gives the observer what vLLM's scheduler and model runner do.
+"""
