@@ -179,7 +179,6 @@ def _wrong_lengths(wrong: WrongRows, row: int) -> Iterator[Reading]:
     position, size = int(wrong.positions[row]), wrong.block_size
     num_keys = position + 1
     base = wrong.keys[:num_keys]
-    first = first_seen(wrong.params, position)
     left = wrong.params.window[0]
     if left > 0 and position >= left:
         yield Reading(("window", -1), Cause("the window is ignored"), base, window=-1)
