@@ -95,6 +95,8 @@ class Judge:
         self._input_rows = self._numbers = torch.zeros(0, dtype=torch.int64)
         self._pending: list[Pending] = []
         self._pending_bytes = 0
+        self._taken: set[str] = set()
+        self._called_again: set[str] = set()
         self._pages = PageChecks()
         self._reported: dict[tuple[str, str, int], set[int]] = {}
         self.worst_share = 0.0
@@ -104,6 +106,7 @@ class Judge:
     def begin(self, inputs: StepInputs, *, is_judged: bool) -> None:
         """Take the followed rows of a step."""
         self._followed, self._is_judged = inputs.followed, is_judged
+        self._taken.clear()
         empty = np.zeros(0, dtype=np.int64)
         spans = [np.arange(rows.first, rows.first + rows.num_rows) for rows in inputs.followed]
         self._input_rows = torch.from_numpy(np.concatenate([empty, *spans]))
@@ -127,6 +130,10 @@ class Judge:
         if len(query) <= int(self._input_rows[-1]):
             self._tally.not_followed["layers that compute a part of the rows"] += num_rows
             return
+        if layer in self._taken:
+            self._called_again.add(layer)
+            self._pending = [each for each in self._pending if each.layer != layer]
+        self._taken.add(layer)
         rows, numbers = self._input_rows.to(query.device), self._numbers.to(query.device)
         if facts.kv_sharing_target is None and key is not None and value is not None:
             with self._tally.timed("keep"):
@@ -147,6 +154,8 @@ class Judge:
 
     def _reason(self, layer: str, facts: LayerFacts, query: Tensor, output: Tensor, group: int) -> str | None:
         """Return why this call of a layer cannot be judged."""
+        if layer in self._called_again:
+            return "layers that are called more than once in a step"
         if self._groups[group].not_followed:
             return self._groups[group].not_followed
         if query.dtype not in _DTYPES or output.dtype not in _DTYPES:

@@ -233,6 +233,11 @@ def engine_reason(vllm_config: Any) -> str | None:
     parallel = vllm_config.parallel_config
     if getattr(vllm_config, "kv_transfer_config", None) is not None:
         return "engines with a KV connector"
+    if getattr(vllm_config.model_config, "is_diffusion", False):
+        return "engines that do not compute one token after the other"
+    speculative = getattr(vllm_config, "speculative_config", None)
+    if speculative is not None and speculative.method == "ngram_gpu":
+        return "engines whose runner changes the drafts of the plan (ngram_gpu)"
     sizes = [getattr(parallel, f"{part}_context_parallel_size", 1) for part in ("decode", "prefill")]
     return "engines with context parallelism" if max(sizes) > 1 else None
 
@@ -311,6 +316,8 @@ def layer_facts(layer: Any, page_size: int | None = None) -> LayerFacts:
         reason = _STATE if hasattr(layer, "get_state_shape") else f"layers of the class {name}"
         return LayerFacts(sizes, not_judged=reason)
     reasons = [words for attribute, words in _NOT_JUDGED.items() if getattr(layer, attribute, None)]
+    if getattr(layer.impl, "chunk_lookback", -1) > -1:
+        reasons.append("layers whose chunks look back")
     attn_type = str(getattr(getattr(layer, "attn_type", "decoder"), "value", getattr(layer, "attn_type", "decoder")))
     if attn_type != "decoder":
         reasons.append(f"layers of the type {attn_type}")
