@@ -1,13 +1,14 @@
-"""The command ``engine``: serves requests by vLLM, and judges every attention row against the history of its request."""
+"""The command ``engine``: serves requests by vLLM, and judges its attention by the history of each request."""
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -260,7 +261,7 @@ def _lines_of_process(runs: "Sequence[EngineRun]", log: Any) -> "Iterator[Iterat
     os.close(write_to)
     try:
         assert process.stdin is not None
-        with process.stdin as stdin:
+        with suppress(BrokenPipeError), process.stdin as stdin:  # it may have ended already
             stdin.write(json.dumps([run.model_dump() for run in runs]))
         with os.fdopen(read_from, encoding="utf-8") as pipe:
             yield (ServedTraffic.model_validate_json(line) for line in pipe)
@@ -270,10 +271,8 @@ def _lines_of_process(runs: "Sequence[EngineRun]", log: Any) -> "Iterator[Iterat
 
 def _end_group(process: "subprocess.Popen[str]") -> None:
     """End a process and its forks, and wait for it."""
-    try:
-        os.killpg(process.pid, 9)
-    except ProcessLookupError:
-        pass
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
     process.wait()
 
 

@@ -20,10 +20,13 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict
 
-from attncheck.harness.engine.events import CheckKind
-from attncheck.harness.engine.models import CONFIGS
+from attncheck.harness.engine.events import CheckKind, ObserverResult
+from attncheck.harness.engine.findings import EngineCase, backend_of, records_of
+from attncheck.harness.engine.models import CONFIGS, make_model
+from attncheck.harness.run.outcomes import Circumstances, ProcessEnd, ended
 from attncheck.reports.run_file.header import BackendInfo, CaseInfo, Environment
 from attncheck.reports.run_file.records import Record
+from attncheck.reports.run_file.store import count_outcomes
 
 MAX_MODEL_LEN = 1024
 MAX_NUM_SEQS = 16
@@ -117,6 +120,10 @@ class EngineRun(BaseModel):
         """``hybrid-preempted``: the name of the model's folder, or of a made model, and the kind of traffic."""
         return f"{self.model if self.model in CONFIGS else Path(self.folder).name}-{self.traffic}"
 
+    def case(self, lacks: str = "") -> EngineCase:
+        """Return it as a case. ``lacks``: why the engine did not do what the kind of traffic is for, or ""."""
+        return EngineCase(self.case_id, self.kind.description, self.options, self.kind.due, lacks)
+
     @property
     def options(self) -> dict[str, int | str]:
         """The options that repeat it, besides the seed and the number of steps; those at their default are left out."""
@@ -143,6 +150,30 @@ class ServedTraffic(BaseModel):
     backend: BackendInfo | None = None
     environment: Environment | None = None
     records: tuple[Record, ...] = ()
+
+    @property
+    def is_start(self) -> bool:
+        """Whether it states only that the engine has started."""
+        return self.case is None and self.environment is not None
+
+    @property
+    def verdict(self) -> str:
+        """The outcomes of its records, such as ``5 passed, 1 unsupported``."""
+        return ", ".join(f"{count} {outcome}" for outcome, count in count_outcomes(self.records).items())
+
+
+def ended_traffic(run: EngineRun, cause: str, environment: Environment) -> ServedTraffic:
+    """Return the result of a run whose process ended while it served: each check is ``crashed``."""
+    case, result = run.case(), ObserverResult(steps=0, checks={}, findings=(), not_followed={})
+    backend, circumstances = backend_of(result.engine), circumstances_of(run, environment)
+    end = ProcessEnd(cause)
+    records = tuple(ended(circumstances, case, backend, check, "serving", end) for check in case.due)
+    return ServedTraffic(case=case.info(result), backend=backend.info, environment=environment, records=records)
+
+
+def circumstances_of(run: EngineRun, environment: Environment) -> Circumstances:
+    """Return what all records of a run share."""
+    return Circumstances(run.seed, environment.digest, environment.attncheck)
 
 
 # Requests.
@@ -228,10 +259,8 @@ def serve(run: EngineRun, started: Callable[[ServedTraffic], None]) -> ServedTra
     from attncheck.harness.device import collect_environment
     from attncheck.harness.driver.observation import capture_exception
     from attncheck.harness.engine.events import ObserverSettings
-    from attncheck.harness.engine.findings import EngineCase, backend_of, records_of
     from attncheck.harness.engine.observer import EngineObserver
     from attncheck.harness.engine.vllm_runner import watching
-    from attncheck.harness.run.outcomes import Circumstances
 
     observer = EngineObserver(ObserverSettings(judge_every=run.every, follow_one_of=run.follow))
     raised, lacks = None, ""
@@ -252,14 +281,10 @@ def serve(run: EngineRun, started: Callable[[ServedTraffic], None]) -> ServedTra
         result = observer.result()
     if not run.steps:
         lacks = _lacking(run, result.counts, engine.vllm_config)
-    case = EngineCase(run.case_id, run.kind.description, run.options, run.kind.due, lacks)
-    circumstances = Circumstances(run.seed, environment.digest, environment.attncheck)
-    return ServedTraffic(
-        case=case.info(result),
-        backend=backend_of(result.engine).info,
-        environment=environment,
-        records=records_of(case, result, circumstances, raised),
-    )
+    case = run.case(lacks)
+    records = records_of(case, result, circumstances_of(run, environment), raised)
+    info, backend = case.info(result), backend_of(result.engine).info
+    return ServedTraffic(case=info, backend=backend, environment=environment, records=records)
 
 
 def _serve_requests(engine: Any, run: EngineRun, observer: Any) -> None:
@@ -331,6 +356,9 @@ def main(arguments: Sequence[str]) -> None:
     runs = [EngineRun(**each) for each in json.load(sys.stdin)]
     import_module("vllm").LLM  # noqa: B018 (imported once, before the forks)
     for run in runs:
+        if run.model in CONFIGS and not Path(run.folder).exists():
+            Path(run.folder).mkdir()
+            make_model(Path(run.folder), run.model)
         _serve_in_fork(run, write_to)
 
 
