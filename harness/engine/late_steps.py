@@ -1,45 +1,27 @@
-"""Delays a step until the tokens of the steps before it are known, as async scheduling needs.
-
-With async scheduling, the engine starts a step before it has the tokens that the step before sampled. They are on the
-device, and so is the number of drafts that were accepted. Such a step is copied, and observed when the tokens arrive.
-"""
+"""Delays a step until the tokens of the steps before it are known, as async scheduling needs."""
 
 import threading
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from torch import Tensor
 
 from attncheck.harness.engine.events import ContinuedRequest, StepPlan
+from attncheck.harness.engine.observer import EngineObserver
+
+# With async scheduling, an engine starts a step before it has the tokens that the step before sampled. They are on the
+# device, and so is the number of accepted drafts. Such a step is copied, and observed when the tokens arrive.
 
 Sampled = Mapping[str, tuple[int, ...]]
 """The sampled tokens of each request of a step."""
 
 
-class StepObserver(Protocol):
-    """The methods of ``EngineObserver`` that are called in each step."""
-
-    def step_begins(self, plan: StepPlan) -> None: ...
-    def inputs(self, request_ids: Sequence[str], input_ids: Tensor, positions: Tensor) -> None: ...
-    def layer_rows(
-        self,
-        layer: str,
-        query: Tensor,
-        key: Tensor | None,
-        value: Tensor | None,
-        output: Tensor,
-        kv_cache: Tensor | None = None,
-    ) -> None: ...
-    def step_ends(self, sampled: Sampled) -> None: ...
-    def request_finished(self, request_id: str) -> None: ...
-
-
 class _Inputs(NamedTuple):
     request_ids: tuple[str, ...]
-    input_ids: Tensor
-    positions: Tensor
+    input_ids: Tensor | None
+    positions: Tensor | None
 
 
 class _LayerRows(NamedTuple):
@@ -51,12 +33,16 @@ class _LayerRows(NamedTuple):
 
 
 @dataclass
-class _Step:
-    """A step whose tokens are not known yet. ``before``: the steps whose tokens its plan assumes to be accepted."""
+class Step:
+    """A step whose sampled tokens are not known yet.
+
+    before: the steps of which the plan assumes that all drafts are accepted. requests: calls of the observer that must
+    precede the step. is_observed: what follows of the step is passed on at once.
+    """
 
     plan: StepPlan
-    before: tuple["_Step", ...]
-    finished: list[str] = field(default_factory=list)
+    before: tuple["Step", ...]
+    requests: list[Callable[[], None]]
     inputs: _Inputs | None = None
     layers: list[_LayerRows] = field(default_factory=list)
     num_rejected: dict[str, int] = field(default_factory=dict)
@@ -64,42 +50,52 @@ class _Step:
 
 
 class LateSteps:
-    """Passes each step to an observer, once the tokens of all earlier steps are known.
+    """Passes each step to an observer once the tokens of all earlier steps are known.
 
-    A step that begins when they are known is passed on at once: without async scheduling, each is. The pages of a late
-    step are not compared, since the next step may have written them when its rows are observed.
+    Without async scheduling, that is when it begins. With it (``is_async``), pages are not compared: the next step may
+    have written them when a step is judged.
     """
 
-    def __init__(self, observer: StepObserver) -> None:
+    def __init__(self, observer: EngineObserver, *, is_async: bool = False) -> None:
         self._observer = observer
-        self._steps: deque[_Step] = deque()
-        self._lock = threading.RLock()  # a worker process reads sampled tokens in a thread of its own
+        self._is_async = is_async
+        self._steps: deque[Step] = deque()
+        self._requests: list[Callable[[], None]] = []
+        self._is_in_forward = False
+        self._lock = threading.RLock()  # a worker process takes sampled tokens in a thread of its own
 
-    def request_finished(self, request_id: str) -> None:
-        """Drop a request, after the steps whose tokens are not known yet: it may be in them."""
+    def is_in_flight(self, request_id: str) -> bool:
+        """Return whether a request is in a step whose tokens are not known yet."""
+        return any(request_id in step.plan.num_scheduled_tokens for step in tuple(self._steps))
+
+    def request_changes(self, change: Callable[[], None]) -> None:
+        """Call ``change``, which adds or ends a request at the observer, after the steps that have begun."""
         with self._lock:
             if self._steps:
-                self._steps[-1].finished.append(request_id)
+                self._requests.append(change)
             else:
-                self._observer.request_finished(request_id)
+                change()
 
-    def step_begins(self, plan: StepPlan) -> None:
+    def step_begins(self, plan: StepPlan) -> Step:
         """Take the plan of the next step."""
         with self._lock:
-            step = _Step(plan, before=tuple(self._steps))
+            step = Step(plan, before=tuple(self._steps), requests=self._requests)
+            self._requests = []
             self._steps.append(step)
-            if not step.before:
+            if len(self._steps) == 1:
                 self._observe(step)
+            return step
 
-    def inputs(self, request_ids: Sequence[str], input_ids: Tensor, positions: Tensor) -> None:
+    def inputs(self, request_ids: Sequence[str], input_ids: Tensor | None, positions: Tensor | None) -> None:
         """Take what the model is given in the step that began last."""
         with self._lock:
+            self._is_in_forward = True
             step = self._steps[-1]
             if step.is_observed:
                 self._observer.inputs(request_ids, input_ids, positions)
-                return
-            num_rows = sum(step.plan.num_scheduled_tokens.values())
-            step.inputs = _Inputs(tuple(request_ids), input_ids[:num_rows].clone(), positions[:num_rows].clone())
+            else:
+                copies = (None if given is None else given.clone() for given in (input_ids, positions))
+                step.inputs = _Inputs(tuple(request_ids), *copies)
 
     def layer_rows(
         self,
@@ -112,38 +108,57 @@ class LateSteps:
     ) -> None:
         """Take the arguments and the output of a layer in the step that began last."""
         with self._lock:
-            if not self._steps or self._steps[-1].is_observed:
-                self._observer.layer_rows(layer, query, key, value, output, kv_cache)
-                return
+            if not self._is_in_forward or not self._steps:
+                return  # a dummy batch, or a drafter
             step = self._steps[-1]
+            if step.is_observed:
+                self._observer.layer_rows(layer, query, key, value, output, None if self._is_async else kv_cache)
+                return
             num_rows = sum(step.plan.num_scheduled_tokens.values())
-            copies = (None if rows is None else rows[:num_rows].clone() for rows in (key, value))
-            step.layers.append(
-                _LayerRows(layer, query[:num_rows].clone(), *copies, output[:num_rows].clone())
-            )
+            key_copy, value_copy = (None if rows is None else rows[:num_rows].clone() for rows in (key, value))
+            copies = _LayerRows(layer, query[:num_rows].clone(), key_copy, value_copy, output[:num_rows].clone())
+            step.layers.append(copies)
 
-    def step_ends(self, sampled: Sampled) -> None:
-        """Take the sampled tokens of the oldest step that still lacks them, and observe the next one."""
+    def forward_ends(self) -> None:
+        """Ignore what layers do from now on until the next :meth:`inputs`."""
         with self._lock:
-            step = self._steps.popleft()
+            self._is_in_forward = False
+            if self._steps and self._steps[-1].is_observed:
+                self._observer.forward_ends()
+
+    def step_ends(self, step: Step, sampled: Sampled) -> None:
+        """Take the sampled tokens of a step, and observe the next one."""
+        with self._lock:
+            if not self._steps or step is not self._steps[0]:
+                raise ValueError("the sampled tokens of a step arrive before those of an earlier one")
+            self._steps.popleft()
             step.num_rejected = _num_rejected(step.plan, sampled)
             self._observer.step_ends(sampled)
-            for request_id in step.finished:
-                self._observer.request_finished(request_id)
             if self._steps:
                 self._observe(self._steps[0])
+            else:
+                _call_all(self._requests)
 
-    def _observe(self, step: _Step) -> None:
-        """Pass on what was copied of a step; what follows of it is passed on at once."""
+    def _observe(self, step: Step) -> None:
+        """Pass on what was copied of a step."""
+        _call_all(step.requests)
         step.is_observed = True
-        plan = _corrected_plan(step)
+        self._observer.step_begins(_corrected_plan(step))
         step.before = ()
-        self._observer.step_begins(plan)
-        if step.inputs is not None:
-            self._observer.inputs(*step.inputs)
+        if step.inputs is None:
+            return
+        self._observer.inputs(*step.inputs)
         for rows in step.layers:
             self._observer.layer_rows(*rows)
         step.layers.clear()
+        if step is not self._steps[-1] or not self._is_in_forward:
+            self._observer.forward_ends()
+
+
+def _call_all(calls: list[Callable[[], None]]) -> None:
+    for call in calls:
+        call()
+    calls.clear()
 
 
 def _num_rejected(plan: StepPlan, sampled: Sampled) -> dict[str, int]:
@@ -155,11 +170,11 @@ def _num_rejected(plan: StepPlan, sampled: Sampled) -> dict[str, int]:
     }
 
 
-def _corrected_plan(step: _Step) -> StepPlan:
-    """Return the plan with what the scheduler could not know: accepted counts, and the drafts that are on the device.
+def _corrected_plan(step: Step) -> StepPlan:
+    """Return the plan with what the scheduler could not know: accepted counts, and the drafts on the device.
 
-    The scheduler assumes that every draft is accepted, and writes -1 for each draft. Which tokens these are is read
-    from the inputs, so the token of a draft is not checked.
+    The scheduler assumes that every draft is accepted, and writes -1 for each draft. The drafts are read from the
+    inputs, so that their tokens are not checked.
     """
     rejected: dict[str, int] = {}
     for earlier in step.before:
@@ -170,12 +185,14 @@ def _corrected_plan(step: _Step) -> StepPlan:
 
 
 def _less_computed(request: ContinuedRequest, number: int) -> ContinuedRequest:
-    return replace(request, num_computed_tokens=request.num_computed_tokens - number) if number else request
+    if not number or request.num_computed_tokens is None:
+        return request
+    return replace(request, num_computed_tokens=request.num_computed_tokens - number)
 
 
-def _given_drafts(step: _Step) -> dict[str, tuple[int, ...]]:
+def _given_drafts(step: Step) -> dict[str, tuple[int, ...]]:
     drafts = dict(step.plan.drafts)
-    if step.inputs is None or not drafts:
+    if not drafts or step.inputs is None or step.inputs.input_ids is None:
         return drafts
     given = step.inputs.input_ids.tolist()
     end = 0
