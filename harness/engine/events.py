@@ -1,11 +1,15 @@
 """What an engine does, as the observer receives it, and what the observer returns."""
 
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from time import perf_counter
 from typing import Literal
 
 from torch import Tensor
 
+from attncheck.harness.problem.storage import UpProjections
 from attncheck.reference import AttentionParams
 
 CheckKind = Literal["output", "token", "position", "prefix_hit", "count", "write"]
@@ -34,27 +38,32 @@ class ObserverSettings:
 
 @dataclass(frozen=True)
 class KVGroup:
-    """A KV-cache group: layers that share block ids. ``block_size``: tokens of a block."""
+    """A KV-cache group: layers that share block ids. ``block_size``: tokens of a block.
+
+    not_followed: why its blocks are not followed, such as a state instead of keys; None if they are.
+    """
 
     block_size: int
     layers: tuple[str, ...]
+    not_followed: str | None = None
 
 
 @dataclass(frozen=True)
 class LayerFacts:
     """An attention layer, as the judge needs it.
 
-    params: its settings; for a latent layer, those of attention over ``[kv_c, k_pe]``. latent: its cache holds a row of
-    ``kv_lora_rank`` and rotary parts for all heads. kv_sharing_target: the layer whose keys and values it reads.
-    not_judged: why its outputs cannot be judged, or None.
-    code: what the cache makes of ``(key, value)``, for example FP8 and back; None if it keeps them.
+    params: its settings; for a latent layer, those of the naive form, whose keys have ``qk_head_dim`` columns.
+    up_projections: the weights of a latent layer, whose rows are ``kv_c_normed`` and ``k_pe``; None for other layers.
+    kv_sharing_target: the layer whose keys and values it reads. page_size: tokens of a page of its cache, a divisor of
+    the block size; None: the block size. not_judged: why its outputs cannot be judged, or None.
+    code: what the cache makes of ``(key, value)``, such as FP8 codes and their values; None if it keeps them.
     write: writes ``(key, value, kv_cache, slot_mapping)`` as the layer does; None if pages cannot be compared.
     """
 
     params: AttentionParams
-    latent: bool = False
-    kv_cache_dtype: str = "auto"
+    up_projections: UpProjections | None = None
     kv_sharing_target: str | None = None
+    page_size: int | None = None
     not_judged: str | None = None
     code: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] | None = None
     write: Callable[[Tensor, Tensor, Tensor, Tensor], None] | None = None
@@ -87,21 +96,30 @@ class StartedRequest:
 
 @dataclass(frozen=True)
 class ContinuedRequest:
-    """A running request. ``new_block_ids``: blocks that it gets for this step, one tuple a group."""
+    """A running request.
+
+    new_block_ids: blocks that it gets for this step, one tuple a group; empty for none. num_computed_tokens: as the
+    scheduler counts; None if it cannot be compared.
+    """
 
     request_id: str
     new_block_ids: tuple[tuple[int, ...], ...]
-    num_computed_tokens: int
+    num_computed_tokens: int | None
 
 
 @dataclass(frozen=True)
 class StepPlan:
-    """What the scheduler wants of a step. ``drafts``: draft tokens of a request; -1 for a draft that was dropped."""
+    """What the scheduler wants of a step.
+
+    drafts: draft tokens of a request; -1 for a draft that was dropped. block_copies: (source, destination) of blocks
+    that are copied before the step.
+    """
 
     started: tuple[StartedRequest, ...]
     continued: tuple[ContinuedRequest, ...]
     num_scheduled_tokens: Mapping[str, int]
     drafts: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    block_copies: tuple[tuple[int, int], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -147,3 +165,33 @@ class ObserverResult:
     failure: str | None = None
     findings_left_out: int = 0
     engine: EngineFacts = field(default_factory=EngineFacts)
+
+
+class Tally:
+    """What was counted and found so far."""
+
+    def __init__(self, max_findings: int) -> None:
+        self.step = 0
+        self.checks: Counter[CheckKind] = Counter()
+        self.counts: Counter[str] = Counter()
+        self.not_followed: Counter[str] = Counter()
+        self.findings: list[EngineFinding] = []
+        self.findings_left_out = 0
+        self.seconds: Counter[str] = Counter()
+        self._max_findings = max_findings
+
+    def find(self, finding: EngineFinding) -> None:
+        """Keep a finding, or count it if there are too many."""
+        if len(self.findings) < self._max_findings:
+            self.findings.append(finding)
+        else:
+            self.findings_left_out += 1
+
+    @contextmanager
+    def timed(self, part: str) -> Iterator[None]:
+        """Add the time of the context to a part."""
+        began = perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds[part] += perf_counter() - began  # type: ignore[assignment]

@@ -1,0 +1,229 @@
+"""Finds which wrong reading of the keys gives the same output as the engine."""
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from attncheck.harness.engine.history import ZERO_ROW, Block, History, Numbers, StepRows
+from attncheck.harness.truth.unpaged import Budget, UnpagedAttention, share_of_budget
+from attncheck.reference import AttentionParams
+
+_AT_ONCE = 64
+"""Readings that are computed together."""
+
+_ROWS = 4
+"""Wrong rows of a request for which a reading must give the same output."""
+
+_MOST_READINGS = 1500
+"""Readings that are tried for one finding."""
+
+
+@dataclass(frozen=True)
+class WrongRows:
+    """Wrong rows of one request, layer and step, the worst first.
+
+    positions: int64 ``[B]``. query, output: ``[B, H, D]``, ``[B, H, Dv]``; ``budget`` around the right output.
+    rows_of: returns key and value of row numbers. lacking: positions that the pages lack; None if not compared.
+    others: what the step computed for other requests.
+    """
+
+    request: StepRows
+    others: tuple[StepRows, ...]
+    group: int
+    block_size: int
+    params: AttentionParams
+    positions: Numbers
+    query: Tensor
+    output: Tensor
+    budget: Budget
+    rows_of: Callable[[Numbers], tuple[Tensor, Tensor]]
+    lacking: Numbers | None
+
+    @property
+    def keys(self) -> Numbers:
+        """The right row numbers, from position 0 on."""
+        own = self.request.keys[self.group]
+        assert own is not None
+        return own
+
+    @property
+    def table(self) -> Sequence[int]:
+        """The block ids of the request."""
+        return self.request.block_ids[self.group]
+
+
+@dataclass(frozen=True)
+class Cause:
+    """A wrong reading that gives the same output, and the block that it concerns."""
+
+    meaning: str
+    block_id: int | None = None
+    block_index: int | None = None
+
+
+@dataclass(frozen=True)
+class Reading:
+    """The row numbers that a faulty engine may have read for one row; the last belongs to the row itself.
+
+    same: what the reading is, equal for rows that are read wrongly in the same way. unlimited: no window.
+    """
+
+    same: tuple[str | int, ...]
+    cause: Cause
+    numbers: Numbers
+    unlimited: bool = False
+
+
+def cause_of(wrong: WrongRows, history: History) -> Cause | None:
+    """Return the reading that comes closest to the output of all of the first wrong rows, or None if none fits."""
+    fits: dict[tuple[str | int, ...], tuple[float, Cause]] = {}
+    for reading, miss in _misses(wrong, 0, _readings(wrong, history, 0)):
+        if miss <= 1 and miss < fits.get(reading.same, (2.0, reading.cause))[0]:
+            fits[reading.same] = (miss, reading.cause)
+    for row in range(1, min(_ROWS, len(wrong.positions))):
+        same = (each for each in _readings(wrong, history, row) if each.same in fits)
+        for reading, miss in _misses(wrong, row, same):
+            if miss > 1:
+                del fits[reading.same]
+    if not fits:
+        return None
+    return min(fits.values(), key=lambda fit: fit[0])[1]
+
+
+def _misses(wrong: WrongRows, row: int, readings: Iterator[Reading]) -> Iterator[tuple[Reading, float]]:
+    """Yield each reading with its distance from the output, in budgets."""
+    by_limit: dict[bool, list[Reading]] = defaultdict(list)
+    for _, reading in zip(range(_MOST_READINGS), readings, strict=False):
+        by_limit[reading.unlimited].append(reading)
+    for unlimited, some in by_limit.items():
+        params = replace(wrong.params, window=(-1, -1)) if unlimited else wrong.params
+        for first in range(0, len(some), _AT_ONCE):
+            part = some[first : first + _AT_ONCE]
+            key, value = wrong.rows_of(np.concatenate([each.numbers for each in part]))
+            ends = torch.tensor([0, *(len(each.numbers) for each in part)]).cumsum(0).to(key.device)
+            query = wrong.query[row : row + 1].expand(len(part), -1, -1)
+            one_each = torch.arange(len(part) + 1, device=key.device)
+            out, _ = UnpagedAttention(query, key, value, one_each, ends).attend(params)
+            missed = share_of_budget(wrong.output[row].double() - out, wrong.budget.of_rows(slice(row, row + 1)))
+            yield from zip(part, missed.amax(dim=1).tolist(), strict=True)
+
+
+def _readings(wrong: WrongRows, history: History, row: int) -> Iterator[Reading]:
+    """Yield wrong readings for a row: of pages that lack keys if some do, else of right pages."""
+    if wrong.lacking is None or len(wrong.lacking):
+        yield from _wrong_contents(wrong, history, row)
+    if wrong.lacking is None or not len(wrong.lacking):
+        yield from _wrong_lengths(wrong, row)
+        yield from _wrong_pages(wrong, history, row)
+
+
+def _wrong_contents(wrong: WrongRows, history: History, row: int) -> Iterator[Reading]:
+    """Yield readings of blocks that hold something else than was written to them."""
+    position, size = int(wrong.positions[row]), wrong.block_size
+    base = wrong.keys[: position + 1]
+    first = _first_seen(wrong.params, position)
+    for index in range(first // size, position // size + 1):
+        block_id = wrong.table[index]
+        own = history.blocks.get(block_id)
+        spans = _spans(wrong, max(first, index * size), min(position + 1, (index + 1) * size))
+        for low, high in spans:
+            for what, content in _contents(wrong, history, own, low, high):
+                numbers = base.copy()
+                numbers[low:high] = content
+                meaning = f"block {block_id} (number {index}) holds {what} from position {low}"
+                same = (what, index, low)
+                yield Reading(same, Cause(meaning, block_id, index), numbers[_from(wrong.params, first) :])
+
+
+def _spans(wrong: WrongRows, low: int, high: int) -> Iterator[tuple[int, int]]:
+    """Yield the positions of a block that may hold something else: those that it lacks, or any end of it."""
+    if wrong.lacking is None:
+        yield from ((start, high) for start in range(low, high))
+        return
+    lacking = wrong.lacking[(wrong.lacking >= low) & (wrong.lacking < high)]
+    if len(lacking):
+        yield int(lacking[0]), int(lacking[-1]) + 1
+
+
+def _contents(
+    wrong: WrongRows, history: History, own: Block | None, low: int, high: int
+) -> Iterator[tuple[str, Numbers]]:
+    """Yield what the slots of positions ``low .. high - 1`` may hold, in words and as row numbers."""
+    size = wrong.block_size
+    slots = slice(low % size, low % size + high - low)
+    yield "zeros", np.full(high - low, ZERO_ROW)
+    if own is not None and (own.earlier[slots] >= 0).all():
+        earlier = own.earlier[slots]
+        owners = {history.numbers.owners[number] for number in earlier.tolist()}
+        is_draft = owners == {wrong.request.request_id}
+        is_draft = is_draft and np.array_equal(history.numbers.positions[earlier], np.arange(low, high))
+        yield "a rejected draft" if is_draft else f"old content of {' and '.join(sorted(owners))}", earlier
+    for other in wrong.others:
+        numbers = other.keys[wrong.group]
+        if numbers is None:
+            continue
+        for start in range(low % size, other.position + other.num_rows - (high - low) + 1, size):
+            if start >= other.position:
+                what = f"positions {start}..{start + high - low - 1} of {other.request_id}"
+                yield what, numbers[start : start + high - low]
+
+
+def _wrong_lengths(wrong: WrongRows, row: int) -> Iterator[Reading]:
+    """Yield readings that see too few or too many keys, or whole pages too late."""
+    position, size = int(wrong.positions[row]), wrong.block_size
+    num_keys = position + 1
+    base = wrong.keys[:num_keys]
+    first = _first_seen(wrong.params, position)
+    if first:
+        yield Reading(("window",), Cause("the window is ignored"), base, unlimited=True)
+    for fewer in range(1, min(2 * size, num_keys - 1) + 1):
+        first_of_fewer = _from(wrong.params, _first_seen(wrong.params, position - fewer))
+        meaning = f"the row sees {num_keys - fewer} keys of {num_keys}"
+        yield Reading(("fewer", fewer), Cause(meaning), base[first_of_fewer : num_keys - fewer])
+    for more in range(1, len(wrong.keys) - num_keys + 1):
+        numbers = wrong.keys[_from(wrong.params, _first_seen(wrong.params, position + more)) : num_keys + more]
+        yield Reading(("more", more), Cause(f"the row sees {more} keys behind its own"), numbers)
+    for index in range(first // size, position // size):
+        later = base.copy()
+        later[index * size : -size] = base[(index + 1) * size :]
+        if index * size < len(base) - size:
+            meaning = f"blocks are read one page late from number {index} on"
+            cause = Cause(meaning, wrong.table[index], index)
+            yield Reading(("late", index), cause, later[_from(wrong.params, first) :])
+
+
+def _wrong_pages(wrong: WrongRows, history: History, row: int) -> Iterator[Reading]:
+    """Yield readings of another block in place of one of the request's own."""
+    position, size = int(wrong.positions[row]), wrong.block_size
+    base = wrong.keys[: position + 1]
+    first = _first_seen(wrong.params, position)
+    for index in range(position // size, first // size - 1, -1):
+        low, high = max(first, index * size), min(position + 1, (index + 1) * size)
+        for block_id, block in history.blocks.items():
+            if block_id == wrong.table[index] or block.group != wrong.group:
+                continue
+            found = block.rows[low % size : low % size + high - low]
+            if (found < 0).any():
+                continue
+            numbers = base.copy()
+            numbers[low:high] = found
+            meaning = (
+                f"block {block_id}, which holds {history.contents(block_id)}, is read in place of block "
+                f"{wrong.table[index]} (number {index})"
+            )
+            cause = Cause(meaning, wrong.table[index], index)
+            yield Reading(("page", block_id, index), cause, numbers[_from(wrong.params, first) :])
+
+
+def _first_seen(params: AttentionParams, position: int) -> int:
+    """Return the first key that the window shows to a row."""
+    return max(0, position - params.window[0]) if params.window[0] >= 0 else 0
+
+
+def _from(params: AttentionParams, first: int) -> int:
+    """Return the first key of a reading; chunks count positions from 0, so none may be left out."""
+    return 0 if params.attn_chunk_size is not None else first
