@@ -32,6 +32,7 @@ class Hooks:
 
     def __init__(self, observer: EngineObserver) -> None:
         self.observer = observer
+        self.receive_rows: Callable[..., None] = observer.layer_rows
         self._wrapped: list[tuple[Any, str, Any]] = []
         self._plan: Any = None
 
@@ -123,7 +124,7 @@ class Hooks:
         **__: Any,
     ) -> None:
         if attn_metadata is not None:
-            self.observer.layer_rows(name, query, key, value, output, kv_cache)
+            self.receive_rows(name, query, key, value, output, kv_cache)
 
     def _latent_rows(
         self,
@@ -138,7 +139,7 @@ class Hooks:
         **__: Any,
     ) -> None:
         if attn_metadata is not None:
-            self.observer.layer_rows(name, q, k_c_normed, k_pe, output, kv_cache)
+            self.receive_rows(name, q, k_c_normed, k_pe, output, kv_cache)
 
     def _forward_begins(
         self, runner: Any, input_ids: Tensor | None = None, positions: Tensor | None = None, *_: Any, **__: Any
