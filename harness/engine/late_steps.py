@@ -62,7 +62,7 @@ class LateSteps:
         self._steps: deque[Step] = deque()
         self._requests: list[Callable[[], None]] = []
         self._is_in_forward = False
-        self._lock = threading.RLock()  # a worker process takes sampled tokens in a thread of its own
+        self.lock = threading.RLock()  # a worker process takes sampled tokens in a thread of its own
 
     def is_in_flight(self, request_id: str) -> bool:
         """Return whether a request is in a step whose tokens are not known yet."""
@@ -70,7 +70,7 @@ class LateSteps:
 
     def request_changes(self, change: Callable[[], None]) -> None:
         """Call ``change``, which adds or ends a request at the observer, after the steps that have begun."""
-        with self._lock:
+        with self.lock:
             if self._steps:
                 self._requests.append(change)
             else:
@@ -78,7 +78,7 @@ class LateSteps:
 
     def step_begins(self, plan: StepPlan) -> Step:
         """Take the plan of the next step."""
-        with self._lock:
+        with self.lock:
             step = Step(plan, before=tuple(self._steps), requests=self._requests)
             self._requests = []
             self._steps.append(step)
@@ -88,7 +88,7 @@ class LateSteps:
 
     def inputs(self, request_ids: Sequence[str], input_ids: Tensor | None, positions: Tensor | None) -> None:
         """Take what the model is given in the step that began last."""
-        with self._lock:
+        with self.lock:
             self._is_in_forward = True
             step = self._steps[-1]
             if step.is_observed:
@@ -107,7 +107,7 @@ class LateSteps:
         kv_cache: Tensor | None = None,
     ) -> None:
         """Take the arguments and the output of a layer in the step that began last."""
-        with self._lock:
+        with self.lock:
             if not self._is_in_forward or not self._steps:
                 return  # a dummy batch, or a drafter
             step = self._steps[-1]
@@ -121,14 +121,14 @@ class LateSteps:
 
     def forward_ends(self) -> None:
         """Ignore what layers do from now on until the next :meth:`inputs`."""
-        with self._lock:
+        with self.lock:
             self._is_in_forward = False
             if self._steps and self._steps[-1].is_observed:
                 self._observer.forward_ends()
 
     def step_ends(self, step: Step, sampled: Sampled) -> None:
         """Take the sampled tokens of a step, and observe the next one."""
-        with self._lock:
+        with self.lock:
             if not self._steps or step is not self._steps[0]:
                 raise ValueError("the sampled tokens of a step arrive before those of an earlier one")
             self._steps.popleft()

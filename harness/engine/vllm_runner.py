@@ -171,7 +171,7 @@ def watching(observer: EngineObserver) -> Iterator[Hooks]:
 
 
 def added_request(request: Any) -> tuple[str, Sequence[int], str, str | None]:
-    """Return id, prompt, prefix key, and why a ``Request`` is not followed, or None."""
+    """Return id, prompt, prefix key, and why a ``Request`` or ``NewRequestData`` is not followed, or None."""
     lora = getattr(request, "lora_request", None)
     keys = [("LoRA", None if lora is None else lora.lora_name), ("salt", getattr(request, "cache_salt", None))]
     prefix_key = " ".join(f"{name}={value}" for name, value in keys if value is not None)
@@ -184,7 +184,8 @@ def added_request(request: Any) -> tuple[str, Sequence[int], str, str | None]:
         reason = "requests whose prompt is streamed"
     elif getattr(request, "kv_transfer_params", None):
         reason = "requests whose keys a KV connector transfers"
-    return request.request_id, list(request.prompt_token_ids or ()), prefix_key, reason
+    request_id = request.request_id if hasattr(request, "request_id") else request.req_id
+    return request_id, list(request.prompt_token_ids or ()), prefix_key, reason
 
 
 def step_plan(scheduler_output: Any) -> StepPlan:

@@ -12,6 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from attncheck.errors import QuestionError
+from attncheck.harness.engine.events import ObserverResult
 from attncheck.harness.engine.graphs import GraphCopies
 from attncheck.harness.engine.late_steps import LateSteps, Step
 from attncheck.harness.engine.observer import EngineObserver
@@ -62,6 +63,11 @@ class WorkerHooks(Hooks):
         """Restore the original methods."""
         super().remove()
         self._graphs.remove()
+
+    def result(self) -> ObserverResult:
+        """Return what was observed so far; called in any thread."""
+        with self._steps.lock:
+            return self.observer.result()
 
     def wrap_result(self, owner: Any, name: str, watch: Callable[[Any], None]) -> None:
         """Call ``watch`` with what a method returns; what it raises stops the observer only."""
