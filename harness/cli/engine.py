@@ -9,7 +9,6 @@ import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -26,6 +25,7 @@ from attncheck.harness.cli.common import (
     terminal_width,
     use_color,
 )
+from attncheck.harness.engine.internals import check_internals
 from attncheck.harness.run.options import split_commas
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ def engine(
     context: typer.Context,
     command: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[-- COMMAND...]", help="A command that starts vLLM; its own requests are judged."),
+        typer.Argument(metavar="-- COMMAND...", help="A command that starts vLLM; its own requests are judged."),
     ] = None,
     *,
     model: Annotated[
@@ -117,9 +117,8 @@ def engine(
         if given:
             name = next(iter(given)).replace("limit_s", "case-timeout")
             raise QuestionError(f"--{name}: the requests are those of {command[0]}; leave it out, or leave out COMMAND")
-        return _watch(command, watched, output)
-    if find_spec("vllm") is None:
-        raise QuestionError(f"vLLM is not installed in the environment of {sys.executable}; install attncheck in its")
+        return _watch(command, watched, output, context.obj or (), color)
+    check_internals()
     with interruptible(), tempfile.TemporaryDirectory(prefix="attncheck-engine-") as folder:
         runs = engine_runs(given | watched, Path(folder))
         return _serve(runs, output, context.obj or (), color)
@@ -151,26 +150,51 @@ def engine_runs(given: Mapping[str, Any], folder: Path) -> "list[EngineRun]":
     return runs
 
 
-def _watch(command: Sequence[str], watched: Mapping[str, int], output: Path | None) -> int:
-    """Run a command that starts vLLM with attncheck's plugin, and return its exit code."""
-    from attncheck.harness.engine.plugin import serve_watched
+def _watch(
+    command: Sequence[str], watched: Mapping[str, int], output: Path | None, words: Sequence[str], color: ColorChoice
+) -> int:
+    """Run a command that starts vLLM, and watch its engine; return its exit code, or 1 if something was found."""
+    from attncheck.harness.cli.run_files import free_path, make_kept_folder, runs_folder
+    from attncheck.harness.engine.plugin import WatchSettings, serve_watched
+    from attncheck.reports.run_file.store import read_run, refuse_existing
 
-    return serve_watched(command, output=output, **({"every": 16} | dict(watched)))
+    if output is not None:
+        refuse_existing(output)
+    if output is None:
+        make_kept_folder(runs_folder())
+    path = output or free_path(runs_folder())
+    print_stderr(f"run file: {path}; it is written while the engine serves")
+    settings = WatchSettings(path, watched.get("every", 16), watched.get("follow", 1), tuple(words))
+    code = serve_watched(settings, command)
+    if not path.exists():
+        reason = f"vLLM ran no step in {command[0]!r}, or attncheck is not installed in its environment"
+        print_stderr(f"error: {path} was not written: {reason}")
+        return code or 1
+    run = read_run(path)
+    _print_run(run, path, color)
+    return code or _exit_code(run)
+
+
+def _print_run(run: "Run", path: Path, color: ColorChoice) -> None:
+    from attncheck.harness.cli.run_files import report_command
+    from attncheck.reports.terminal import run as terminal
+
+    with printing_to_stdout(path):
+        typer.echo(terminal.render_run(run, color=use_color(color), width=terminal_width()), color=use_color(color))
+        print_foreign(f"run file: {path}; {report_command(path)} shows it again")
 
 
 # Serves the kinds of traffic, and writes and prints what was found.
 
 
 def _serve(runs: "Sequence[EngineRun]", output: Path | None, words: Sequence[str], color: ColorChoice) -> int:
-    from attncheck.harness.cli.run_files import kept_folder, open_run, report_command
+    from attncheck.harness.cli.run_files import open_run, runs_folder
     from attncheck.harness.engine.findings import header_of
     from attncheck.harness.run.options import RunOptions
     from attncheck.reports.run_file.store import read_run, refuse_existing
-    from attncheck.reports.terminal import run as terminal
 
     if output is not None:
         refuse_existing(output)
-    began = time.monotonic()
     with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as log:
         served, errors = _results(runs, log)
         if not served:
@@ -182,16 +206,14 @@ def _serve(runs: "Sequence[EngineRun]", output: Path | None, words: Sequence[str
         runs[0].seed,
         words,
     )
-    with open_run(output, kept_folder(), header, RunOptions.keep) as writer:
+    with open_run(output, runs_folder(), header, RunOptions.keep) as writer:
         for record in (record for each in served for record in each.records):
             writer.add(record)
         for error in errors:
             writer.fail(error)
     assert writer.path is not None
     run = read_run(writer.path)
-    with printing_to_stdout(writer.path):
-        typer.echo(terminal.render_run(run, color=use_color(color), width=terminal_width()), color=use_color(color))
-        print_foreign(f"{time.monotonic() - began:.1f} s, run file: {writer.path}; {report_command(writer.path)}")
+    _print_run(run, writer.path, color)
     return _exit_code(run)
 
 

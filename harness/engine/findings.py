@@ -114,13 +114,14 @@ def records_of(
     case: EngineCase,
     result: ObserverResult,
     circumstances: Circumstances,
-    raised: Raised | None = None,
     duration_s: float = 0.0,
+    *,
+    raised: Raised | None = None,
 ) -> tuple["Record", ...]:
     """Return a record of each check of ``case``.
 
-    A check without a comparison is not passed: its record has the reason. ``raised``: what ended the engine, if
-    something did. ``duration_s``: time that serving took, which goes to the first record.
+    A check without a comparison is not passed: its record has the reason. ``duration_s``: time that serving took, which
+    goes to the first record. ``raised``: what ended the engine, if something did.
     """
     backend = backend_of(result.engine)
     groups = grouped(result.findings)

@@ -10,6 +10,7 @@ import os
 import random
 import signal
 import sys
+import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -273,16 +274,18 @@ def serve(run: EngineRun, started: Callable[[ServedTraffic], None]) -> ServedTra
             return ServedTraffic(not_started=f"{type(error).__name__}: {error}")
         environment = collect_environment("cpu" if platform.is_cpu() else platform.device_type)
         started(ServedTraffic(environment=environment))
+        began = time.monotonic()
         try:
             _serve_requests(engine, run, observer)
         except Exception as error:  # noqa: BLE001 (a fault of the engine is a result)
             traceback.print_exc()
             raised = capture_exception("serving", error)
+        seconds = time.monotonic() - began
         result = observer.result()
     if not run.steps:
         lacks = _lacking(run, result.counts, engine.vllm_config)
     case = run.case(lacks)
-    records = records_of(case, result, circumstances_of(run, environment), raised)
+    records = records_of(case, result, circumstances_of(run, environment), seconds, raised=raised)
     info, backend = case.info(result), backend_of(result.engine).info
     return ServedTraffic(case=info, backend=backend, environment=environment, records=records)
 
