@@ -33,6 +33,7 @@ class Hooks:
 
     def __init__(self, observer: EngineObserver) -> None:
         self.observer = observer
+        self.receive_rows: Callable[..., None] = observer.layer_rows
         self._wrapped: list[tuple[Any, str, Any]] = []
         self._plan: Any = None
 
@@ -129,7 +130,7 @@ class Hooks:
         **__: Any,
     ) -> None:
         if attn_metadata is not None:
-            self.observer.layer_rows(name, query, key, value, output, kv_cache)
+            self.receive_rows(name, query, key, value, output, kv_cache)
 
     def _latent_rows(
         self,
@@ -144,7 +145,7 @@ class Hooks:
         **__: Any,
     ) -> None:
         if attn_metadata is not None:
-            self.observer.layer_rows(name, q, k_c_normed, k_pe, output, kv_cache)
+            self.receive_rows(name, q, k_c_normed, k_pe, output, kv_cache)
 
     def _forward_begins(
         self, runner: Any, input_ids: Tensor | None = None, positions: Tensor | None = None, *_: Any, **__: Any
@@ -176,7 +177,7 @@ def watching(observer: EngineObserver) -> Iterator[Hooks]:
 
 
 def added_request(request: Any) -> tuple[str, Sequence[int], str, str | None]:
-    """Return id, prompt, prefix key, and why a ``Request`` is not followed, or None."""
+    """Return id, prompt, prefix key, and why a ``Request`` or ``NewRequestData`` is not followed, or None."""
     lora = getattr(request, "lora_request", None)
     keys = [("LoRA", None if lora is None else lora.lora_name), ("salt", getattr(request, "cache_salt", None))]
     prefix_key = " ".join(f"{name}={value}" for name, value in keys if value is not None)
@@ -189,7 +190,8 @@ def added_request(request: Any) -> tuple[str, Sequence[int], str, str | None]:
         reason = "requests whose prompt is streamed"
     elif getattr(request, "kv_transfer_params", None):
         reason = "requests whose keys a KV connector transfers"
-    return request.request_id, list(request.prompt_token_ids or ()), prefix_key, reason
+    request_id = request.request_id if hasattr(request, "request_id") else request.req_id
+    return request_id, list(request.prompt_token_ids or ()), prefix_key, reason
 
 
 def step_plan(scheduler_output: Any) -> StepPlan:
@@ -267,7 +269,7 @@ def engine_facts(runner: Any) -> EngineFacts:
         for name in group.layers:
             layer = runner.compilation_config.static_forward_context[name]
             if hasattr(layer, "get_attn_backend"):
-                backends[_kind_of(layer)] = layer.get_attn_backend().__name__
+                backends[_kind_of(layer)] = layer.get_attn_backend().get_name()
     try:
         vllm_version = version("vllm")
     except PackageNotFoundError:

@@ -1,0 +1,132 @@
+"""Watches the worker of a serving engine, and writes a run file while it serves."""
+
+import functools
+import logging
+import os
+import threading
+import time
+from importlib import import_module
+from multiprocessing.util import Finalize
+from typing import Any
+
+from attncheck.harness.device import collect_environment
+from attncheck.harness.engine.events import ObserverResult, ObserverSettings
+from attncheck.harness.engine.findings import EngineCase, backend_of, records_of
+from attncheck.harness.engine.observer import EngineObserver
+from attncheck.harness.engine.plugin import WatchSettings
+from attncheck.harness.engine.vllm_worker import WorkerHooks
+from attncheck.harness.run.outcomes import Circumstances
+from attncheck.reports.run_file.header import Environment, RunHeader, SuiteInfo
+from attncheck.reports.run_file.store import now, write_run
+
+LOGGER = logging.getLogger("attncheck")
+
+WRITE_EVERY_S = 10.0
+"""Seconds between two writes of the run file."""
+
+SERVED = EngineCase(id="served", description="requests of a server's clients", due=())
+"""The case of requests that are not ours: none of the checks is due."""
+
+
+def watch_workers(settings: WatchSettings, wrapper_class: type[Any] | None = None) -> None:
+    """Watch the worker that this process makes, if it makes one. A second call does nothing.
+
+    ``wrapper_class``: vLLM's ``WorkerWrapperBase``, or another for a test.
+    """
+    wrapper_class = wrapper_class or import_module("vllm.v1.worker.worker_base").WorkerWrapperBase
+    init_device = wrapper_class.init_device
+    if hasattr(init_device, "__wrapped__"):
+        return
+
+    @functools.wraps(init_device)
+    def watched(wrapper: Any, *args: Any, **keywords: Any) -> Any:
+        made = init_device(wrapper, *args, **keywords)
+        try:
+            parallel = wrapper.worker.vllm_config.parallel_config
+            if not wrapper.worker.rank and not parallel.data_parallel_rank:  # other ranks get the same batches
+                ServedEngine(settings, wrapper.worker.model_runner).start()
+        except Exception:  # noqa: BLE001 (a failure here must not stop the engine)
+            LOGGER.exception("attncheck cannot watch this engine, which is not affected")
+        return made
+
+    wrapper_class.init_device = watched  # type: ignore[attr-defined]
+
+
+class ServedEngine:
+    """The worker of an engine, from :meth:`start` to the end of its process."""
+
+    def __init__(self, settings: WatchSettings, runner: Any) -> None:
+        self._settings = settings
+        self._runner = runner
+        self._observer = EngineObserver(
+            ObserverSettings(judge_every=settings.judge_every, follow_one_of=settings.follow_one_of)
+        )
+        self.hooks = WorkerHooks(self._observer, runner)
+        self._ended = threading.Event()
+        self._started, self._began_s = now(), time.monotonic()
+        self._environment: Environment | None = None
+        self._written: tuple[int, str | None] | None = None
+
+    def start(self) -> None:
+        """Watch the runner, and begin to write the run file."""
+        try:
+            self.hooks.install()
+        except Exception as error:  # noqa: BLE001 (the run file has to state it)
+            self._observer.fail(error)
+        Finalize(None, self.end, exitpriority=10)
+        threading.Thread(target=self._keep_writing, name="attncheck-engine", daemon=True).start()
+
+    def end(self) -> None:
+        """Write the run file for the last time."""
+        self._ended.set()
+        self._write_or_log()
+
+    def _keep_writing(self) -> None:
+        while not self._ended.wait(WRITE_EVERY_S):
+            self._write_or_log()
+
+    def _write_or_log(self) -> None:
+        try:
+            self.write()
+        except Exception:  # noqa: BLE001 (a failure must not keep the process alive)
+            LOGGER.exception("attncheck could not write %s", self._settings.path)
+
+    def write(self) -> None:
+        """Write what was observed so far, unless it is written already. No file is written before the first step."""
+        result = self.hooks.result()
+        state = (result.steps, result.failure)
+        if state == self._written or (not result.steps and result.failure is None):
+            return
+        path = self._settings.path
+        aside = path.with_name(f"{path.stem}.{os.getpid()}.jsonl")
+        aside.unlink(missing_ok=True)
+        if self._environment is None:
+            self._environment = collect_environment(str(self._runner.device))
+        header = run_header(self._settings, result, self._environment, self._started)
+        circumstances = Circumstances(
+            seed=header.seed, environment=header.environment.digest, attncheck_version=header.environment.attncheck
+        )
+        records = records_of(SERVED, result, circumstances, time.monotonic() - self._began_s)
+        errors = () if result.failure is None else (f"attncheck stopped watching the engine: {result.failure}",)
+        write_run(aside, header, records, errors)
+        aside.replace(path)
+        self._written = state
+
+
+def run_header(settings: WatchSettings, result: ObserverResult, environment: Environment, started: str) -> RunHeader:
+    """Return the header of a run file about the requests of a server."""
+    backend = backend_of(result.engine)
+    return RunHeader(
+        started=started,
+        environment=environment,
+        suites=(SuiteInfo(name=SERVED.suite, ref=SERVED.suite, cases=1, digest=SERVED.hash),),
+        cases=(SERVED.info(result),),
+        checks=SERVED.checks(result),
+        device=environment.device,
+        seed=0,
+        backends=(backend.info,),
+        command=settings.command,
+        notes=(
+            f"every {settings.judge_every}th step was judged; one of {settings.follow_one_of} requests was followed",
+        ),
+    )
