@@ -118,6 +118,7 @@ def _readings(wrong: WrongRows, history: History, row: int) -> Iterator[Reading]
         yield from _wrong_contents(wrong, history, row)
     if wrong.lacking is None or not len(wrong.lacking):
         yield from _wrong_lengths(wrong, row)
+        yield from _late_pages(wrong, history, row)
         yield from _wrong_pages(wrong, history, row)
 
 
@@ -166,14 +167,13 @@ def _contents(
         numbers = other.keys[wrong.group]
         if numbers is None:
             continue
-        for start in range(low % size, other.position + other.num_rows - (high - low) + 1, size):
-            if start >= other.position:
-                what = f"positions {start}..{start + high - low - 1} of {other.request_id}"
-                yield what, numbers[start : start + high - low]
+        for start in range(other.position, other.position + other.num_rows - (high - low) + 1):
+            what = f"positions {start}..{start + high - low - 1} of {other.request_id}"
+            yield what, numbers[start : start + high - low]
 
 
 def _wrong_lengths(wrong: WrongRows, row: int) -> Iterator[Reading]:
-    """Yield readings that see too few or too many keys, or whole pages too late."""
+    """Yield readings that see too few or too many keys."""
     position, size = int(wrong.positions[row]), wrong.block_size
     num_keys = position + 1
     base = wrong.keys[:num_keys]
@@ -187,13 +187,28 @@ def _wrong_lengths(wrong: WrongRows, row: int) -> Iterator[Reading]:
     for more in range(1, len(wrong.keys) - num_keys + 1):
         numbers = wrong.keys[_from(wrong.params, _first_seen(wrong.params, position + more)) : num_keys + more]
         yield Reading(("more", more), Cause(f"the row sees {more} keys behind its own"), numbers)
-    for index in range(first // size, position // size):
-        later = base.copy()
-        later[index * size : -size] = base[(index + 1) * size :]
-        if index * size < len(base) - size:
-            meaning = f"blocks are read one page late from number {index} on"
-            cause = Cause(meaning, wrong.table[index], index)
-            yield Reading(("late", index), cause, later[_from(wrong.params, first) :])
+
+
+def _late_pages(wrong: WrongRows, history: History, row: int) -> Iterator[Reading]:
+    """Yield readings of each page from one on where the next page is; the last is read twice, or block 0."""
+    position, size = int(wrong.positions[row]), wrong.block_size
+    first = _first_seen(wrong.params, position)
+    last = position // size
+    for index in range(first // size, last):
+        for end in (wrong.table[last], 0):
+            numbers = wrong.keys[: position + 1].copy()
+            for at, block_id in enumerate([*wrong.table[index + 1 : last + 1], end], start=index):
+                low, high = at * size, min(position + 1, (at + 1) * size)
+                numbers[low:high] = _held_by(history.blocks.get(block_id), high - low)
+            cause = Cause(f"blocks are read one page late from number {index} on", wrong.table[index], index)
+            yield Reading(("late", index, end), cause, numbers[_from(wrong.params, first) :])
+
+
+def _held_by(block: Block | None, count: int) -> Numbers:
+    """Return the rows in the first slots of a block; slots that were never written hold zeros."""
+    if block is None:
+        return np.full(count, ZERO_ROW)
+    return np.where(block.rows[:count] >= 0, block.rows[:count], ZERO_ROW)
 
 
 def _wrong_pages(wrong: WrongRows, history: History, row: int) -> Iterator[Reading]:
