@@ -164,13 +164,13 @@ def open_run(
 
 def _writer(output: Path | None, folder: Path | None, header: RunHeader) -> RunWriter:
     if output is not None:
-        return RunWriter(_free_path(output) if output.is_dir() else output, header)
+        return RunWriter(free_path(output) if output.is_dir() else output, header)
     assert folder is not None
     reason = _fault_of_writing(folder, len(format_line(header)))
     if not reason:
-        return RunWriter(_free_path(folder), header)
+        return RunWriter(free_path(folder), header)
     try:
-        path = _free_path(Path(tempfile.mkdtemp(prefix="attncheck-")))
+        path = free_path(Path(tempfile.mkdtemp(prefix="attncheck-")))
     except OSError as error:
         other = "--output FILE names another place, --no-output writes none"
         raise WriteError(f"a run file in {folder}, or in a temporary folder,", error, safe=other) from error
@@ -207,7 +207,7 @@ def _fault_of_writing(folder: Path, num_bytes: int) -> str:
     return ""
 
 
-def _free_path(folder: Path) -> Path:
+def free_path(folder: Path) -> Path:
     """Return an unused path named by time and process, with a number if the name is taken."""
     stem = f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
     names = itertools.chain([stem], (f"{stem}-{number}" for number in itertools.count(2)))

@@ -18,8 +18,9 @@ from attncheck.harness.run.outcomes import OURSELVES, BackendDescription, Circum
 from attncheck.reports.analysis.phrases import budgets, plural
 from attncheck.reports.analysis.repro import ENGINE_OPTION, FIRST_STEP
 from attncheck.reports.run_file.causes import without_figures
-from attncheck.reports.run_file.header import BackendInfo, CaseInfo
+from attncheck.reports.run_file.header import BackendInfo, CaseInfo, Environment, RunHeader, SuiteInfo
 from attncheck.reports.run_file.records import BUDGET_SHARE, ENGINE
+from attncheck.reports.run_file.store import now
 
 if TYPE_CHECKING:
     from attncheck.reports.run_file.records import Record
@@ -75,7 +76,8 @@ class EngineCase:
         """Return the case as the header of a run file describes it."""
         engine = result.engine
         sizes = ", ".join(map(str, engine.block_sizes))
-        shape = f"{engine.dtype}, KV cache {engine.kv_cache_dtype}, blocks of {sizes} tokens, runner {engine.runner}"
+        blocks = f"blocks of {sizes} tokens, runner {_short(engine.runner)}"
+        shape = f"{engine.dtype}, KV cache {engine.kv_cache_dtype}, {blocks}" if engine.dtype else ""
         return CaseInfo(
             suite=self.suite,
             id=self.id,
@@ -93,38 +95,57 @@ class EngineCase:
 
 
 def backend_of(engine: EngineFacts) -> BackendDescription:
-    """Return the classes that served as a backend: ``vllm:CPU_ATTN``, or several names joined by ``+``."""
-    name = "vllm:" + "+".join(dict.fromkeys(engine.backends.values()))
-    facts = {"runner": engine.runner, "dtype": engine.dtype, "kv_cache_dtype": engine.kv_cache_dtype}
+    """Return the classes that served as a backend: ``vllm:CPU_ATTN``, or several names joined by ``+``.
+
+    Without a class, since nothing was served, it is called ``vllm``.
+    """
+    classes = "+".join(dict.fromkeys(engine.backends.values()))
+    name = f"vllm:{classes}" if classes else "vllm"
+    facts = {"runner": _short(engine.runner), "dtype": engine.dtype, "kv_cache_dtype": engine.kv_cache_dtype}
     info = BackendInfo(name=name, ref=name, version=engine.vllm_version, conventions=dict(facts))
     return BackendDescription(info=info)
 
 
+def _short(name: str) -> str:
+    return name.rpartition(".")[2]
+
+
 def records_of(
-    case: EngineCase, result: ObserverResult, circumstances: Circumstances, duration_s: float = 0.0
+    case: EngineCase,
+    result: ObserverResult,
+    circumstances: Circumstances,
+    duration_s: float = 0.0,
+    *,
+    raised: Raised | None = None,
 ) -> tuple["Record", ...]:
     """Return a record of each check of ``case``.
 
     A check without a comparison is not passed: its record has the reason. ``duration_s``: time that serving took, which
-    goes to the first record.
+    goes to the first record. ``raised``: what ended the engine, if something did.
     """
     backend = backend_of(result.engine)
     groups = grouped(result.findings)
     records: list[Record] = []
     for kind in case.checks(result):
-        finding = _finding_of(kind, case, result, groups)
+        finding = _finding_of(kind, case, result, groups, raised)
         records.append(record_of(circumstances, case, backend, kind, finding, 0.0 if records else duration_s))
     return tuple(records)
 
 
 def _finding_of(
-    kind: CheckKind, case: EngineCase, result: ObserverResult, groups: Sequence["FindingGroup"]
+    kind: CheckKind,
+    case: EngineCase,
+    result: ObserverResult,
+    groups: Sequence["FindingGroup"],
+    raised: Raised | None,
 ) -> RecordedFinding:
     own = [group for group in groups if any(finding.kind == kind for finding in group.findings)]
     if own:
         return _broken(kind, result, own)
     if result.failure is not None:
         return Raised(stage=OURSELVES, error_type="EngineObserver", message=result.failure, trace="")
+    if raised is not None:
+        return raised
     if case.lacks:
         return BackendUnavailableError(case.id, (case.lacks,))
     left_out = tuple(f"{reason} ({count})" for reason, count in result.not_followed.items())
@@ -232,3 +253,24 @@ def _extent(kind: CheckKind, findings: Sequence[EngineFinding]) -> str:
     of_layers = f"{plural(layers, 'layer')} and " if layers else ""
     rows = sum(finding.num_rows for finding in findings)
     return f"{plural(rows, NOUNS[kind])} of {of_layers}{plural(requests, 'request')} in {when}"
+
+
+def header_of(
+    cases: Sequence[CaseInfo],
+    backends: Sequence[BackendInfo],
+    environment: Environment,
+    seed: int = 0,
+    command: Sequence[str] = (),
+) -> RunHeader:
+    """Return the header of a run of ``attncheck engine``."""
+    return RunHeader(
+        started=now(),
+        environment=environment,
+        suites=(SuiteInfo(name=ENGINE, ref=ENGINE, cases=len(cases)),),
+        cases=tuple(cases),
+        checks=tuple(kind for kind in KINDS if any(kind in case.checks for case in cases)),
+        device=environment.device,
+        seed=seed,
+        backends=tuple({backend.name: backend for backend in backends}.values()),
+        command=tuple(command),
+    )

@@ -98,7 +98,12 @@ class GraphCopies:
     def _copy(self, layer: str, name: str, rows: Tensor) -> Tensor:
         """Copy rows to the buffer of the layer. This happens in a capture, so that each replay copies them again."""
         buffer = self._buffers.get((layer, name))
-        if buffer is None or len(buffer) < len(rows) or buffer.shape[1:] != rows.shape[1:] or buffer.dtype != rows.dtype:
+        if (
+            buffer is None
+            or len(buffer) < len(rows)
+            or buffer.shape[1:] != rows.shape[1:]
+            or buffer.dtype != rows.dtype
+        ):
             buffer = self._buffers[layer, name] = torch.empty_like(rows, memory_format=torch.contiguous_format)
         copied = buffer[: len(rows)]
         copied.copy_(rows)

@@ -113,9 +113,7 @@ class ServedEngine:
         self._written = state
 
 
-def run_header(
-    settings: WatchSettings, result: ObserverResult, environment: Environment, started: str
-) -> RunHeader:
+def run_header(settings: WatchSettings, result: ObserverResult, environment: Environment, started: str) -> RunHeader:
     """Return the header of a run file about the requests of a server."""
     backend = backend_of(result.engine)
     return RunHeader(

@@ -249,7 +249,7 @@ def engine_facts(runner: Any) -> EngineFacts:
         for name in group.layers:
             layer = runner.compilation_config.static_forward_context[name]
             if hasattr(layer, "get_attn_backend"):
-                backends[_kind_of(layer)] = layer.get_attn_backend().__name__
+                backends[_kind_of(layer)] = layer.get_attn_backend().get_name()
     try:
         vllm_version = version("vllm")
     except PackageNotFoundError:
