@@ -253,9 +253,14 @@ class ToyEngine:
             request.drafts = [token if self.draw.random() < 0.6 else (token + 1) % VOCAB for token in right]
 
 
-def serve(engine_class=ToyEngine, settings=None, *, requests=10, steps=400, **options):
-    """Return the result of an observer that watched the engine serve some requests with shared prefixes."""
-    observer = EngineObserver(settings or ObserverSettings())
+def serve(
+    engine_class=ToyEngine, settings=None, *, requests=10, steps=400, observer=lambda observer: observer, **options
+):
+    """Return the result of an observer that watched the engine serve some requests with shared prefixes.
+
+    ``observer``: returns what the engine calls instead of an ``EngineObserver``.
+    """
+    observer = observer(EngineObserver(settings or ObserverSettings()))
     engine = engine_class(observer, **options)
     draw = random.Random(1)
     shared = [draw.randrange(VOCAB) for _ in range(14)]
