@@ -90,7 +90,7 @@ class Hooks:
 
     def _step_begins(self, runner: Any, scheduler_output: Any, *_: Any, **__: Any) -> None:
         if not self.observer.is_started:
-            self._watch_layers(runner)
+            self.watch_layers(runner)
         for request_id in scheduler_output.finished_req_ids:
             self.observer.request_finished(request_id)
         if self._plan is not None:
@@ -99,7 +99,8 @@ class Hooks:
             self._plan = scheduler_output
             self.observer.step_begins(step_plan(scheduler_output))
 
-    def _watch_layers(self, runner: Any) -> None:
+    def watch_layers(self, runner: Any) -> None:
+        """Give the observer the groups and layers of a model runner whose KV cache is made, and watch each layer."""
         layers = runner.compilation_config.static_forward_context
         groups = kv_groups(runner.kv_cache_config, engine_reason(runner.vllm_config))
         page_sizes = getattr(runner, "_kernel_block_sizes", None) or [group.block_size for group in groups]
