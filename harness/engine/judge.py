@@ -211,8 +211,7 @@ class Judge:
         worst = share.amax(dim=2)
         num_finite = int(is_finite.sum())
         self._tally.checks["output"] += num_finite
-        if num_finite < worst.numel():
-            self._tally.not_followed["rows whose right output, or that of a good kernel, is not finite"] += worst.numel() - num_finite
+        self._tally.not_followed["rows for which a good kernel overflows"] += worst.numel() - num_finite
         self.worst_share = max(self.worst_share, float(worst.max()))
         if self.worst_share <= 1 or not bool((worst > 1).any()):
             return
