@@ -8,6 +8,7 @@ import torch
 from attncheck.harness.engine.events import ContinuedRequest, StartedRequest
 from attncheck.harness.engine.observer import EngineObserver
 from attncheck.harness.engine.vllm_runner import Hooks, added_request, kv_groups, layer_facts, sampled_tokens, step_plan
+from attncheck.harness.problem.storage import nearest_code, truncated_code
 from attncheck.reference import AttentionParams
 
 
@@ -86,7 +87,7 @@ def test_the_settings_of_a_layer():
     expected = AttentionParams(
         4, 2, 16, 16, scale=0.25, window=(47, 0), logits_soft_cap=30.0, sinks=(1.0, 1.0, 1.0, 1.0)
     )
-    facts = layer_facts(layer, 32)
+    facts = layer_facts(layer, torch.bfloat16, 32)
     assert (facts.params, facts.page_size, facts.not_judged) == (expected, 32, None)
 
 
@@ -101,14 +102,38 @@ def test_the_settings_of_a_layer():
     ],
 )
 def test_a_layer_that_the_truth_cannot_express_is_named(layer, reason):
-    assert layer_facts(layer).not_judged == reason
+    assert layer_facts(layer, torch.bfloat16).not_judged == reason
 
 
-def test_fp8_keys_get_the_values_of_their_codes():
-    layer = Attention(kv_cache_dtype="fp8", _k_scale_float=0.5, _v_scale_float=2.0)
-    key, value = layer_facts(layer).code(torch.full((1, 2, 16), 0.55), torch.full((1, 2, 16), 1e6))
-    assert key.unique().tolist() == [0.5625]  # 0.55 / 0.5 is nearest to the code 1.125
+def written_by(code):
+    """Return a layer whose writer stores the codes that ``code`` gives, in pages of 4 keys and then 4 values."""
+
+    def do_kv_cache_update(layer, key, value, kv_cache, slots):
+        for at, rows, scale in ((0, key, 0.5), (4, value, 2.0)):
+            codes = code(rows.double() / scale, torch.float8_e4m3fn)
+            kv_cache.view(-1, 8, 2, 16)[slots // 4, slots % 4 + at] = codes
+
+    pages = torch.zeros(3, 8, 32, dtype=torch.uint8)
+    given = {"kv_cache_dtype": "fp8", "_k_scale_float": 0.5, "_v_scale_float": 2.0, "kv_cache": pages}
+    return Attention({"do_kv_cache_update": do_kv_cache_update}, **given)
+
+
+@pytest.mark.parametrize(("code", "kept"), [(nearest_code, 0.5625), (truncated_code, 0.5)])
+def test_fp8_keys_are_judged_by_the_rule_of_the_writer(code, kept):
+    layer = written_by(code)
+    key, value = layer_facts(layer, torch.bfloat16).code(torch.full((1, 2, 16), 0.55), torch.full((1, 2, 16), 1e6))
+    assert key.unique().tolist() == [kept]  # 0.55 / 0.5 is between the codes 1 and 1.125
     assert value.unique().tolist() == [896.0]  # the largest code, 448
+    assert not layer.kv_cache.any()
+
+
+def test_fp8_codes_of_no_known_rule_are_not_judged():
+    unknown = "layers whose fp8 codes or scales follow no rule that is known"
+    layer = written_by(lambda x, dtype: nearest_code(1.5 * x, dtype))
+    assert layer_facts(layer, torch.bfloat16).not_judged == unknown
+    layer = written_by(nearest_code)
+    layer._k_scale_float = 0.3
+    assert layer_facts(layer, torch.bfloat16).not_judged == unknown
 
 
 def test_two_steps_in_flight_stop_the_observer():
