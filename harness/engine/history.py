@@ -7,6 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from attncheck.harness.engine.events import ContinuedRequest, EngineFinding, KVGroup, StartedRequest, StepPlan, Tally
+from attncheck.reference import AttentionParams
 
 # Each row that the model computes for a followed request gets a number. The history of a request is a list of such
 # numbers, one a position and KV-cache group: the row whose key and value belong to that position. A draft that is
@@ -82,38 +83,13 @@ class StepInputs:
     followed: tuple[StepRows, ...]
 
 
-class _Growing:
-    """Numbers that are appended to and cut."""
-
-    def __init__(self, numbers: Numbers | None = None) -> None:
-        self.size = 0
-        self._numbers = np.zeros(_MIN_CAPACITY, dtype=np.int64)
-        if numbers is not None:
-            self.extend(numbers)
-
-    def extend(self, numbers: Numbers) -> None:
-        end = self.size + len(numbers)
-        if end > len(self._numbers):
-            grown = np.zeros(2 * end, dtype=np.int64)
-            grown[: self.size] = self._numbers[: self.size]
-            self._numbers = grown
-        self._numbers[self.size : end] = numbers
-        self.size = end
-
-    def cut(self, size: int) -> None:
-        self.size = min(self.size, size)
-
-    @property
-    def all(self) -> Numbers:
-        return self._numbers[: self.size]
-
-
 @dataclass
 class Request:
     """A request, as it is followed.
 
     tokens: prompt and sampled tokens. chain: hashes of each prefix of them. done: tokens that are computed, by our own
-    count. not_followed: why it is not followed at all, or until it starts again.
+    count. keys: the row numbers of its positions, for each group; None for a group that is not followed.
+    never_followed, lost: why it is not followed at all, or until it starts again.
     """
 
     request_id: str
@@ -123,7 +99,7 @@ class Request:
     chain: list[int] = field(default_factory=list)
     done: int = 0
     block_ids: list[list[int]] = field(default_factory=list)
-    keys: list[_Growing | None] = field(default_factory=list)
+    keys: list[Numbers | None] = field(default_factory=list)
     lost: str | None = "it was added before the observer, or has not started"
 
     @property
@@ -173,17 +149,30 @@ class RowNumbers:
         self.capacity = size
 
 
+def first_seen(params: AttentionParams, position: int) -> int:
+    """Return the first key that a causal row at ``position`` sees; later rows see no earlier one."""
+    first = max(0, position - params.window[0]) if params.window[0] >= 0 else 0
+    if params.attn_chunk_size is not None:
+        chunk = position // params.attn_chunk_size - params.attn_chunk_lookback
+        first = max(first, chunk * params.attn_chunk_size)
+    return first
+
+
 class History:
-    """The requests of an engine. ``windows``: keys that the widest layer of a group sees, or None for all."""
+    """The requests of an engine. ``settings``: those of the layers of each group."""
 
     def __init__(
-        self, groups: Sequence[KVGroup], windows: Sequence[int | None], tally: Tally, follow_one_of: int = 1
+        self,
+        groups: Sequence[KVGroup],
+        settings: Sequence[Sequence[AttentionParams]],
+        tally: Tally,
+        follow_one_of: int = 1,
     ) -> None:
         self.groups = tuple(groups)
         self.numbers = RowNumbers()
         self.blocks: dict[int, Block] = {}
         self.requests: dict[str, Request] = {}
-        self._windows = tuple(windows)
+        self._settings = tuple(settings)
         self._tally = tally
         self._follow_one_of = follow_one_of
         self._added = 0
@@ -196,6 +185,8 @@ class History:
         self, request_id: str, tokens: Sequence[int], prefix_key: str = "", not_followed: str | None = None
     ) -> None:
         """Follow a new request. ``prefix_key``: what besides tokens decides whether two prefixes are equal."""
+        if all(group.not_followed for group in self.groups):
+            not_followed = not_followed or next((group.not_followed for group in self.groups), "engines without keys")
         if not_followed is None and self._added % self._follow_one_of:
             not_followed = f"one of {self._follow_one_of} requests is followed"
         self._added += 1
@@ -236,7 +227,7 @@ class History:
         hit = started.num_computed_tokens
         request.block_ids = [list(ids) for ids in started.block_ids]
         request.done, request.lost = hit, None
-        request.keys = [None if group.not_followed else _Growing() for group in self.groups]
+        request.keys = [None for _ in self.groups]
         self._tally.counts["requests resumed after preemption"] += started.resumed
         if request.never_followed:
             return
@@ -246,9 +237,9 @@ class History:
             self._count_finding(request, hit, f"a prefix hit of {hit} tokens; {len(request.tokens)} are known")
             request.lost = "their prefix hit is longer than their tokens"
             return
-        for group, keys in enumerate(request.keys):
-            if keys is not None:
-                keys.extend(self._rows_of_hit(request, group, hit))
+        for group, facts in enumerate(self.groups):
+            if facts.not_followed is None:
+                request.keys[group] = self._rows_of_hit(request, group, hit)
 
     def _rows_of_hit(self, request: Request, group: int, hit: int) -> Numbers:
         """Return the rows of the blocks that a prefix hit maps; the request is lost if one is not known."""
@@ -277,8 +268,7 @@ class History:
 
     def _is_unseen(self, group: int, end: int, hit: int) -> bool:
         """Whether no row from position ``hit`` on sees the keys before ``end``."""
-        window = self._windows[group]
-        return window is not None and end <= hit - window + 1
+        return end <= min((first_seen(params, hit) for params in self._settings[group]), default=0)
 
     def _rows_of_block(self, request: Request, group: int, block_id: int, chain: Numbers) -> Numbers | None:
         """Return the block's rows, -1 where it holds other tokens than those of ``chain``; None if it is unknown."""
@@ -399,15 +389,14 @@ class History:
         chain = self._chain_of_step(request, count)
         for group, keys in enumerate(request.keys):
             if keys is not None:
-                keys.cut(begin)
-                keys.extend(numbers)
+                request.keys[group] = np.concatenate([keys[:begin], numbers])
                 self._write_blocks(request.block_ids[group], group, begin, chain, numbers)
         return StepRows(
             request_id=request.request_id,
             first=first,
             num_rows=count,
             position=begin,
-            keys=tuple(None if keys is None else keys.all for keys in request.keys),
+            keys=tuple(request.keys),
             block_ids=tuple(request.block_ids),
         )
 
@@ -438,7 +427,7 @@ class History:
         """Yield the row numbers that requests and blocks hold."""
         for request in self.requests.values():
             if not request.not_followed:
-                yield from (keys.all for keys in request.keys if keys is not None)
+                yield from (keys for keys in request.keys if keys is not None)
         for block in self.blocks.values():
             yield block.rows
             yield block.earlier

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from attncheck.harness.engine.causes import WrongRows, cause_of
 from attncheck.harness.engine.events import EngineFinding, KVGroup, LayerFacts, ObserverSettings, Tally
-from attncheck.harness.engine.history import History, Numbers, StepInputs, StepRows
+from attncheck.harness.engine.history import History, Numbers, StepInputs, StepRows, first_seen
 from attncheck.harness.engine.pages import KeptKeys, PageChecks
 from attncheck.harness.truth.faults import LATENT_ROUNDINGS, CacheRows, absorbed_rows, latent_answers
 from attncheck.harness.truth.unpaged import ROUNDINGS, Budget, UnpagedAttention, budget_of, share_of_budget
@@ -59,7 +59,7 @@ class RowStore:
     def limit_numbers(self) -> None:
         """Set how many rows there may be, from the bytes that a row has in all layers."""
         size = sum(each[0].numel() * each.element_size() for pair in self._rows.values() for each in pair)
-        if size:
+        if size and self._numbers.max_capacity is None:
             self._numbers.max_capacity = max(2, self._max_bytes // size)
 
 
@@ -95,6 +95,8 @@ class Judge:
         self._input_rows = self._numbers = torch.zeros(0, dtype=torch.int64)
         self._pending: list[Pending] = []
         self._pending_bytes = 0
+        self._taken: set[str] = set()
+        self._called_again: set[str] = set()
         self._pages = PageChecks()
         self._reported: dict[tuple[str, str, int], set[int]] = {}
         self.worst_share = 0.0
@@ -104,6 +106,7 @@ class Judge:
     def begin(self, inputs: StepInputs, *, is_judged: bool) -> None:
         """Take the followed rows of a step."""
         self._followed, self._is_judged = inputs.followed, is_judged
+        self._taken.clear()
         empty = np.zeros(0, dtype=np.int64)
         spans = [np.arange(rows.first, rows.first + rows.num_rows) for rows in inputs.followed]
         self._input_rows = torch.from_numpy(np.concatenate([empty, *spans]))
@@ -124,6 +127,13 @@ class Judge:
         if not num_rows or facts is None or group is None:
             self._tally.not_followed["layers without a followed KV-cache group"] += num_rows
             return
+        if len(query) <= int(self._input_rows[-1]):
+            self._tally.not_followed["layers that compute a part of the rows"] += num_rows
+            return
+        if layer in self._taken:
+            self._called_again.add(layer)
+            self._pending = [each for each in self._pending if each.layer != layer]
+        self._taken.add(layer)
         rows, numbers = self._input_rows.to(query.device), self._numbers.to(query.device)
         if facts.kv_sharing_target is None and key is not None and value is not None:
             with self._tally.timed("keep"):
@@ -144,18 +154,19 @@ class Judge:
 
     def _reason(self, layer: str, facts: LayerFacts, query: Tensor, output: Tensor, group: int) -> str | None:
         """Return why this call of a layer cannot be judged."""
+        if layer in self._called_again:
+            return "layers that are called more than once in a step"
         if self._groups[group].not_followed:
             return self._groups[group].not_followed
         if query.dtype not in _DTYPES or output.dtype not in _DTYPES:
             return f"queries of {query.dtype} with outputs of {output.dtype}"
-        if len(query) <= int(self._input_rows[-1]):
-            return "layers that compute a part of the rows"
         if not self.store.has(facts.kv_sharing_target or layer):
             return "layers whose keys were not seen"
         return None
 
     def finish(self) -> None:
         """Judge what was taken in this step."""
+        self.store.limit_numbers()
         pending, self._pending, self._pending_bytes = self._pending, [], 0
         with self._tally.timed("write"):
             for each in pending:
@@ -172,7 +183,7 @@ class Judge:
         part: list[StepRows] = []
         num_keys = 0
         for request in self._followed:
-            keys = request.position + request.num_rows - _first_seen(params, request.position)
+            keys = request.position + request.num_rows - _first_kept(params, request.position)
             if part and size * (num_keys + keys) > _JUDGED_BYTES:
                 yield tuple(part)
                 part, num_keys = [], 0
@@ -218,7 +229,7 @@ class Judge:
         num_rows = [each.num_rows for each in requests]
         query = torch.cat([each.query[begin : begin + sum(num_rows)] for each in together], dim=1)
         keys = [
-            _keys(each, group)[_first_seen(facts.params, each.position) : each.position + each.num_rows]
+            _keys(each, group)[_first_kept(facts.params, each.position) : each.position + each.num_rows]
             for each in requests
         ]
         numbers = torch.from_numpy(np.concatenate(keys)).to(query.device)
@@ -362,7 +373,7 @@ class Judge:
     def _span(self, pending: Pending, request: StepRows, *, whole: bool) -> Numbers:
         """Return the positions of a request whose slots are compared."""
         size = self._groups[pending.group].block_size
-        first, end = _first_seen(pending.facts.params, request.position), request.position + request.num_rows
+        first, end = first_seen(pending.facts.params, request.position), request.position + request.num_rows
         written = max(first, request.position // size * size)
         if whole or written == first:
             return np.arange(first, end)
@@ -439,10 +450,9 @@ def _as_heads(params: Sequence[AttentionParams]) -> AttentionParams:
     )
 
 
-def _first_seen(params: AttentionParams, position: int) -> int:
-    """Return the first key that a row at ``position`` or later sees; 0 if that is not simple."""
-    left = params.window[0]
-    return max(0, position - left) if left >= 0 and params.attn_chunk_size is None else 0
+def _first_kept(params: AttentionParams, position: int) -> int:
+    """Return the first key of a truth; chunks count positions from 0, so none may be left out."""
+    return 0 if params.attn_chunk_size is not None else first_seen(params, position)
 
 
 def _keys(request: StepRows, group: int) -> Numbers:

@@ -99,7 +99,10 @@ def test_a_wrong_reading_is_found_in_its_step_and_explained(fault, cause):
 
 
 def test_a_wrong_window_is_found_in_its_layer_only():
-    for fault, cause in ((IgnoresWindow, "the window is ignored"), (WindowOneShort, None)):
+    for fault, cause in (
+        (IgnoresWindow, "the window is ignored"),
+        (WindowOneShort, "the window is one key too short (5 keys)"),
+    ):
         result, _ = serve(fault, hybrid=True, blocks=60, requests=4)
         assert {(finding.kind, finding.layer) for finding in result.findings} == {("output", "window.1")}
         assert {finding.cause for finding in result.findings} == {cause}
