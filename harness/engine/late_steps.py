@@ -57,8 +57,8 @@ class LateSteps:
     """
 
     def __init__(self, observer: EngineObserver, *, is_async: bool = False) -> None:
+        self.is_async = is_async
         self._observer = observer
-        self._is_async = is_async
         self._steps: deque[Step] = deque()
         self._requests: list[Callable[[], None]] = []
         self._is_in_forward = False
@@ -112,7 +112,7 @@ class LateSteps:
                 return  # a dummy batch, or a drafter
             step = self._steps[-1]
             if step.is_observed:
-                self._observer.layer_rows(layer, query, key, value, output, None if self._is_async else kv_cache)
+                self._observer.layer_rows(layer, query, key, value, output, None if self.is_async else kv_cache)
                 return
             num_rows = sum(step.plan.num_scheduled_tokens.values())
             key_copy, value_copy = (None if rows is None else rows[:num_rows].clone() for rows in (key, value))
