@@ -59,12 +59,6 @@ INTERNALS = (
     ),
     Internals("vllm.v1.outputs", "ModelRunnerOutput", ("req_id_to_index", "sampled_token_ids"), "sampled tokens"),
     Internals("vllm.v1.outputs", "AsyncModelRunnerOutput", ("get_output",), "sampled tokens that arrive late"),
-    Internals(
-        "vllm.v1.core.sched.scheduler",
-        "Scheduler",
-        ("add_request(request)", "update_from_output(scheduler_output, model_runner_output)"),
-        "the requests of an engine in this process",
-    ),
     Internals("vllm.v1.worker.worker_base", "WorkerWrapperBase", ("init_device", "worker"), "the worker of a server"),
     Internals("vllm.v1.worker.worker_base", "WorkerBase", ("rank", "vllm_config"), "the worker of a server"),
     Internals(

@@ -68,7 +68,7 @@ class ServedEngine:
         self._environment: Environment | None = None
         self._notes = (
             f"outputs and pages of one in {settings.judge_every} steps were judged",
-            f"one of {settings.follow_one_of} requests was followed",
+            f"one of {settings.follow_one_of} requests was followed" if settings.follow_one_of > 1 else "",
         )
         self._written: tuple[int, str | None] | None = None
 
@@ -114,7 +114,7 @@ class ServedEngine:
             [backend_of(result.engine).info],
             self._environment,
             command=self._settings.command,
-        ).model_copy(update={"started": self._started, "notes": self._notes})
+        ).model_copy(update={"started": self._started, "notes": tuple(filter(None, self._notes))})
         circumstances = Circumstances(
             seed=header.seed, environment=header.environment.digest, attncheck_version=header.environment.attncheck
         )

@@ -44,7 +44,7 @@ class Hooks:
 
     def __init__(self, observer: EngineObserver) -> None:
         self.observer = observer
-        self.steps = LateSteps(observer)
+        self.steps = LateSteps(observer, judge_every=observer.settings.judge_every)
         self._graphs = GraphCopies(self.steps.layer_rows)
         self._wrapped: list[tuple[Any, str, Any]] = []
         self._runner: Any = None
@@ -373,7 +373,7 @@ def engine_facts(runner: Any) -> EngineFacts:
         vllm_version = getattr(import_module("vllm"), "__version__", "")
     return EngineFacts(
         vllm_version=vllm_version,
-        runner=f"{type(runner).__module__}.{type(runner).__name__}",
+        runner=f"{type(runner).__name__} {'V1' if hasattr(runner, '_model_forward') else 'V2'}",
         backends=backends,
         dtype=str(runner.model_config.dtype).removeprefix("torch."),
         kv_cache_dtype=str(runner.cache_config.cache_dtype),
