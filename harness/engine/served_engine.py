@@ -50,7 +50,7 @@ def watch_workers(settings: WatchSettings, wrapper_class: type[Any] | None = Non
             LOGGER.exception("attncheck cannot watch this engine, which is not affected")
         return made
 
-    wrapper_class.init_device = watched  # type: ignore[attr-defined]
+    wrapper_class.init_device = watched
 
 
 class ServedEngine:
