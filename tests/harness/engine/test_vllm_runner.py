@@ -6,25 +6,23 @@ import pytest
 import torch
 
 from attncheck.harness.engine.events import ContinuedRequest, StartedRequest
-from attncheck.harness.engine.observer import EngineObserver
-from attncheck.harness.engine.vllm_runner import Hooks, added_request, kv_groups, layer_facts, sampled_tokens, step_plan
+from attncheck.harness.engine.vllm_runner import added_request, kv_groups, layer_facts, sampled_tokens, step_plan
 from attncheck.harness.problem.storage import nearest_code, truncated_code
 from attncheck.reference import AttentionParams
 
 
 def request(**given):
-    return SimpleNamespace(**{"request_id": "r", "prompt_token_ids": [1, 2], "mm_features": []} | given)
+    plain = {"req_id": "r", "prompt_token_ids": [1, 2], "prompt_embeds": None, "mm_features": [], "lora_request": None}
+    return SimpleNamespace(**plain | given)
 
 
 @pytest.mark.parametrize(
     ("given", "key", "reason"),
     [
         ({}, "", None),
-        ({"lora_request": SimpleNamespace(lora_name="french"), "cache_salt": "s"}, "LoRA=french salt=s", None),
+        ({"lora_request": SimpleNamespace(lora_name="french")}, "LoRA=french", None),
         ({"prompt_embeds": torch.zeros(2)}, "", "requests with embeddings for tokens"),
         ({"mm_features": [1]}, "", "requests with images or other media"),
-        ({"resumable": True}, "", "requests whose prompt is streamed"),
-        ({"kv_transfer_params": {"do_remote_prefill": True}}, "", "requests whose keys a KV connector transfers"),
     ],
 )
 def test_a_request_is_followed_or_its_reason_is_given(given, key, reason):
@@ -134,13 +132,3 @@ def test_fp8_codes_of_no_known_rule_are_not_judged():
     layer = written_by(nearest_code)
     layer._k_scale_float = 0.3
     assert layer_facts(layer, torch.bfloat16).not_judged == unknown
-
-
-def test_two_steps_in_flight_stop_the_observer():
-    observer = EngineObserver()
-    hooks = Hooks(observer)
-    hooks._plan = object()
-    runner = SimpleNamespace()
-    observer.engine_starts([], {})
-    hooks._guarded(hooks._step_begins, runner, SimpleNamespace(finished_req_ids=(), total_num_scheduled_tokens=1))
-    assert "a step begins before the last one has ended" in observer.failure
