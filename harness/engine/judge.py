@@ -205,13 +205,13 @@ class Judge:
         own = slice(begin, begin + len(truth))
         got = torch.cat([each.output[own] for each in together], dim=1).double()
         share = share_of_budget(got - truth, budget).unflatten(1, (len(together), -1))
-        is_finite = torch.isfinite(truth).all(dim=2).unflatten(1, (len(together), -1)).all(dim=2)
+        is_finite = torch.isfinite(truth).all(dim=2) & torch.isfinite(budget.norm)
+        is_finite = is_finite.unflatten(1, (len(together), -1)).all(dim=2)
         share = torch.where(is_finite[..., None], share, 0.0)
         worst = share.amax(dim=2)
         num_finite = int(is_finite.sum())
         self._tally.checks["output"] += num_finite
-        if num_finite < worst.numel():
-            self._tally.not_followed["rows whose right output is not finite"] += worst.numel() - num_finite
+        self._tally.not_followed["rows for which a good kernel overflows"] += worst.numel() - num_finite
         self.worst_share = max(self.worst_share, float(worst.max()))
         if self.worst_share <= 1 or not bool((worst > 1).any()):
             return

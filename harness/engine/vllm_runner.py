@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attncheck.backends.caches.codecs import Coding
+from attncheck.harness.engine.codes import Fp8Codes, fp8_codes
 from attncheck.harness.engine.events import (
     ContinuedRequest,
     EngineFacts,
@@ -20,6 +20,7 @@ from attncheck.harness.engine.events import (
     LayerFacts,
     StartedRequest,
     StepPlan,
+    WritePages,
 )
 from attncheck.harness.engine.graphs import GraphCopies
 from attncheck.harness.engine.late_steps import LateSteps, Step
@@ -121,7 +122,7 @@ class Hooks:
         groups = kv_groups(runner.kv_cache_config, engine_reason(runner))
         page_sizes = getattr(runner, "_kernel_block_sizes", None) or [group.block_size for group in groups]
         sizes = {name: size for group, size in zip(groups, page_sizes, strict=False) for name in group.layers}
-        facts = {name: layer_facts(layer, sizes.get(name)) for name, layer in layers.items()}
+        facts = {name: layer_facts(layer, runner.model_config.dtype, sizes.get(name)) for name, layer in layers.items()}
         self.observer.engine_starts(groups, facts, engine_facts(runner))
         for name, layer in layers.items():
             self.watch_layer(name, layer)
@@ -407,8 +408,11 @@ _CODE_DTYPES = {
 _KNOWN_LAYERS = ("Attention", "ChunkedLocalAttention", "MLAAttention")
 
 
-def layer_facts(layer: Any, page_size: int | None = None) -> LayerFacts:
-    """Return the facts of a layer of vLLM's ``static_forward_context``; ``page_size``: tokens of a kernel's block."""
+def layer_facts(layer: Any, dtype: torch.dtype, page_size: int | None = None) -> LayerFacts:
+    """Return the facts of a layer of vLLM's ``static_forward_context``.
+
+    ``dtype``: of its keys and values. ``page_size``: tokens of a kernel's block.
+    """
     name = type(layer).__name__
     if name not in _KNOWN_LAYERS:
         sizes = AttentionParams(1, 1, 1)
@@ -420,16 +424,18 @@ def layer_facts(layer: Any, page_size: int | None = None) -> LayerFacts:
     attn_type = str(getattr(getattr(layer, "attn_type", "decoder"), "value", getattr(layer, "attn_type", "decoder")))
     if attn_type != "decoder":
         reasons.append(f"layers of the type {attn_type}")
-    facts = _latent_facts(layer, reasons) if name == "MLAAttention" else _paged_facts(layer, reasons)
+    facts = _latent_facts(layer, reasons) if name == "MLAAttention" else _paged_facts(layer, dtype, reasons)
     return replace(facts, page_size=page_size)
 
 
-def _paged_facts(layer: Any, reasons: list[str]) -> LayerFacts:
+def _paged_facts(layer: Any, dtype: torch.dtype, reasons: list[str]) -> LayerFacts:
     impl, window = layer.impl, layer.sliding_window
     kept = str(layer.kv_cache_dtype)
     code = None
     if kept in _CODE_DTYPES:
-        code = functools.partial(_through_codes, layer, _CODE_DTYPES[kept])
+        code = _codes_of(layer, dtype, _CODE_DTYPES[kept])
+        if code is None:
+            reasons.append(f"layers whose {kept} codes or scales follow no rule that is known")
     elif kept != "auto" and kept not in ("bfloat16", "float16", "half", "float"):
         reasons.append(f"layers with a cache of {kept}")
     slopes, sinks = getattr(impl, "alibi_slopes", None), getattr(impl, "sinks", None)
@@ -454,7 +460,7 @@ def _paged_facts(layer: Any, reasons: list[str]) -> LayerFacts:
     )
 
 
-def _writer(layer: Any) -> Callable[[Tensor, Tensor, Tensor, Tensor], None] | None:
+def _writer(layer: Any) -> WritePages | None:
     update = getattr(layer.impl, "do_kv_cache_update", None)
     if update is None:
         return None
@@ -465,15 +471,17 @@ def _writer(layer: Any) -> Callable[[Tensor, Tensor, Tensor, Tensor], None] | No
     return write
 
 
-def _through_codes(layer: Any, code_dtype: torch.dtype, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the float32 values of the FP8 codes of keys and values."""
-    scales = [_scale(layer, part) for part in ("k", "v")]
-    coding = Coding(torch.float32, code_dtype, *scales)
-    return coding.decode(*coding.encode(key, value))
-
-
-def _scale(layer: Any, part: str) -> float:
-    return float(getattr(layer, f"_{part}_scale_float", 1.0))
+def _codes_of(layer: Any, dtype: torch.dtype, code_dtype: torch.dtype) -> Fp8Codes | None:
+    write, kv_cache = _writer(layer), layer.kv_cache
+    scales = [float(getattr(layer, f"_{part}_scale_float", 1.0)) for part in ("k", "v")]
+    if write is None or not isinstance(kv_cache, Tensor) or kv_cache.dim() < 2:
+        return None
+    value_size = getattr(layer, "head_size_v", layer.head_size)
+    like = [
+        torch.zeros(1, layer.num_kv_heads, size, dtype=dtype, device=kv_cache.device)
+        for size in (layer.head_size, value_size)
+    ]
+    return fp8_codes(write, kv_cache, (like[0], like[1]), code_dtype, (scales[0], scales[1]))
 
 
 def _latent_facts(layer: Any, reasons: list[str]) -> LayerFacts:
@@ -500,7 +508,7 @@ def _latent_facts(layer: Any, reasons: list[str]) -> LayerFacts:
     )
 
 
-def _latent_writer(layer: Any) -> Callable[[Tensor, Tensor, Tensor, Tensor], None] | None:
+def _latent_writer(layer: Any) -> WritePages | None:
     update = getattr(layer.impl, "do_kv_cache_update", None)
     if update is None:
         return None

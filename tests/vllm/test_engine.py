@@ -23,7 +23,7 @@ from attncheck.harness.engine.vllm_runner import watching
 
 def serve(folder, watched, fault, options):
     observer = EngineObserver()
-    exec(fault)
+    exec(fault, globals())
     with watching(observer) if watched else nullcontext():
         engine = LLM(
             model=folder, skip_tokenizer_init=True, dtype="bfloat16", max_model_len=512, max_num_seqs=8,
