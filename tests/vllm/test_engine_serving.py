@@ -38,11 +38,15 @@ def register():
     if hasattr(commit, "is_planted"):
         return
 
+    left = [6]
+
     def committed(self, num_reqs):
         rows = self.block_table.np[:num_reqs]
         if os.path.exists(os.environ["FAULT_NOW"]) and num_reqs > 1 and (self.num_blocks_per_row[:2] > 1).all():
-            os.remove(os.environ["FAULT_NOW"])
             rows[0, 0] = rows[1, 0]  # from now on, the first request reads a block of the second
+            left[0] -= 1
+            if not left[0]:
+                os.remove(os.environ["FAULT_NOW"])
         return commit(self, num_reqs)
 
     committed.is_planted = True
