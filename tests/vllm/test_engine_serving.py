@@ -206,6 +206,7 @@ def test_a_server_is_watched(server, record_property):
     steps, records = output.figures["steps"], found(watched.run_file)
     assert records["output"].figures["steps"] > steps, "the file was not written at the end"
     assert read_run(watched.run_file).complete
-    assert {check for check, record in records.items() if record.outcome == "failed"} == {"output"}
+    passed = {check for check, record in records.items() if record.outcome == "passed"}
+    assert passed - {"write"} == {"token", "position", "count"}  # the fault may also write to the wrong block
     assert records["token"].figures["compared"] > records["output"].figures["compared"] > 0
     record_property("figures", json.dumps({check: record.figures for check, record in records.items()}))
