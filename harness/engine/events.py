@@ -20,6 +20,10 @@ prefix hit or an earlier copy maps. count: the scheduler's number of computed to
 """
 
 
+WritePages = Callable[[Tensor, Tensor, Tensor, Tensor], None]
+"""Writes ``(key, value, kv_cache, slot_mapping)``, as a layer does."""
+
+
 @dataclass(frozen=True)
 class ObserverSettings:
     """What of an engine is followed and judged.
@@ -66,7 +70,7 @@ class LayerFacts:
     page_size: int | None = None
     not_judged: str | None = None
     code: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] | None = None
-    write: Callable[[Tensor, Tensor, Tensor, Tensor], None] | None = None
+    write: WritePages | None = None
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,7 @@ _UNKNOWN = -1
 _NULL_BLOCK = 0
 """vLLM's block id for keys that lie outside the window of every later row."""
 
-_MIN_CAPACITY = 1024
+_MIN_CAPACITY = 256
 
 
 @dataclass
@@ -118,9 +118,15 @@ class RowNumbers:
         self.positions = np.zeros(self.capacity, dtype=np.int64)
         self._free = np.arange(1, self.capacity, dtype=np.int64)
 
-    def take(self, count: int, held: Callable[[], Iterator[Numbers]]) -> Numbers | None:
-        """Return ``count`` unused numbers, or None if there are none within ``max_capacity``."""
+    def take(self, count: int, held: Callable[[], Iterator[Numbers]], forget: Callable[[], None]) -> Numbers | None:
+        """Return ``count`` unused numbers, or None if there are none within ``max_capacity``.
+
+        ``held``: yields the numbers in use. ``forget``: lets go of those that only explanations need.
+        """
         if count > len(self._free):
+            self._reclaim(count, held)
+        if count > len(self._free):
+            forget()
             self._reclaim(count, held)
         if count > len(self._free):
             return None
@@ -377,7 +383,7 @@ class History:
                 note = f"{len(ids)} blocks of group {group} for {end} tokens"
                 self._count_finding(request, begin, note)
                 request.lost = "the scheduler gave them too few blocks"
-        numbers = None if request.not_followed else self.numbers.take(count, self._held)
+        numbers = None if request.not_followed else self.numbers.take(count, self._held, self._forget_earlier)
         if numbers is None and not request.not_followed:
             request.lost = "their keys and values exceed max_row_bytes"
         if numbers is None:
@@ -431,6 +437,10 @@ class History:
         for block in self.blocks.values():
             yield block.rows
             yield block.earlier
+
+    def _forget_earlier(self) -> None:
+        for block in self.blocks.values():
+            block.earlier[:] = _UNKNOWN
 
     def _extend_chain(self, request: Request) -> None:
         chain = request.chain

@@ -96,7 +96,7 @@ class Judge:
         self._pending: list[Pending] = []
         self._pending_bytes = 0
         self._taken: set[str] = set()
-        self._called_again: set[str] = set()
+        self._never_judged: dict[str, str] = {}
         self._pages = PageChecks()
         self._reported: dict[tuple[str, str, int], set[int]] = {}
         self.worst_share = 0.0
@@ -128,10 +128,13 @@ class Judge:
             self._tally.not_followed["layers without a followed KV-cache group"] += num_rows
             return
         if len(query) <= int(self._input_rows[-1]):
-            self._tally.not_followed["layers that compute a part of the rows"] += num_rows
+            reason = "layers that compute a part of the rows"
+            if facts.kv_sharing_target is None:  # some keys were not seen
+                self._never_judged[layer] = reason
+            self._tally.not_followed[reason] += num_rows
             return
         if layer in self._taken:
-            self._called_again.add(layer)
+            self._never_judged[layer] = "layers that are called more than once in a step"
             self._pending = [each for each in self._pending if each.layer != layer]
         self._taken.add(layer)
         rows, numbers = self._input_rows.to(query.device), self._numbers.to(query.device)
@@ -140,9 +143,9 @@ class Judge:
                 self.store.keep(layer, numbers, key[rows], value[rows])
         if not self._is_judged:
             return
-        reason = facts.not_judged or self._reason(layer, facts, query, output, group)
-        if reason:
-            self._tally.not_followed[reason] += num_rows
+        why_not = facts.not_judged or self._reason(layer, facts, query, output, group)
+        if why_not:
+            self._tally.not_followed[why_not] += num_rows
             return
         params = facts.params
         heads = output.reshape(len(output), params.num_heads, params.value_head_size)
@@ -154,13 +157,15 @@ class Judge:
 
     def _reason(self, layer: str, facts: LayerFacts, query: Tensor, output: Tensor, group: int) -> str | None:
         """Return why this call of a layer cannot be judged."""
-        if layer in self._called_again:
-            return "layers that are called more than once in a step"
+        source = facts.kv_sharing_target or layer
+        for each in (layer, source):
+            if each in self._never_judged:
+                return self._never_judged[each]
         if self._groups[group].not_followed:
             return self._groups[group].not_followed
         if query.dtype not in _DTYPES or output.dtype not in _DTYPES:
             return f"queries of {query.dtype} with outputs of {output.dtype}"
-        if not self.store.has(facts.kv_sharing_target or layer):
+        if not self.store.has(source):
             return "layers whose keys were not seen"
         return None
 
@@ -200,13 +205,13 @@ class Judge:
         own = slice(begin, begin + len(truth))
         got = torch.cat([each.output[own] for each in together], dim=1).double()
         share = share_of_budget(got - truth, budget).unflatten(1, (len(together), -1))
-        is_finite = torch.isfinite(truth).all(dim=2).unflatten(1, (len(together), -1)).all(dim=2)
+        is_finite = torch.isfinite(truth).all(dim=2) & torch.isfinite(budget.norm)
+        is_finite = is_finite.unflatten(1, (len(together), -1)).all(dim=2)
         share = torch.where(is_finite[..., None], share, 0.0)
         worst = share.amax(dim=2)
         num_finite = int(is_finite.sum())
         self._tally.checks["output"] += num_finite
-        if num_finite < worst.numel():
-            self._tally.not_followed["rows whose right output is not finite"] += worst.numel() - num_finite
+        self._tally.not_followed["rows for which a good kernel overflows"] += worst.numel() - num_finite
         self.worst_share = max(self.worst_share, float(worst.max()))
         if self.worst_share <= 1 or not bool((worst > 1).any()):
             return
@@ -354,7 +359,8 @@ class Judge:
         if facts.kv_sharing_target is not None:
             return None  # its pages are those of the other layer
         if facts.write is None or cache is None or cache.numel() == 0:
-            self._tally.not_followed["pages that cannot be compared"] += len(requests)
+            reason = "pages of steps that are judged late" if cache is None else "pages that cannot be compared"
+            self._tally.not_followed[reason] += len(requests)
             return None
         size = self._groups[pending.group].block_size
         spans = [self._span(pending, request, whole=whole) for request in requests]

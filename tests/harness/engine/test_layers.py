@@ -153,9 +153,9 @@ def test_what_cannot_be_judged_is_counted_with_its_reason():
     assert result.not_followed == {
         "layers of the type encoder": ROWS,
         "layers that compute a part of the rows": ROWS,
-        "rows whose right output is not finite": ROWS,
+        "rows for which a good kernel overflows": ROWS,
         "layers without a followed KV-cache group": ROWS,
-        "pages that cannot be compared": 1,
+        "pages of steps that are judged late": 1,
     }
 
 
