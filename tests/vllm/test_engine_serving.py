@@ -133,9 +133,9 @@ class Server:
                 ticks += int(fields[11]) + int(fields[12])
         return ticks / os.sysconf("SC_CLK_TCK")
 
-    def end(self, number=signal.SIGINT):
-        os.killpg(self.process.pid, number)
-        return self.process.wait(120)
+    def end(self):
+        self.process.terminate()  # attncheck passes SIGTERM on to the command
+        return self.process.wait(300)
 
 
 @pytest.fixture
@@ -166,7 +166,8 @@ def server(folder):
     yield server
     for each in started:
         if each.process.poll() is None:
-            each.end(signal.SIGKILL)
+            os.killpg(each.process.pid, signal.SIGKILL)
+            each.process.wait(60)
 
 
 def found(path):
@@ -196,8 +197,10 @@ def test_a_server_is_watched(server, record_property):
     assert output.outcome == "failed"
     assert "is read in place of block" in output.meaning
 
+    watched.load(seed=2)
     watched.end()
-    records = found(watched.run_file)
+    steps, records = output.figures["steps"], found(watched.run_file)
+    assert records["output"].figures["steps"] > steps, "the file was not written at the end"
     assert read_run(watched.run_file).complete
     assert {check for check, record in records.items() if record.outcome == "failed"} == {"output"}
     assert records["token"].figures["compared"] > records["output"].figures["compared"] > 0
