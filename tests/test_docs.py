@@ -121,7 +121,7 @@ def test_tables_have_every_name() -> None:
     assert first_cells(text_of("README.md")) == others
     assert first_cells(section("how-it-judges.md", "The checks")) == others
     assert first_cells(section("engine.md", "What is judged")) == of_engines
-    assert first_cells(section("engine.md", "Judge an engine")) == list(TRAFFIC)
+    assert re.findall(r"^\| `([a-z-]+)` \|", section("engine.md", "Judge an engine"), re.MULTILINE) == list(TRAFFIC)
     assert first_cells(section("reading-a-report.md", "Outcomes")) == list(OUTCOMES)
     assert sorted(first_cells(section("backends.md", "Features"))) == sorted(FEATURES)
     assert all(f"`{field.name}`" in text_of("backends.md") for field in fields(Conventions))
