@@ -24,7 +24,7 @@ from attncheck.reports.analysis.phrases import plural
 from attncheck.reports.run_file.header import RunHeader
 from attncheck.reports.run_file.merging import question_differences
 from attncheck.reports.run_file.records import (
-    ENGINE,
+    ENGINE_CHECKS,
     EXAMINED,
     FALLEN_SHORT,
     UTILITIES,
@@ -356,7 +356,7 @@ def only_failed(options: RunOptions, path: Path) -> RunOptions:
     run = read_run(path)
     # A candidate that was given as a Python object has no name to give on the command line.
     short = [each for each in run.records if each.outcome in FALLEN_SHORT and not each.backend_ref.startswith("<")]
-    if any(each.suite == ENGINE for each in short):
+    if any(each.check in ENGINE_CHECKS for each in short):
         raise SelectionError(f"--last-failed: the newest run, {path}, is of an engine; repeat it by `attncheck engine`")
     if not short:
         raise SelectionError(f"--last-failed: everything passed in the newest run, {path}; leave the option out")

@@ -10,7 +10,7 @@ from itertools import pairwise
 from types import MappingProxyType
 
 from attncheck.reports.run_file.header import RunHeader
-from attncheck.reports.run_file.records import ENGINE, UTILITIES, Crashed, Ended, Failed, Record, TimedOut
+from attncheck.reports.run_file.records import ENGINE_CHECKS, UTILITIES, Crashed, Ended, Failed, Record, TimedOut
 
 _LIMIT = re.compile(r"--(?:case|backend)-timeout [\d.e+]+")
 """An option in the cause of a timeout, with its value."""
@@ -43,7 +43,7 @@ def repro_command(
     """
     if record.check == UTILITIES:
         return _repro_function(record, header)
-    if record.suite == ENGINE and header is not None:
+    if record.check in ENGINE_CHECKS and header is not None:
         return _repro_engine(record, header)
     suite = record.suite if header is None else header.suite_ref(record.suite)
     if record.backend_ref.startswith("<"):
@@ -114,7 +114,7 @@ def _repro_engine(record: Record, header: RunHeader) -> str:
         if key.startswith(ENGINE_OPTION):
             words += [f"--{key.removeprefix(ENGINE_OPTION)}", str(value)]
     if len(words) == len(("attncheck", "engine")):
-        return shlex.join(header.command)
+        return shlex.join(header.command or words)
     words += ["--seed", str(record.seed)]
     if isinstance(record, Failed) and (step := record.figures.get(FIRST_STEP)):
         words += ["--steps", str(step)]

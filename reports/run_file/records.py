@@ -135,6 +135,9 @@ UTILITIES = "utilities"
 ENGINE = "engine"
 """The suite of records about an engine that serves: one case for each kind of traffic."""
 
+ENGINE_CHECKS = frozenset({"output", "token", "position", "prefix_hit", "count", "write"})
+"""The checks of these records."""
+
 OURSELVES = "attncheck itself"
 """The stage of an exception in attncheck itself, for which the command exits with 3."""
 

@@ -5,12 +5,13 @@ from inline_snapshot import snapshot
 
 from attncheck.harness.driver.observation import Raised
 from attncheck.harness.engine.events import EngineFacts, EngineFinding, ObserverResult
-from attncheck.harness.engine.findings import EngineCase, backend_of, grouped, header_of, records_of
+from attncheck.harness.engine.findings import KINDS, EngineCase, backend_of, grouped, header_of, records_of
 from attncheck.harness.run.outcomes import Circumstances
+from attncheck.reference.spec import CHECKS as CHECKS_OF_ALL
 from attncheck.reports.analysis.findings import findings
 from attncheck.reports.analysis.repro import repro_command
 from attncheck.reports.run_file.header import Environment
-from attncheck.reports.run_file.records import OURSELVES
+from attncheck.reports.run_file.records import ENGINE_CHECKS, OURSELVES
 from attncheck.reports.run_file.store import Run
 from attncheck.reports.terminal import run as terminal
 
@@ -177,6 +178,10 @@ def test_a_finding_in_a_server_is_repeated_by_the_command_typed():
     command = ("attncheck", "engine", "--every", "4", "--", "vllm", "serve", "a model")
     run = run_of(observed(*BAD_BLOCK), EngineCase("served", "", due=()), command)
     assert repro_command(run.records[0], run.header) == "attncheck engine --every 4 -- vllm serve 'a model'"
+
+
+def test_the_checks_of_engines_have_the_same_names_everywhere():
+    assert {name for name, info in CHECKS_OF_ALL.items() if info.applies_to == "engine"} == set(KINDS) == ENGINE_CHECKS
 
 
 def test_several_classes_that_serve_are_one_backend():
