@@ -207,14 +207,14 @@ def draw_requests(kind: TrafficKind, seed: int, count: int, vocab_size: int) -> 
     pattern = tokens(3)
     requests, arrival = [], 0
     for index in range(count):
-        prompt = prefixes[index % 3][: draw.choice([64, 100, 200])] if kind.shared and index % 2 else []
+        prompt = prefixes[index % 3][: draw.choice([64, 100, 200])] if kind.shared and index % 4 else []
         if kind.repeats and index % 3 == 0:
             prompt += pattern * 30
         else:
             prompt += tokens(draw.choice([150, 300, 400] if kind.long else [5, 20, 60, 150]))
         max_tokens = draw.choice([32, 96, 160] if kind.small_pool else [8, 32, 96])
         requests.append(TrafficRequest(str(index), arrival, tuple(prompt), max_tokens))
-        arrival += 0 if kind.small_pool else draw.choice([0, 0, 1, 4])
+        arrival += 0 if kind.small_pool else draw.choice([0, 1, 4, 8])
     return tuple(requests)
 
 
