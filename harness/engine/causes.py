@@ -3,12 +3,13 @@
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from attncheck.harness.engine.history import ZERO_ROW, Block, History, Numbers, StepRows
+from attncheck.harness.engine.history import ZERO_ROW, Block, History, Numbers, StepRows, first_seen
 from attncheck.harness.truth.unpaged import Budget, UnpagedAttention, share_of_budget
 from attncheck.reference import AttentionParams
 
@@ -67,15 +68,16 @@ class Cause:
 
 @dataclass(frozen=True)
 class Reading:
-    """The row numbers that a faulty engine may have read for one row; the last belongs to the row itself.
+    """The row numbers that a faulty engine may have read for one row, which is at the end of them.
 
-    same: what the reading is, equal for rows that are read wrongly in the same way. unlimited: no window.
+    same: what the reading is, equal for rows that are read wrongly in the same way. window: the window to the left, -1
+    for none; None: that of the layer.
     """
 
     same: tuple[str | int, ...]
     cause: Cause
     numbers: Numbers
-    unlimited: bool = False
+    window: int | None = None
 
 
 def cause_of(wrong: WrongRows, history: History) -> Cause | None:
@@ -96,11 +98,11 @@ def cause_of(wrong: WrongRows, history: History) -> Cause | None:
 
 def _misses(wrong: WrongRows, row: int, readings: Iterator[Reading]) -> Iterator[tuple[Reading, float]]:
     """Yield each reading with its distance from the output, in budgets."""
-    by_limit: dict[bool, list[Reading]] = defaultdict(list)
-    for _, reading in zip(range(_MOST_READINGS), readings, strict=False):
-        by_limit[reading.unlimited].append(reading)
-    for unlimited, some in by_limit.items():
-        params = replace(wrong.params, window=(-1, -1)) if unlimited else wrong.params
+    by_window: dict[int | None, list[Reading]] = defaultdict(list)
+    for reading in islice(readings, _MOST_READINGS):
+        by_window[reading.window].append(reading)
+    for window, some in by_window.items():
+        params = wrong.params if window is None else replace(wrong.params, window=(window, wrong.params.window[1]))
         for first in range(0, len(some), _AT_ONCE):
             part = some[first : first + _AT_ONCE]
             key, value = wrong.rows_of(np.concatenate([each.numbers for each in part]))
@@ -118,6 +120,7 @@ def _readings(wrong: WrongRows, history: History, row: int) -> Iterator[Reading]
         yield from _wrong_contents(wrong, history, row)
     if wrong.lacking is None or not len(wrong.lacking):
         yield from _wrong_lengths(wrong, row)
+        yield from _late_pages(wrong, history, row)
         yield from _wrong_pages(wrong, history, row)
 
 
@@ -125,7 +128,7 @@ def _wrong_contents(wrong: WrongRows, history: History, row: int) -> Iterator[Re
     """Yield readings of blocks that hold something else than was written to them."""
     position, size = int(wrong.positions[row]), wrong.block_size
     base = wrong.keys[: position + 1]
-    first = _first_seen(wrong.params, position)
+    first = first_seen(wrong.params, position)
     for index in range(first // size, position // size + 1):
         block_id = wrong.table[index]
         own = history.blocks.get(block_id)
@@ -166,41 +169,57 @@ def _contents(
         numbers = other.keys[wrong.group]
         if numbers is None:
             continue
-        for start in range(low % size, other.position + other.num_rows - (high - low) + 1, size):
-            if start >= other.position:
-                what = f"positions {start}..{start + high - low - 1} of {other.request_id}"
-                yield what, numbers[start : start + high - low]
+        for start in range(other.position, other.position + other.num_rows - (high - low) + 1):
+            what = f"positions {start}..{start + high - low - 1} of {other.request_id}"
+            yield what, numbers[start : start + high - low]
 
 
 def _wrong_lengths(wrong: WrongRows, row: int) -> Iterator[Reading]:
-    """Yield readings that see too few or too many keys, or whole pages too late."""
+    """Yield readings with another window, and those that see too few or too many keys."""
     position, size = int(wrong.positions[row]), wrong.block_size
     num_keys = position + 1
     base = wrong.keys[:num_keys]
-    first = _first_seen(wrong.params, position)
-    if first:
-        yield Reading(("window",), Cause("the window is ignored"), base, unlimited=True)
+    left = wrong.params.window[0]
+    if left > 0 and position >= left:
+        yield Reading(("window", -1), Cause("the window is ignored"), base, window=-1)
+        for keys, words in ((left, "one key too short"), (left + 2, "one key too long")):
+            yield Reading(("window", keys), Cause(f"the window is {words} ({keys} keys)"), base, window=keys - 1)
     for fewer in range(1, min(2 * size, num_keys - 1) + 1):
-        first_of_fewer = _from(wrong.params, _first_seen(wrong.params, position - fewer))
+        first_of_fewer = _from(wrong.params, first_seen(wrong.params, position - fewer))
         meaning = f"the row sees {num_keys - fewer} keys of {num_keys}"
         yield Reading(("fewer", fewer), Cause(meaning), base[first_of_fewer : num_keys - fewer])
     for more in range(1, len(wrong.keys) - num_keys + 1):
-        numbers = wrong.keys[_from(wrong.params, _first_seen(wrong.params, position + more)) : num_keys + more]
+        numbers = wrong.keys[_from(wrong.params, first_seen(wrong.params, position + more)) : num_keys + more]
         yield Reading(("more", more), Cause(f"the row sees {more} keys behind its own"), numbers)
-    for index in range(first // size, position // size):
-        later = base.copy()
-        later[index * size : -size] = base[(index + 1) * size :]
-        if index * size < len(base) - size:
-            meaning = f"blocks are read one page late from number {index} on"
-            cause = Cause(meaning, wrong.table[index], index)
-            yield Reading(("late", index), cause, later[_from(wrong.params, first) :])
+
+
+def _late_pages(wrong: WrongRows, history: History, row: int) -> Iterator[Reading]:
+    """Yield readings of each page from one on where the next page is; the last is read twice, or block 0."""
+    position, size = int(wrong.positions[row]), wrong.block_size
+    first = first_seen(wrong.params, position)
+    last = position // size
+    for index in range(first // size, last):
+        for end in (wrong.table[last], 0):
+            numbers = wrong.keys[: position + 1].copy()
+            for at, block_id in enumerate([*wrong.table[index + 1 : last + 1], end], start=index):
+                low, high = at * size, min(position + 1, (at + 1) * size)
+                numbers[low:high] = _held_by(history.blocks.get(block_id), high - low)
+            cause = Cause(f"blocks are read one page late from number {index} on", wrong.table[index], index)
+            yield Reading(("late", index, end), cause, numbers[_from(wrong.params, first) :])
+
+
+def _held_by(block: Block | None, count: int) -> Numbers:
+    """Return the rows in the first slots of a block; slots that were never written hold zeros."""
+    if block is None:
+        return np.full(count, ZERO_ROW)
+    return np.where(block.rows[:count] >= 0, block.rows[:count], ZERO_ROW)
 
 
 def _wrong_pages(wrong: WrongRows, history: History, row: int) -> Iterator[Reading]:
     """Yield readings of another block in place of one of the request's own."""
     position, size = int(wrong.positions[row]), wrong.block_size
     base = wrong.keys[: position + 1]
-    first = _first_seen(wrong.params, position)
+    first = first_seen(wrong.params, position)
     for index in range(position // size, first // size - 1, -1):
         low, high = max(first, index * size), min(position + 1, (index + 1) * size)
         for block_id, block in history.blocks.items():
@@ -217,11 +236,6 @@ def _wrong_pages(wrong: WrongRows, history: History, row: int) -> Iterator[Readi
             )
             cause = Cause(meaning, wrong.table[index], index)
             yield Reading(("page", block_id, index), cause, numbers[_from(wrong.params, first) :])
-
-
-def _first_seen(params: AttentionParams, position: int) -> int:
-    """Return the first key that the window shows to a row."""
-    return max(0, position - params.window[0]) if params.window[0] >= 0 else 0
 
 
 def _from(params: AttentionParams, first: int) -> int:

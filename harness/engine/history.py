@@ -7,6 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from attncheck.harness.engine.events import ContinuedRequest, EngineFinding, KVGroup, StartedRequest, StepPlan, Tally
+from attncheck.reference import AttentionParams
 
 # Each row that the model computes for a followed request gets a number. The history of a request is a list of such
 # numbers, one a position and KV-cache group: the row whose key and value belong to that position. A draft that is
@@ -174,17 +175,30 @@ class RowNumbers:
         self.capacity = size
 
 
+def first_seen(params: AttentionParams, position: int) -> int:
+    """Return the first key that a causal row at ``position`` sees; later rows see no earlier one."""
+    first = max(0, position - params.window[0]) if params.window[0] >= 0 else 0
+    if params.attn_chunk_size is not None:
+        chunk = position // params.attn_chunk_size - params.attn_chunk_lookback
+        first = max(first, chunk * params.attn_chunk_size)
+    return first
+
+
 class History:
-    """The requests of an engine. ``windows``: keys that the widest layer of a group sees, or None for all."""
+    """The requests of an engine. ``settings``: those of the layers of each group."""
 
     def __init__(
-        self, groups: Sequence[KVGroup], windows: Sequence[int | None], tally: Tally, follow_one_of: int = 1
+        self,
+        groups: Sequence[KVGroup],
+        settings: Sequence[Sequence[AttentionParams]],
+        tally: Tally,
+        follow_one_of: int = 1,
     ) -> None:
         self.groups = tuple(groups)
         self.numbers = RowNumbers()
         self.blocks: dict[int, Block] = {}
         self.requests: dict[str, Request] = {}
-        self._windows = tuple(windows)
+        self._settings = tuple(settings)
         self._tally = tally
         self._follow_one_of = follow_one_of
         self._added = 0
@@ -198,6 +212,8 @@ class History:
         self, request_id: str, tokens: Sequence[int], prefix_key: str = "", not_followed: str | None = None
     ) -> None:
         """Follow a new request. ``prefix_key``: what besides tokens decides whether two prefixes are equal."""
+        if all(group.not_followed for group in self.groups):
+            not_followed = not_followed or next((group.not_followed for group in self.groups), "engines without keys")
         if not_followed is None and self._added % self._follow_one_of:
             not_followed = f"one of {self._follow_one_of} requests is followed"
         self._added += 1
@@ -288,8 +304,7 @@ class History:
 
     def _is_unseen(self, group: int, end: int, hit: int) -> bool:
         """Whether no row from position ``hit`` on sees the keys before ``end``."""
-        window = self._windows[group]
-        return window is not None and end <= hit - window + 1
+        return end <= min((first_seen(params, hit) for params in self._settings[group]), default=0)
 
     def _rows_of_block(self, request: Request, group: int, block_id: int, chain: Numbers) -> Numbers | None:
         """Return the block's rows, -1 where it holds other tokens than those of ``chain``; None if it is unknown."""

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from attncheck.harness.engine.causes import WrongRows, cause_of
 from attncheck.harness.engine.events import EngineFinding, KVGroup, LayerFacts, ObserverSettings, Tally
-from attncheck.harness.engine.history import History, Numbers, StepInputs, StepRows
-from attncheck.harness.engine.pages import KeptKeys, lacking_positions
+from attncheck.harness.engine.history import History, Numbers, StepInputs, StepRows, first_seen
+from attncheck.harness.engine.pages import KeptKeys, PageChecks
 from attncheck.harness.truth.faults import LATENT_ROUNDINGS, CacheRows, absorbed_rows, latent_answers
 from attncheck.harness.truth.unpaged import ROUNDINGS, Budget, UnpagedAttention, budget_of, share_of_budget
 from attncheck.reference import AttentionParams, Precision
@@ -59,7 +59,7 @@ class RowStore:
     def limit_numbers(self) -> None:
         """Set how many rows there may be, from the bytes that a row has in all layers."""
         size = sum(each[0].numel() * each.element_size() for pair in self._rows.values() for each in pair)
-        if size:
+        if size and self._numbers.max_capacity is None:
             self._numbers.max_capacity = max(2, self._max_bytes // size)
 
 
@@ -95,7 +95,8 @@ class Judge:
         self._input_rows = self._numbers = torch.zeros(0, dtype=torch.int64)
         self._pending: list[Pending] = []
         self._pending_bytes = 0
-        self._lacking: dict[tuple[str, str, int], set[int]] = {}
+        self._pages = PageChecks()
+        self._reported: dict[tuple[str, str, int], set[int]] = {}
         self.worst_share = 0.0
 
     # One step.
@@ -123,6 +124,9 @@ class Judge:
         if not num_rows or facts is None or group is None:
             self._tally.not_followed["layers without a followed KV-cache group"] += num_rows
             return
+        if len(query) <= int(self._input_rows[-1]):
+            self._tally.not_followed["layers that compute a part of the rows"] += num_rows
+            return
         rows, numbers = self._input_rows.to(query.device), self._numbers.to(query.device)
         if facts.kv_sharing_target is None and key is not None and value is not None:
             with self._tally.timed("keep"):
@@ -147,23 +151,21 @@ class Judge:
             return self._groups[group].not_followed
         if query.dtype not in _DTYPES or output.dtype not in _DTYPES:
             return f"queries of {query.dtype} with outputs of {output.dtype}"
-        if len(query) <= int(self._input_rows[-1]):
-            return "layers that compute a part of the rows"
         if not self.store.has(facts.kv_sharing_target or layer):
             return "layers whose keys were not seen"
         return None
 
     def finish(self) -> None:
         """Judge what was taken in this step."""
+        self.store.limit_numbers()
         pending, self._pending, self._pending_bytes = self._pending, [], 0
-        lacking: dict[tuple[str, str], Numbers] = {}
         with self._tally.timed("write"):
             for each in pending:
-                lacking |= self._compare_pages(each)
+                self._compare_pages(each, self._followed)
         with self._tally.timed("judge"):
             for together in _of_equal_settings(pending):
                 for requests in self._in_parts(together):
-                    self._judge(together, requests, lacking)
+                    self._judge(together, requests)
 
     def _in_parts(self, together: Sequence[Pending]) -> Iterator[tuple[StepRows, ...]]:
         """Yield requests whose keys and values fit into memory together."""
@@ -172,7 +174,7 @@ class Judge:
         part: list[StepRows] = []
         num_keys = 0
         for request in self._followed:
-            keys = request.position + request.num_rows - _first_seen(params, request.position)
+            keys = request.position + request.num_rows - _first_kept(params, request.position)
             if part and size * (num_keys + keys) > _JUDGED_BYTES:
                 yield tuple(part)
                 part, num_keys = [], 0
@@ -183,12 +185,7 @@ class Judge:
 
     # Outputs.
 
-    def _judge(
-        self,
-        together: Sequence[Pending],
-        requests: Sequence[StepRows],
-        lacking: Mapping[tuple[str, str], Numbers],
-    ) -> None:
+    def _judge(self, together: Sequence[Pending], requests: Sequence[StepRows]) -> None:
         budget, truth = self._truth(together, requests)
         begin = next(at for at, each in _starts(self._followed) if each is requests[0])
         own = slice(begin, begin + len(truth))
@@ -213,7 +210,7 @@ class Judge:
                 bad = np.flatnonzero(shares[of_request, index] > 1)
                 if len(bad):
                     allowed = Budget(*(part[of_request, of_layer] for part in (budget.norm, budget.peak, budget.lse)))
-                    self._find(each, request, bad, shares[of_request, index], begin + at, allowed, lacking)
+                    self._find(each, request, bad, shares[of_request, index], begin + at, allowed)
 
     def _truth(self, together: Sequence[Pending], requests: Sequence[StepRows]) -> tuple[Budget, Tensor]:
         """Return the right output, float64 ``[T, H, Dv]``, and its budget, of all layers as heads of one."""
@@ -223,7 +220,7 @@ class Judge:
         num_rows = [each.num_rows for each in requests]
         query = torch.cat([each.query[begin : begin + sum(num_rows)] for each in together], dim=1)
         keys = [
-            _keys(each, group)[_first_seen(facts.params, each.position) : each.position + each.num_rows]
+            _keys(each, group)[_first_kept(facts.params, each.position) : each.position + each.num_rows]
             for each in requests
         ]
         numbers = torch.from_numpy(np.concatenate(keys)).to(query.device)
@@ -251,7 +248,6 @@ class Judge:
         shares: np.ndarray,
         at: int,
         allowed: Budget,
-        lacking: Mapping[tuple[str, str], Numbers],
     ) -> None:
         """Report the wrong rows of a request in a layer. ``at``: of its first row; ``bad``: counted from that."""
         finding = EngineFinding(
@@ -264,22 +260,31 @@ class Judge:
             num_rows=len(bad),
             budget_share=float(shares.max()),
         )
-        found = lacking.get((request.request_id, pending.layer))
-        if found is not None:
-            finding = replace(finding, note=self._words_of_pages(pending, request, found))
-        if len(found if found is not None else ()):
-            index = int(found[0]) // self._groups[pending.group].block_size  # type: ignore[index]
-            finding = replace(finding, block_index=index, block_id=request.block_ids[pending.group][index])
         if self._tally.counts["explained findings"] < self._settings.max_explained:
             self._tally.counts["explained findings"] += 1
-            order = bad[np.argsort(-shares[bad], kind="stable")]
             with self._tally.timed("explain"):
-                cause = cause_of(self._wrong_rows(pending, request, order, at, allowed, found), self._history)
-            if cause is not None:
-                finding = replace(finding, cause=cause.meaning)
-                if cause.block_id is not None:
-                    finding = replace(finding, block_id=cause.block_id, block_index=cause.block_index)
+                finding = self._explained(finding, pending, request, bad[np.argsort(-shares[bad])], at, allowed)
         self._tally.find(finding)
+
+    def _explained(
+        self, finding: EngineFinding, pending: Pending, request: StepRows, order: Numbers, at: int, allowed: Budget
+    ) -> EngineFinding:
+        """Return the finding with what the pages lack, and a wrong reading that gives the same output, if one does.
+
+        ``order``: the wrong rows, counted from that at ``at``, the worst first.
+        """
+        lacking = self._compare_pages(pending, [request], whole=True)
+        if lacking is not None:
+            finding = replace(finding, note=self._words_of_pages(pending, request, lacking))
+            if len(lacking):
+                index = int(lacking[0]) // self._groups[pending.group].block_size
+                finding = replace(finding, block_index=index, block_id=request.block_ids[pending.group][index])
+        cause = cause_of(self._wrong_rows(pending, request, order, at, allowed, lacking), self._history)
+        if cause is not None:
+            finding = replace(finding, cause=cause.meaning)
+            if cause.block_id is not None:
+                finding = replace(finding, block_id=cause.block_id, block_index=cause.block_index)
+        return finding
 
     def _wrong_rows(
         self,
@@ -330,36 +335,49 @@ class Judge:
 
     # Pages.
 
-    def _compare_pages(self, pending: Pending) -> dict[tuple[str, str], Numbers]:
-        """Compare the pages that the rows of this step read; return the positions that each request's pages lack."""
+    def _compare_pages(self, pending: Pending, requests: Sequence[StepRows], *, whole: bool = False) -> Numbers | None:
+        """Compare pages of a layer that the rows of this step read; report and return the positions that they lack.
+
+        These are the pages that the step wrote to, and one other page of each request, in turn; ``whole``: all pages.
+        Return None if pages cannot be compared.
+        """
         facts, cache = pending.facts, pending.kv_cache
+        if facts.kv_sharing_target is not None:
+            return None  # its pages are those of the other layer
+        if facts.write is None or cache is None or cache.numel() == 0:
+            self._tally.not_followed["pages that cannot be compared"] += len(requests)
+            return None
         size = self._groups[pending.group].block_size
-        page_size = facts.page_size or size
-        if facts.write is None or cache is None or cache.numel() == 0 or facts.kv_sharing_target is not None:
-            reason = "pages that are compared with their own layer" if facts.kv_sharing_target else "pages of no layout"
-            self._tally.not_followed[reason] += 0 if facts.kv_sharing_target else len(self._followed)
-            return {}
-        lacking = {}
-        for request in self._followed:
-            first, end = _first_seen(facts.params, request.position), request.position + request.num_rows
-            positions = np.arange(first, end)
-            table = np.array(request.block_ids[pending.group], dtype=np.int64)
-            numbers = torch.from_numpy(_keys(request, pending.group)[first:end]).to(cache.device)
-            key, value = self.store.rows(pending.layer, numbers)
-            slots = table[positions // size] * size + positions % size
-            found, compared = lacking_positions(facts, page_size, KeptKeys(positions, slots, key, value), cache)
-            self._tally.checks["write"] += compared
-            lacking[request.request_id, pending.layer] = found
-            if len(found):
-                self._find_lacking(pending, request, found)
-        return lacking
+        spans = [self._span(pending, request, whole=whole) for request in requests]
+        numbers = [_keys(request, pending.group)[span] for request, span in zip(requests, spans, strict=True)]
+        tables = [np.array(request.block_ids[pending.group], dtype=np.int64) for request in requests]
+        slots = [table[span // size] * size + span % size for table, span in zip(tables, spans, strict=True)]
+        key, value = self.store.rows(pending.layer, torch.from_numpy(np.concatenate(numbers)).to(cache.device))
+        owners = np.repeat(np.arange(len(requests)), [len(span) for span in spans])
+        kept = KeptKeys(owners, np.concatenate(spans), np.concatenate(slots), key, value)
+        found, compared = self._pages.lacking(facts, facts.page_size or size, kept, cache)
+        self._tally.checks["write"] += compared
+        for index in np.unique(owners[found]).tolist():
+            self._find_lacking(pending, requests[index], kept.positions[found[owners[found] == index]])
+        return kept.positions[found]
+
+    def _span(self, pending: Pending, request: StepRows, *, whole: bool) -> Numbers:
+        """Return the positions of a request whose slots are compared."""
+        size = self._groups[pending.group].block_size
+        first, end = first_seen(pending.facts.params, request.position), request.position + request.num_rows
+        written = max(first, request.position // size * size)
+        if whole or written == first:
+            return np.arange(first, end)
+        turn = first // size + self._tally.step % (written // size - first // size)
+        before = np.arange(max(first, turn * size), min(written, (turn + 1) * size))
+        return np.concatenate([before, np.arange(written, end)])
 
     def _find_lacking(self, pending: Pending, request: StepRows, lacking: Numbers) -> None:
         """Report each block that lacks positions which were not reported before."""
         size = self._groups[pending.group].block_size
         for index, positions in groupby(lacking.tolist(), key=lambda position: position // size):
             block_id = request.block_ids[pending.group][index]
-            reported = self._lacking.setdefault((request.request_id, pending.layer, block_id), set())
+            reported = self._reported.setdefault((request.request_id, pending.layer, block_id), set())
             some = [position for position in positions if position not in reported]
             if some:
                 reported.update(some)
@@ -423,10 +441,9 @@ def _as_heads(params: Sequence[AttentionParams]) -> AttentionParams:
     )
 
 
-def _first_seen(params: AttentionParams, position: int) -> int:
-    """Return the first key that a row at ``position`` or later sees; 0 if that is not simple."""
-    left = params.window[0]
-    return max(0, position - left) if left >= 0 and params.attn_chunk_size is None else 0
+def _first_kept(params: AttentionParams, position: int) -> int:
+    """Return the first key of a truth; chunks count positions from 0, so none may be left out."""
+    return 0 if params.attn_chunk_size is not None else first_seen(params, position)
 
 
 def _keys(request: StepRows, group: int) -> Numbers:

@@ -77,8 +77,8 @@ class EngineObserver:
     ) -> None:
         """Take the KV-cache groups and layers; requests may be added before."""
         self._engine = engine or EngineFacts()
-        windows = [_window_of(group, layers) for group in groups]
-        self._history = History(groups, windows, self._tally, self.settings.follow_one_of)
+        of_groups = [[layers[name].params for name in group.layers if name in layers] for group in groups]
+        self._history = History(groups, of_groups, self._tally, self.settings.follow_one_of)
         self._judge = Judge(self.settings, groups, layers, self._history, self._tally)
         for waiting in self._waiting:
             self._history.add(*waiting)
@@ -187,8 +187,6 @@ class EngineObserver:
         assert self._judge is not None
         self._is_in_step = False
         self._judge.finish()
-        if self._tally.step == 1:
-            self._judge.store.limit_numbers()
         with self._tally.timed("follow"):
             self._history.end(sampled)
 
@@ -207,9 +205,3 @@ class EngineObserver:
             findings_left_out=tally.findings_left_out,
             engine=self._engine,
         )
-
-
-def _window_of(group: KVGroup, layers: Mapping[str, LayerFacts]) -> int | None:
-    """Return how many keys the widest layer of a group sees; None if one sees all."""
-    lefts = [layers[name].params.window[0] for name in group.layers if name in layers]
-    return None if not lefts or min(lefts) < 0 else max(lefts) + 1

@@ -1,6 +1,5 @@
 """Compares the pages of a cache with what the layer itself writes for the same keys and values."""
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -10,85 +9,92 @@ from torch import Tensor
 from attncheck.harness.engine.events import LayerFacts
 from attncheck.harness.engine.history import Numbers
 
-# The layer writes the right keys and values to scratch pages, so that no layout has to be known. Bytes that are equal
-# on pages of zeros and on pages of ones were written; the cache must have the same bytes there.
+# The layer writes the right keys and values to scratch pages, so that no layout has to be known. The scratch pages
+# begin with every bit of the cache's pages inverted. So a byte that the layer writes rightly is then equal to that of
+# the cache, and a byte that it does not write is still inverted; any other byte is wrong.
 
-_SCRATCH_BYTES = 2**27
+_SCRATCH_BYTES = 2**26
 """Bytes of scratch pages at once."""
 
 
 @dataclass(frozen=True)
 class KeptKeys:
-    """Keys that the pages of one request must hold.
+    """Keys that the pages of some requests must hold, ``[N]`` each, by request and then by position.
 
-    positions: int64 ``[N]``, ascending. slots: of the cache, int64 ``[N]``. key, value: as the layer writes them.
+    owners: the request of each key, as a number. slots: of the cache. key, value: as the layer writes them.
     """
 
+    owners: Numbers
     positions: Numbers
     slots: Numbers
     key: Tensor
     value: Tensor
 
-
-def lacking_positions(facts: LayerFacts, page_size: int, kept: KeptKeys, kv_cache: Tensor) -> tuple[Numbers, int]:
-    """Return the positions whose key or value the cache lacks, and how many pages were compared."""
-    page_of = kept.positions // page_size
-    starts = np.flatnonzero(np.diff(page_of, prepend=-1))  # the first key of each page
-    at_once = max(1, _SCRATCH_BYTES // max(1, 2 * kv_cache[:1].numel() * kv_cache.element_size()))
-    wrong = []
-    for first in range(0, len(starts), at_once):
-        begin = starts[first]
-        end = starts[first + at_once] if first + at_once < len(starts) else len(page_of)
-        wrong += list(_wrong_positions(facts, page_size, _part(kept, slice(begin, end)), kv_cache))
-    return np.array(wrong, dtype=np.int64), len(starts)
+    def part(self, rows: slice) -> "KeptKeys":
+        """Return some of the keys."""
+        return KeptKeys(self.owners[rows], self.positions[rows], self.slots[rows], self.key[rows], self.value[rows])
 
 
-def _wrong_positions(facts: LayerFacts, page_size: int, kept: KeptKeys, kv_cache: Tensor) -> Iterator[int]:
-    page_of = kept.positions // page_size
-    starts = np.flatnonzero(np.diff(page_of, prepend=-1))
-    page_ids = kept.slots[starts] // page_size
-    own = np.repeat(np.arange(len(starts)), np.diff(np.append(starts, len(page_of))))
-    held = _bytes(kv_cache[torch.from_numpy(page_ids).to(kv_cache.device)])
-    slots = torch.from_numpy(own * page_size + kept.slots % page_size).to(kv_cache.device)
-    differs = _differs(facts, kept.key, kept.value, slots, held, kv_cache)
-    for page in np.flatnonzero(differs.cpu().numpy()):
-        rows = np.flatnonzero(own == page)
-        for row in rows:  # seldom: one key at a time, to find which one
-            one = slice(row, row + 1)
-            offset = torch.tensor([int(kept.slots[row]) % page_size], device=kv_cache.device)
-            alone = _differs(facts, kept.key[one], kept.value[one], offset, held[page : page + 1], kv_cache)
-            if bool(alone[0]):
-                yield int(kept.positions[row])
+class PageChecks:
+    """Compares pages; its scratch pages are used again."""
 
+    def __init__(self) -> None:
+        self._scratch: dict[object, Tensor] = {}
 
-def _differs(facts: LayerFacts, key: Tensor, value: Tensor, slots: Tensor, held: Tensor, like: Tensor) -> Tensor:
-    """Return bool ``[pages]``: whether ``held`` lacks bytes that the layer writes for these keys."""
-    assert facts.write is not None
-    written = []
-    for fill in (0, 255):
-        scratch = _scratch(like, len(held))
-        _bytes(scratch).fill_(fill)
+    def lacking(self, facts: LayerFacts, page_size: int, kept: KeptKeys, kv_cache: Tensor) -> tuple[Numbers, int]:
+        """Return the places in ``kept`` of keys that the cache lacks, and how many pages were compared."""
+        pages = np.stack([kept.owners, kept.positions // page_size])
+        starts = np.flatnonzero((np.diff(pages, prepend=-1) != 0).any(axis=0))  # the first key of each page
+        ends = np.append(starts[1:], len(kept.owners))
+        at_once = max(1, _SCRATCH_BYTES // max(1, kv_cache[:1].numel() * kv_cache.element_size()))
+        wrong = [np.zeros(0, dtype=np.int64)]
+        for first in range(0, len(starts), at_once):
+            some = slice(first, first + at_once)
+            begin = starts[first]
+            part = kept.part(slice(begin, ends[some][-1]))
+            wrong.append(begin + self._lacking(facts, page_size, part, starts[some] - begin, kv_cache))
+        return np.concatenate(wrong), len(starts)
+
+    def _lacking(self, facts: LayerFacts, page_size: int, kept: KeptKeys, starts: Numbers, kv_cache: Tensor) -> Numbers:
+        device = kv_cache.device
+        counts = np.diff(np.append(starts, len(kept.slots)))
+        own = np.repeat(np.arange(len(starts)), counts)
+        held = kv_cache[torch.from_numpy(kept.slots[starts] // page_size).to(device)]
+        slots = torch.from_numpy(own * page_size + kept.slots % page_size).to(device)
+        differs = self._differs(facts, kept.key, kept.value, slots, held, kv_cache).cpu().numpy()
+        if not differs.any():
+            return np.zeros(0, dtype=np.int64)
+        # Seldom: one key at a time, to find which ones are wrong.
+        suspects = np.flatnonzero(differs[own])
+        some = torch.from_numpy(suspects).to(device)
+        alone = held[torch.from_numpy(own[suspects]).to(device)]
+        offsets = torch.from_numpy(np.arange(len(suspects)) * page_size + kept.slots[suspects] % page_size)
+        is_wrong = self._differs(facts, kept.key[some], kept.value[some], offsets.to(device), alone, kv_cache)
+        found: Numbers = suspects[is_wrong.cpu().numpy()]
+        return found
+
+    def _differs(
+        self, facts: LayerFacts, key: Tensor, value: Tensor, slots: Tensor, held: Tensor, like: Tensor
+    ) -> Tensor:
+        """Return bool ``[pages]``: whether ``held`` lacks bytes that the layer writes for these keys."""
+        assert facts.write is not None
+        scratch = self._pages(like, len(held))
+        inverted = held.view(torch.uint8).bitwise_not()
+        written = scratch.view(torch.uint8)
+        written.copy_(inverted)
         facts.write(key, value, scratch, slots)
-        written.append(_bytes(scratch))
-    is_written = written[0] == written[1]
-    return (is_written & (written[0] != held)).flatten(1).any(dim=1)
+        return ((written != held.view(torch.uint8)) & (written != inverted)).flatten(1).any(dim=1)
 
-
-def _scratch(like: Tensor, pages: int) -> Tensor:
-    """Return new pages whose axes have the same order in memory as those of ``like``."""
-    strides = like.stride()
-    order = sorted(range(1, like.dim()), key=lambda axis: -strides[axis])
-    made = torch.empty([pages, *(like.shape[axis] for axis in order)], dtype=like.dtype, device=like.device)
-    back = [0] * like.dim()
-    for at, axis in enumerate(order, start=1):
-        back[axis] = at
-    return made.permute(back)
-
-
-def _bytes(pages: Tensor) -> Tensor:
-    """Return the bytes of pages, in any order of axes; a view if the last axis is dense."""
-    return pages.view(torch.uint8)
-
-
-def _part(kept: KeptKeys, rows: slice) -> KeptKeys:
-    return KeptKeys(kept.positions[rows], kept.slots[rows], kept.key[rows], kept.value[rows])
+    def _pages(self, like: Tensor, count: int) -> Tensor:
+        """Return scratch pages whose axes have the same order in memory as those of ``like``."""
+        strides = like.stride()
+        order = sorted(range(1, like.dim()), key=lambda axis: -strides[axis])
+        sizes = [like.shape[axis] for axis in order]
+        key = (like.dtype, like.device, *order, *sizes)
+        made = self._scratch.get(key)
+        if made is None or len(made) < count:
+            made = self._scratch[key] = torch.empty([2 * count, *sizes], dtype=like.dtype, device=like.device)
+        back = [0] * like.dim()
+        for at, axis in enumerate(order, start=1):
+            back[axis] = at
+        return made[:count].permute(back)

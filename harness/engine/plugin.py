@@ -8,6 +8,7 @@ import json
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 
 from attncheck.errors import QuestionError
@@ -77,7 +78,8 @@ def serve_watched(settings: WatchSettings, command: Sequence[str]) -> int:
     Raises:
         QuestionError: the command cannot be started, or the vLLM of this environment cannot be watched.
     """
-    check_internals()
+    if find_spec("vllm") is not None:  # else the command has an environment of its own, where the worker checks it
+        check_internals()
     return run_with_plugin(command, settings.environment(), PLUGIN)
 
 

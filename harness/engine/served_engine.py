@@ -10,13 +10,14 @@ from multiprocessing.util import Finalize
 from typing import Any
 
 from attncheck.harness.device import collect_environment
-from attncheck.harness.engine.events import ObserverResult, ObserverSettings
-from attncheck.harness.engine.findings import EngineCase, backend_of, records_of
+from attncheck.harness.engine.events import ObserverSettings
+from attncheck.harness.engine.findings import EngineCase, backend_of, header_of, records_of
+from attncheck.harness.engine.internals import check_internals
 from attncheck.harness.engine.observer import EngineObserver
 from attncheck.harness.engine.plugin import WatchSettings
 from attncheck.harness.engine.vllm_worker import WorkerHooks
 from attncheck.harness.run.outcomes import Circumstances
-from attncheck.reports.run_file.header import Environment, RunHeader, SuiteInfo
+from attncheck.reports.run_file.header import Environment
 from attncheck.reports.run_file.store import now, write_run
 
 LOGGER = logging.getLogger("attncheck")
@@ -45,7 +46,7 @@ def watch_workers(settings: WatchSettings, wrapper_class: type[Any] | None = Non
             parallel = wrapper.worker.vllm_config.parallel_config
             if not wrapper.worker.rank and not parallel.data_parallel_rank:  # other ranks get the same batches
                 ServedEngine(settings, wrapper.worker.model_runner).start()
-        except Exception:  # noqa: BLE001 (a failure here must not stop the engine)
+        except Exception:
             LOGGER.exception("attncheck cannot watch this engine, which is not affected")
         return made
 
@@ -65,11 +66,16 @@ class ServedEngine:
         self._ended = threading.Event()
         self._started, self._began_s = now(), time.monotonic()
         self._environment: Environment | None = None
+        self._notes = (
+            f"outputs and pages of one in {settings.judge_every} steps were judged",
+            f"one of {settings.follow_one_of} requests was followed",
+        )
         self._written: tuple[int, str | None] | None = None
 
     def start(self) -> None:
         """Watch the runner, and begin to write the run file."""
         try:
+            check_internals()
             self.hooks.install()
         except Exception as error:  # noqa: BLE001 (the run file has to state it)
             self._observer.fail(error)
@@ -88,7 +94,7 @@ class ServedEngine:
     def _write_or_log(self) -> None:
         try:
             self.write()
-        except Exception:  # noqa: BLE001 (a failure must not keep the process alive)
+        except Exception:
             LOGGER.exception("attncheck could not write %s", self._settings.path)
 
     def write(self) -> None:
@@ -102,7 +108,12 @@ class ServedEngine:
         aside.unlink(missing_ok=True)
         if self._environment is None:
             self._environment = collect_environment(str(self._runner.device))
-        header = run_header(self._settings, result, self._environment, self._started)
+        header = header_of(
+            [SERVED.info(result)],
+            [backend_of(result.engine).info],
+            self._environment,
+            command=self._settings.command,
+        ).model_copy(update={"started": self._started, "notes": self._notes})
         circumstances = Circumstances(
             seed=header.seed, environment=header.environment.digest, attncheck_version=header.environment.attncheck
         )
@@ -111,22 +122,3 @@ class ServedEngine:
         write_run(aside, header, records, errors)
         aside.replace(path)
         self._written = state
-
-
-def run_header(settings: WatchSettings, result: ObserverResult, environment: Environment, started: str) -> RunHeader:
-    """Return the header of a run file about the requests of a server."""
-    backend = backend_of(result.engine)
-    return RunHeader(
-        started=started,
-        environment=environment,
-        suites=(SuiteInfo(name=SERVED.suite, ref=SERVED.suite, cases=1, digest=SERVED.hash),),
-        cases=(SERVED.info(result),),
-        checks=SERVED.checks(result),
-        device=environment.device,
-        seed=0,
-        backends=(backend.info,),
-        command=settings.command,
-        notes=(
-            f"every {settings.judge_every}th step was judged; one of {settings.follow_one_of} requests was followed",
-        ),
-    )

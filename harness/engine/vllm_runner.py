@@ -3,6 +3,7 @@
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
@@ -92,14 +93,19 @@ class Hooks:
             self._watch_layers(runner)
         for request_id in scheduler_output.finished_req_ids:
             self.observer.request_finished(request_id)
-        self._plan = scheduler_output if scheduler_output.total_num_scheduled_tokens else None
         if self._plan is not None:
+            raise RuntimeError("a step begins before the last one has ended, as with async scheduling")
+        if scheduler_output.total_num_scheduled_tokens:
+            self._plan = scheduler_output
             self.observer.step_begins(step_plan(scheduler_output))
 
     def _watch_layers(self, runner: Any) -> None:
         layers = runner.compilation_config.static_forward_context
-        facts = {name: layer_facts(layer) for name, layer in layers.items()}
-        self.observer.engine_starts(kv_groups(runner.kv_cache_config), facts, engine_facts(runner))
+        groups = kv_groups(runner.kv_cache_config, engine_reason(runner.vllm_config))
+        page_sizes = getattr(runner, "_kernel_block_sizes", None) or [group.block_size for group in groups]
+        sizes = {name: size for group, size in zip(groups, page_sizes, strict=False) for name in group.layers}
+        facts = {name: layer_facts(layer, sizes.get(name)) for name, layer in layers.items()}
+        self.observer.engine_starts(groups, facts, engine_facts(runner))
         for name, layer in layers.items():
             self.watch_layer(name, layer)
 
@@ -224,12 +230,21 @@ def sampled_tokens(scheduler_output: Any, model_runner_output: Any) -> dict[str,
     }
 
 
-def kv_groups(kv_cache_config: Any) -> tuple[KVGroup, ...]:
-    """Return the groups of a ``KVCacheConfig``."""
+def engine_reason(vllm_config: Any) -> str | None:
+    """Return why no request of an engine can be followed, or None."""
+    parallel = vllm_config.parallel_config
+    if getattr(vllm_config, "kv_transfer_config", None) is not None:
+        return "engines with a KV connector"
+    sizes = [getattr(parallel, f"{part}_context_parallel_size", 1) for part in ("decode", "prefill")]
+    return "engines with context parallelism" if max(sizes) > 1 else None
+
+
+def kv_groups(kv_cache_config: Any, not_followed: str | None = None) -> tuple[KVGroup, ...]:
+    """Return the groups of a ``KVCacheConfig``; ``not_followed``: why none of them is followed."""
     groups = []
     for group in kv_cache_config.kv_cache_groups:
         spec = group.kv_cache_spec
-        reason = None
+        reason = not_followed
         if "Mamba" in type(spec).__name__:
             reason = _STATE
         elif getattr(group, "is_eagle_group", False):
@@ -290,8 +305,8 @@ _CODE_DTYPES = {
 _KNOWN_LAYERS = ("Attention", "ChunkedLocalAttention", "MLAAttention")
 
 
-def layer_facts(layer: Any) -> LayerFacts:
-    """Return the facts of a layer of vLLM's ``static_forward_context``."""
+def layer_facts(layer: Any, page_size: int | None = None) -> LayerFacts:
+    """Return the facts of a layer of vLLM's ``static_forward_context``; ``page_size``: tokens of a kernel's block."""
     name = type(layer).__name__
     if name not in _KNOWN_LAYERS:
         sizes = AttentionParams(1, 1, 1)
@@ -301,7 +316,8 @@ def layer_facts(layer: Any) -> LayerFacts:
     attn_type = str(getattr(getattr(layer, "attn_type", "decoder"), "value", getattr(layer, "attn_type", "decoder")))
     if attn_type != "decoder":
         reasons.append(f"layers of the type {attn_type}")
-    return _latent_facts(layer, reasons) if name == "MLAAttention" else _paged_facts(layer, reasons)
+    facts = _latent_facts(layer, reasons) if name == "MLAAttention" else _paged_facts(layer, reasons)
+    return replace(facts, page_size=page_size)
 
 
 def _paged_facts(layer: Any, reasons: list[str]) -> LayerFacts:
