@@ -36,6 +36,7 @@ class Hooks:
         self.receive_rows: Callable[..., None] = observer.layer_rows
         self._wrapped: list[tuple[Any, str, Any]] = []
         self._plan: Any = None
+        self._scheduler: Any = None
 
     def install(self) -> None:
         """Watch the scheduler and the model runner of this process.
@@ -85,14 +86,17 @@ class Hooks:
         except Exception as error:  # noqa: BLE001 (a failure here must not stop the engine)
             self.observer.fail(error)
 
-    def _request_added(self, _scheduler: Any, request: Any) -> None:
+    def _request_added(self, scheduler: Any, request: Any) -> None:
+        self._scheduler = scheduler
         self.observer.request_added(*added_request(request))
 
     def _step_begins(self, runner: Any, scheduler_output: Any, *_: Any, **__: Any) -> None:
         if not self.observer.is_started:
             self._watch_layers(runner)
+        live = getattr(self._scheduler, "requests", {})
         for request_id in scheduler_output.finished_req_ids:
-            self.observer.request_finished(request_id)
+            if request_id not in live or live[request_id].is_finished():  # else the id of an aborted one is used again
+                self.observer.request_finished(request_id)
         if self._plan is not None:
             raise RuntimeError("a step begins before the last one has ended, as with async scheduling")
         if scheduler_output.total_num_scheduled_tokens:
