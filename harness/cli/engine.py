@@ -38,6 +38,7 @@ _DEFAULTS: Mapping[str, str] = {
     "VLLM_LOGGING_LEVEL": "ERROR",
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "NUMBA_NUM_THREADS": "1",  # of the drafter; vLLM uses one of them
     "TQDM_DISABLE": "1",
 }
 """Environment variables of the process that serves; the first two are always set, the others unless they are given."""
@@ -62,7 +63,7 @@ def engine(
     model: Annotated[
         list[str] | None,
         typer.Option(
-            metavar="NAME|DIR",
+            metavar="NAME|DIR,...",
             help="full, hybrid or latent: a small model with random weights; or the folder of a model. "
             "[default: the three small ones]",
         ),
@@ -139,7 +140,7 @@ def engine_runs(given: Mapping[str, Any], folder: Path) -> "list[EngineRun]":
         if kind not in TRAFFIC:
             raise UnknownNameError("kind of traffic", kind, list(TRAFFIC))
     runs: list[EngineRun] = []
-    for model in dict.fromkeys(given.get("model", CONFIGS)):
+    for model in dict.fromkeys(split_commas(given.get("model", CONFIGS))):
         place = folder / model if model in CONFIGS else Path(model).resolve()
         if model not in CONFIGS and not (place / "config.json").is_file():
             names = ", ".join(CONFIGS)
@@ -198,7 +199,8 @@ def _serve(runs: "Sequence[EngineRun]", output: Path | None, words: Sequence[str
     with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as log:
         served, errors = _results(runs, log)
         if not served:
-            raise QuestionError("\n".join([*dict.fromkeys(errors), *_last_lines(log)]))
+            printed = [f"vLLM | {line}" for line in _last_lines(log)]
+            raise QuestionError("\n".join([*dict.fromkeys(errors), *printed]))
     header = header_of(
         [each.case for each in served if each.case is not None],
         [each.backend for each in served if each.backend is not None],
@@ -249,10 +251,10 @@ def _results(runs: "Sequence[EngineRun]", log: Any) -> "tuple[list[ServedTraffic
             if found is not None and found.is_start:
                 environment, found = found.environment, next(lines, None)
             if found is None:
-                errors.append("vLLM cannot be imported, or its process ended; its last lines follow")
+                errors.append("vLLM cannot be imported, or its process ended")
                 break
             if found.ended and environment is not None:
-                found = ended_traffic(run, found.ended, environment)
+                found = ended_traffic(run, found.ended, environment, "\n".join(_last_lines(log)))
             if found.case is None:
                 errors.append(f"{run.case_id}: vLLM did not start: {found.not_started or found.ended}")
             else:
@@ -302,4 +304,4 @@ def _last_lines(log: Any) -> list[str]:
     """Return the last lines that vLLM printed."""
     log.seek(0)
     lines = [line.rstrip() for line in log if line.strip()]
-    return [f"vLLM | {line}" for line in lines[-_SHOWN_LINES:]]
+    return lines[-_SHOWN_LINES:]

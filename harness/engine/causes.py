@@ -1,9 +1,7 @@
 """Finds which wrong reading of the keys gives the same output as the engine."""
 
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import islice
 
 import numpy as np
 import torch
@@ -13,14 +11,11 @@ from attncheck.harness.engine.history import ZERO_ROW, Block, History, Numbers, 
 from attncheck.harness.truth.unpaged import Budget, UnpagedAttention, share_of_budget
 from attncheck.reference import AttentionParams
 
-_AT_ONCE = 64
-"""Readings that are computed together."""
+_KEYS_AT_ONCE, _MOST_KEYS = 2**16, 2**21
+"""Keys of readings that are computed together, and of all that are tried for one row."""
 
 _ROWS = 4
 """Wrong rows of a request for which a reading must give the same output."""
-
-_MOST_READINGS = 1500
-"""Readings that are tried for one finding."""
 
 
 @dataclass(frozen=True)
@@ -98,20 +93,33 @@ def cause_of(wrong: WrongRows, history: History) -> Cause | None:
 
 def _misses(wrong: WrongRows, row: int, readings: Iterator[Reading]) -> Iterator[tuple[Reading, float]]:
     """Yield each reading with its distance from the output, in budgets."""
-    by_window: dict[int | None, list[Reading]] = defaultdict(list)
-    for reading in islice(readings, _MOST_READINGS):
-        by_window[reading.window].append(reading)
-    for window, some in by_window.items():
+    for part in _parts(readings):
+        window = part[0].window
         params = wrong.params if window is None else replace(wrong.params, window=(window, wrong.params.window[1]))
-        for first in range(0, len(some), _AT_ONCE):
-            part = some[first : first + _AT_ONCE]
-            key, value = wrong.rows_of(np.concatenate([each.numbers for each in part]))
-            ends = torch.tensor([0, *(len(each.numbers) for each in part)]).cumsum(0).to(key.device)
-            query = wrong.query[row : row + 1].expand(len(part), -1, -1)
-            one_each = torch.arange(len(part) + 1, device=key.device)
-            out, _ = UnpagedAttention(query, key, value, one_each, ends).attend(params)
-            missed = share_of_budget(wrong.output[row].double() - out, wrong.budget.of_rows(slice(row, row + 1)))
-            yield from zip(part, missed.amax(dim=1).tolist(), strict=True)
+        key, value = wrong.rows_of(np.concatenate([each.numbers for each in part]))
+        ends = torch.tensor([0, *(len(each.numbers) for each in part)]).cumsum(0).to(key.device)
+        query = wrong.query[row : row + 1].expand(len(part), -1, -1)
+        one_each = torch.arange(len(part) + 1, device=key.device)
+        out, _ = UnpagedAttention(query, key, value, one_each, ends).attend(params)
+        missed = share_of_budget(wrong.output[row].double() - out, wrong.budget.of_rows(slice(row, row + 1)))
+        yield from zip(part, missed.amax(dim=1).tolist(), strict=True)
+
+
+def _parts(readings: Iterator[Reading]) -> Iterator[list[Reading]]:
+    """Yield readings of one window that are computed together, until they have enough keys."""
+    part: list[Reading] = []
+    size = tried = 0
+    for reading in readings:
+        if part and (size > _KEYS_AT_ONCE or reading.window != part[0].window):
+            yield part
+            part, size = [], 0
+        part.append(reading)
+        size += len(reading.numbers)
+        tried += len(reading.numbers)
+        if tried > _MOST_KEYS:
+            break
+    if part:
+        yield part
 
 
 def _readings(wrong: WrongRows, history: History, row: int) -> Iterator[Reading]:

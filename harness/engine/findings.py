@@ -75,7 +75,7 @@ class EngineCase:
     def info(self, result: ObserverResult) -> CaseInfo:
         """Return the case as the header of a run file describes it."""
         engine = result.engine
-        sizes = ", ".join(map(str, engine.block_sizes))
+        sizes = ", ".join(map(str, dict.fromkeys(engine.block_sizes)))
         blocks = f"blocks of {sizes} tokens, runner {_short(engine.runner)}"
         shape = f"{engine.dtype}, KV cache {engine.kv_cache_dtype}, {blocks}" if engine.dtype else ""
         return CaseInfo(
@@ -170,7 +170,7 @@ def _broken(kind: CheckKind, result: ObserverResult, groups: Sequence["FindingGr
     what = f"{wrong} of {plural(result.checks.get(kind, 0), NOUNS[kind])} {'is' if wrong == 1 else 'are'} wrong"
     if len(groups) > 1:
         what += f" in {len(groups)} ways"
-    details = [line for group in groups[:SHOWN_GROUPS] for line in group.lines()]
+    details = [line for group in groups[:SHOWN_GROUPS] for line in group.lines(first)]
     if len(groups) > SHOWN_GROUPS:
         details.append(f"{len(groups) - SHOWN_GROUPS} further ways are not described")
     if result.findings_left_out:
@@ -198,14 +198,18 @@ class FindingGroup:
         causes = [finding.cause for finding in self.findings if finding.cause]
         return without_figures(causes[0]) if causes else _WRONG[self.findings[0].kind]
 
-    def lines(self) -> list[str]:
-        """Return where and when it was found, a line for each kind, and then its causes and notes."""
+    def lines(self, shown: EngineFinding) -> list[str]:
+        """Return where and when it was found, a line for each kind, and then its causes and notes.
+
+        ``shown``: a finding whose place the summary states already.
+        """
         lines = []
         for kind in dict.fromkeys(finding.kind for finding in self.findings):
             own = [finding for finding in self.findings if finding.kind == kind]
             shares = [finding.budget_share for finding in own if finding.budget_share is not None]
             worst = f", the largest error is {budgets(max(shares))} times the allowed error" if shares else ""
-            lines.append(f"{_extent(kind, own)}; first in step {own[0].step}: {_place(own[0])}{worst}")
+            first = "" if own[0] is shown else f"; first in step {own[0].step}: {_place(own[0])}"
+            lines.append(f"{_extent(kind, own)}{worst}{first}")
         causes = dict.fromkeys(finding.cause for finding in self.findings if finding.cause)
         notes = dict.fromkeys(finding.note for finding in self.findings if finding.note)
         lines += [f"  likely cause: {cause}" for cause in list(causes)[:_SHOWN_CAUSES]]

@@ -28,7 +28,7 @@ _UNKNOWN = -1
 _NULL_BLOCK = 0
 """vLLM's block id for keys that lie outside the window of every later row."""
 
-_MIN_CAPACITY = 1024
+_MIN_CAPACITY = 256
 
 
 @dataclass
@@ -84,38 +84,13 @@ class StepInputs:
     followed: tuple[StepRows, ...]
 
 
-class _Growing:
-    """Numbers that are appended to and cut."""
-
-    def __init__(self, numbers: Numbers | None = None) -> None:
-        self.size = 0
-        self._numbers = np.zeros(_MIN_CAPACITY, dtype=np.int64)
-        if numbers is not None:
-            self.extend(numbers)
-
-    def extend(self, numbers: Numbers) -> None:
-        end = self.size + len(numbers)
-        if end > len(self._numbers):
-            grown = np.zeros(2 * end, dtype=np.int64)
-            grown[: self.size] = self._numbers[: self.size]
-            self._numbers = grown
-        self._numbers[self.size : end] = numbers
-        self.size = end
-
-    def cut(self, size: int) -> None:
-        self.size = min(self.size, size)
-
-    @property
-    def all(self) -> Numbers:
-        return self._numbers[: self.size]
-
-
 @dataclass
 class Request:
     """A request, as it is followed.
 
     tokens: prompt and sampled tokens. chain: hashes of each prefix of them. done: tokens that are computed, by our own
-    count. not_followed: why it is not followed at all, or until it starts again.
+    count. keys: the row numbers of its positions, for each group; None for a group that is not followed.
+    never_followed, lost: why it is not followed at all, or until it starts again.
     """
 
     request_id: str
@@ -125,7 +100,7 @@ class Request:
     chain: list[int] = field(default_factory=list)
     done: int = 0
     block_ids: list[list[int]] = field(default_factory=list)
-    keys: list[_Growing | None] = field(default_factory=list)
+    keys: list[Numbers | None] = field(default_factory=list)
     lost: str | None = "it was added before the observer, or has not started"
 
     @property
@@ -144,9 +119,15 @@ class RowNumbers:
         self.positions = np.zeros(self.capacity, dtype=np.int64)
         self._free = np.arange(1, self.capacity, dtype=np.int64)
 
-    def take(self, count: int, held: Callable[[], Iterator[Numbers]]) -> Numbers | None:
-        """Return ``count`` unused numbers, or None if there are none within ``max_capacity``."""
+    def take(self, count: int, held: Callable[[], Iterator[Numbers]], forget: Callable[[], None]) -> Numbers | None:
+        """Return ``count`` unused numbers, or None if there are none within ``max_capacity``.
+
+        ``held``: yields the numbers in use. ``forget``: lets go of those that only explanations need.
+        """
         if count > len(self._free):
+            self._reclaim(count, held)
+        if count > len(self._free):
+            forget()
             self._reclaim(count, held)
         if count > len(self._free):
             return None
@@ -263,7 +244,7 @@ class History:
         hit = started.num_computed_tokens
         request.block_ids = [list(ids) for ids in started.block_ids]
         request.done, request.lost = hit, None
-        request.keys = [None if group.not_followed else _Growing() for group in self.groups]
+        request.keys = [None for _ in self.groups]
         self._tally.counts["requests resumed after preemption"] += started.resumed
         if request.never_followed:
             return
@@ -273,9 +254,9 @@ class History:
             self._count_finding(request, hit, f"a prefix hit of {hit} tokens; {len(request.tokens)} are known")
             request.lost = "their prefix hit is longer than their tokens"
             return
-        for group, keys in enumerate(request.keys):
-            if keys is not None:
-                keys.extend(self._rows_of_hit(request, group, hit))
+        for group, facts in enumerate(self.groups):
+            if facts.not_followed is None:
+                request.keys[group] = self._rows_of_hit(request, group, hit)
 
     def _rows_of_hit(self, request: Request, group: int, hit: int) -> Numbers:
         """Return the rows of the blocks that a prefix hit maps; the request is lost if one is not known."""
@@ -413,7 +394,7 @@ class History:
                 note = f"{len(ids)} blocks of group {group} for {end} tokens"
                 self._count_finding(request, begin, note)
                 request.lost = "the scheduler gave them too few blocks"
-        numbers = None if request.not_followed else self.numbers.take(count, self._held)
+        numbers = None if request.not_followed else self.numbers.take(count, self._held, self._forget_earlier)
         if numbers is None and not request.not_followed:
             request.lost = "their keys and values exceed max_row_bytes"
         if numbers is None:
@@ -425,15 +406,14 @@ class History:
         chain = self._chain_of_step(request, count)
         for group, keys in enumerate(request.keys):
             if keys is not None:
-                keys.cut(begin)
-                keys.extend(numbers)
+                request.keys[group] = np.concatenate([keys[:begin], numbers])
                 self._write_blocks(request.block_ids[group], group, begin, chain, numbers)
         return StepRows(
             request_id=request.request_id,
             first=0,
             num_rows=count,
             position=begin,
-            keys=tuple(None if keys is None else keys.all for keys in request.keys),
+            keys=tuple(request.keys),
             block_ids=tuple(request.block_ids),
         )
 
@@ -464,10 +444,14 @@ class History:
         """Yield the row numbers that requests and blocks hold."""
         for request in self.requests.values():
             if not request.not_followed:
-                yield from (keys.all for keys in request.keys if keys is not None)
+                yield from (keys for keys in request.keys if keys is not None)
         for block in self.blocks.values():
             yield block.rows
             yield block.earlier
+
+    def _forget_earlier(self) -> None:
+        for block in self.blocks.values():
+            block.earlier[:] = _UNKNOWN
 
     def _extend_chain(self, request: Request) -> None:
         chain = request.chain

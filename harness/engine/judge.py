@@ -95,6 +95,8 @@ class Judge:
         self._input_rows = self._numbers = torch.zeros(0, dtype=torch.int64)
         self._pending: list[Pending] = []
         self._pending_bytes = 0
+        self._taken: set[str] = set()
+        self._never_judged: dict[str, str] = {}
         self._pages = PageChecks()
         self._reported: dict[tuple[str, str, int], set[int]] = {}
         self.worst_share = 0.0
@@ -104,6 +106,7 @@ class Judge:
     def begin(self, inputs: StepInputs, *, is_judged: bool) -> None:
         """Take the followed rows of a step."""
         self._followed, self._is_judged = inputs.followed, is_judged
+        self._taken.clear()
         empty = np.zeros(0, dtype=np.int64)
         spans = [np.arange(rows.first, rows.first + rows.num_rows) for rows in inputs.followed]
         self._input_rows = torch.from_numpy(np.concatenate([empty, *spans]))
@@ -125,17 +128,24 @@ class Judge:
             self._tally.not_followed["layers without a followed KV-cache group"] += num_rows
             return
         if len(query) <= int(self._input_rows[-1]):
-            self._tally.not_followed["layers that compute a part of the rows"] += num_rows
+            reason = "layers that compute a part of the rows"
+            if facts.kv_sharing_target is None:  # some keys were not seen
+                self._never_judged[layer] = reason
+            self._tally.not_followed[reason] += num_rows
             return
+        if layer in self._taken:
+            self._never_judged[layer] = "layers that are called more than once in a step"
+            self._pending = [each for each in self._pending if each.layer != layer]
+        self._taken.add(layer)
         rows, numbers = self._input_rows.to(query.device), self._numbers.to(query.device)
         if facts.kv_sharing_target is None and key is not None and value is not None:
             with self._tally.timed("keep"):
                 self.store.keep(layer, numbers, key[rows], value[rows])
         if not self._is_judged:
             return
-        reason = facts.not_judged or self._reason(layer, facts, query, output, group)
-        if reason:
-            self._tally.not_followed[reason] += num_rows
+        why_not = facts.not_judged or self._reason(layer, facts, query, output, group)
+        if why_not:
+            self._tally.not_followed[why_not] += num_rows
             return
         params = facts.params
         heads = output.reshape(len(output), params.num_heads, params.value_head_size)
@@ -147,11 +157,15 @@ class Judge:
 
     def _reason(self, layer: str, facts: LayerFacts, query: Tensor, output: Tensor, group: int) -> str | None:
         """Return why this call of a layer cannot be judged."""
+        source = facts.kv_sharing_target or layer
+        for each in (layer, source):
+            if each in self._never_judged:
+                return self._never_judged[each]
         if self._groups[group].not_followed:
             return self._groups[group].not_followed
         if query.dtype not in _DTYPES or output.dtype not in _DTYPES:
             return f"queries of {query.dtype} with outputs of {output.dtype}"
-        if not self.store.has(facts.kv_sharing_target or layer):
+        if not self.store.has(source):
             return "layers whose keys were not seen"
         return None
 
@@ -191,13 +205,13 @@ class Judge:
         own = slice(begin, begin + len(truth))
         got = torch.cat([each.output[own] for each in together], dim=1).double()
         share = share_of_budget(got - truth, budget).unflatten(1, (len(together), -1))
-        is_finite = torch.isfinite(truth).all(dim=2).unflatten(1, (len(together), -1)).all(dim=2)
+        is_finite = torch.isfinite(truth).all(dim=2) & torch.isfinite(budget.norm)
+        is_finite = is_finite.unflatten(1, (len(together), -1)).all(dim=2)
         share = torch.where(is_finite[..., None], share, 0.0)
         worst = share.amax(dim=2)
         num_finite = int(is_finite.sum())
         self._tally.checks["output"] += num_finite
-        if num_finite < worst.numel():
-            self._tally.not_followed["rows whose right output is not finite"] += worst.numel() - num_finite
+        self._tally.not_followed["rows for which a good kernel overflows"] += worst.numel() - num_finite
         self.worst_share = max(self.worst_share, float(worst.max()))
         if self.worst_share <= 1 or not bool((worst > 1).any()):
             return

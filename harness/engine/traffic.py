@@ -163,11 +163,14 @@ class ServedTraffic(BaseModel):
         return ", ".join(f"{count} {outcome}" for outcome, count in count_outcomes(self.records).items())
 
 
-def ended_traffic(run: EngineRun, cause: str, environment: Environment) -> ServedTraffic:
-    """Return the result of a run whose process ended while it served: each check is ``crashed``."""
+def ended_traffic(run: EngineRun, cause: str, environment: Environment, output: str) -> ServedTraffic:
+    """Return the result of a run whose process ended while it served: each check is ``crashed``.
+
+    ``output``: the end of what it printed.
+    """
     case, result = run.case(), ObserverResult(steps=0, checks={}, findings=(), not_followed={})
     backend, circumstances = backend_of(result.engine), circumstances_of(run, environment)
-    end = ProcessEnd(cause)
+    end = ProcessEnd(cause, output)
     records = tuple(ended(circumstances, case, backend, check, "serving", end) for check in case.due)
     return ServedTraffic(case=case.info(result), backend=backend.info, environment=environment, records=records)
 
@@ -209,9 +212,9 @@ def draw_requests(kind: TrafficKind, seed: int, count: int, vocab_size: int) -> 
             prompt += pattern * 30
         else:
             prompt += tokens(draw.choice([150, 300, 400] if kind.long else [5, 20, 60, 150]))
-        max_tokens = draw.choice([8, 32, 96])
+        max_tokens = draw.choice([32, 96, 160] if kind.small_pool else [8, 32, 96])
         requests.append(TrafficRequest(str(index), arrival, tuple(prompt), max_tokens))
-        arrival += draw.choice([0, 0, 1, 4])
+        arrival += 0 if kind.small_pool else draw.choice([0, 0, 1, 4])
     return tuple(requests)
 
 

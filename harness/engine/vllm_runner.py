@@ -92,7 +92,7 @@ class Hooks:
 
     def _step_begins(self, runner: Any, scheduler_output: Any, *_: Any, **__: Any) -> None:
         if not self.observer.is_started:
-            self._watch_layers(runner)
+            self.watch_layers(runner)
         live = getattr(self._scheduler, "requests", {})
         for request_id in scheduler_output.finished_req_ids:
             if request_id not in live or live[request_id].is_finished():  # else the id of an aborted one is used again
@@ -103,7 +103,8 @@ class Hooks:
             self._plan = scheduler_output
             self.observer.step_begins(step_plan(scheduler_output))
 
-    def _watch_layers(self, runner: Any) -> None:
+    def watch_layers(self, runner: Any) -> None:
+        """Give the observer the groups and layers of a model runner whose KV cache is made, and watch each layer."""
         layers = runner.compilation_config.static_forward_context
         groups = kv_groups(runner.kv_cache_config, engine_reason(runner.vllm_config))
         page_sizes = getattr(runner, "_kernel_block_sizes", None) or [group.block_size for group in groups]
@@ -239,6 +240,11 @@ def engine_reason(vllm_config: Any) -> str | None:
     parallel = vllm_config.parallel_config
     if getattr(vllm_config, "kv_transfer_config", None) is not None:
         return "engines with a KV connector"
+    if getattr(vllm_config.model_config, "is_diffusion", False):
+        return "engines that do not compute one token after the other"
+    speculative = getattr(vllm_config, "speculative_config", None)
+    if speculative is not None and speculative.method == "ngram_gpu":
+        return "engines whose runner changes the drafts of the plan (ngram_gpu)"
     sizes = [getattr(parallel, f"{part}_context_parallel_size", 1) for part in ("decode", "prefill")]
     return "engines with context parallelism" if max(sizes) > 1 else None
 
@@ -317,6 +323,8 @@ def layer_facts(layer: Any, page_size: int | None = None) -> LayerFacts:
         reason = _STATE if hasattr(layer, "get_state_shape") else f"layers of the class {name}"
         return LayerFacts(sizes, not_judged=reason)
     reasons = [words for attribute, words in _NOT_JUDGED.items() if getattr(layer, attribute, None)]
+    if getattr(layer.impl, "chunk_lookback", -1) > -1:
+        reasons.append("layers whose chunks look back")
     attn_type = str(getattr(getattr(layer, "attn_type", "decoder"), "value", getattr(layer, "attn_type", "decoder")))
     if attn_type != "decoder":
         reasons.append(f"layers of the type {attn_type}")

@@ -153,7 +153,16 @@ def test_what_cannot_be_judged_is_counted_with_its_reason():
     assert result.not_followed == {
         "layers of the type encoder": ROWS,
         "layers that compute a part of the rows": ROWS,
-        "rows whose right output is not finite": ROWS,
+        "rows for which a good kernel overflows": ROWS,
         "layers without a followed KV-cache group": ROWS,
         "pages that cannot be compared": 1,
     }
+
+
+def test_a_layer_that_is_called_twice_in_a_step_is_not_judged():
+    query, key, value = drawn(ROWS, 4, 16), drawn(ROWS, 2, 16, seed=1), drawn(ROWS, 2, 16, seed=2)
+    right = ("twice", query, key, value, attend(query, key, value, PLAIN))
+    again = ("twice", key.repeat(1, 2, 1), query[:, :2], value, attend(query, key, value, PLAIN))
+    result = observed({"twice": LayerFacts(PLAIN)}, right, again)
+    assert result.findings == ()
+    assert result.not_followed == {"layers that are called more than once in a step": ROWS}
