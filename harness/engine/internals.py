@@ -13,7 +13,8 @@ from attncheck.errors import QuestionError
 class Internals:
     """Names of a class of vLLM, and what they are used for.
 
-    names: methods, fields, and attributes that its methods set.
+    names: methods, fields, and attributes that its methods set. ``method(a, b)``: a method whose first parameters have
+    these names.
     """
 
     module: str
@@ -27,6 +28,8 @@ class Internals:
         return Path(*self.module.split(".")).with_suffix(".py")
 
 
+_OF_BOTH_RUNNERS = ("kv_cache_config", "vllm_config", "compilation_config", "model_config", "cache_config", "device")
+
 INTERNALS = (
     Internals(
         "vllm.v1.core.sched.output",
@@ -35,48 +38,39 @@ INTERNALS = (
             "scheduled_new_reqs",
             "scheduled_cached_reqs",
             "num_scheduled_tokens",
+            "total_num_scheduled_tokens",
             "scheduled_spec_decode_tokens",
             "finished_req_ids",
-            "total_num_scheduled_tokens",
+            "preempted_req_ids",
         ),
         "the plan of a step",
     ),
     Internals(
         "vllm.v1.core.sched.output",
         "NewRequestData",
-        ("req_id", "prompt_token_ids", "block_ids", "num_computed_tokens", "lora_request"),
+        ("req_id", "prompt_token_ids", "prefill_token_ids", "block_ids", "num_computed_tokens", "lora_request"),
         "new requests",
     ),
     Internals(
         "vllm.v1.core.sched.output",
-        "NewRequestData",
-        ("prefill_token_ids",),
-        "requests that runner V2 resumes",
-    ),
-    Internals(
-        "vllm.v1.core.sched.output",
         "CachedRequestData",
-        ("req_ids", "resumed_req_ids", "new_block_ids", "num_computed_tokens"),
+        ("req_ids", "resumed_req_ids", "all_token_ids", "new_block_ids", "num_computed_tokens"),
         "running requests",
     ),
-    Internals(
-        "vllm.v1.outputs",
-        "ModelRunnerOutput",
-        ("req_id_to_index", "sampled_token_ids"),
-        "sampled tokens",
-    ),
+    Internals("vllm.v1.outputs", "ModelRunnerOutput", ("req_id_to_index", "sampled_token_ids"), "sampled tokens"),
     Internals("vllm.v1.outputs", "AsyncModelRunnerOutput", ("get_output",), "sampled tokens that arrive late"),
+    Internals("vllm.v1.worker.worker_base", "WorkerWrapperBase", ("init_device", "worker"), "the worker of a server"),
+    Internals("vllm.v1.worker.worker_base", "WorkerBase", ("rank", "vllm_config"), "the worker of a server"),
     Internals(
         "vllm.v1.worker.gpu_model_runner",
         "GPUModelRunner",
         (
-            "initialize_kv_cache",
-            "execute_model",
+            "initialize_kv_cache(kv_cache_config, is_profiling)",
+            "execute_model(scheduler_output, intermediate_tensors)",
             "sample_tokens",
-            "_model_forward",
-            "kv_cache_config",
+            "_model_forward(input_ids, positions)",
             "input_batch",
-            "vllm_config",
+            *_OF_BOTH_RUNNERS,
         ),
         "the steps of model runner V1",
     ),
@@ -84,7 +78,13 @@ INTERNALS = (
     Internals(
         "vllm.v1.worker.gpu.model_runner",
         "GPUModelRunner",
-        ("initialize_kv_cache", "execute_model", "prepare_inputs", "sample_tokens", "kv_cache_config", "vllm_config"),
+        (
+            "initialize_kv_cache(kv_cache_config, is_profiling)",
+            "execute_model(scheduler_output, intermediate_tensors, dummy_run)",
+            "prepare_inputs",
+            "sample_tokens",
+            *_OF_BOTH_RUNNERS,
+        ),
         "the steps of model runner V2",
     ),
     Internals(
@@ -97,11 +97,30 @@ INTERNALS = (
     Internals("vllm.v1.kv_cache_interface", "KVCacheGroupSpec", ("layer_names", "kv_cache_spec"), "groups of layers"),
     Internals("vllm.v1.kv_cache_interface", "KVCacheSpec", ("block_size",), "the tokens of a block"),
     Internals("vllm.config.compilation", "CompilationConfig", ("static_forward_context",), "the attention layers"),
+    Internals("vllm.config.scheduler", "SchedulerConfig", ("async_scheduling",), "whether tokens arrive late"),
+    Internals(
+        "vllm.config.parallel",
+        "ParallelConfig",
+        ("pipeline_parallel_size", "decode_context_parallel_size", "data_parallel_rank"),
+        "engines that are not followed",
+    ),
     Internals(
         "vllm.model_executor.layers.attention.attention",
         "Attention",
-        ("impl", "num_heads", "num_kv_heads", "head_size"),
+        ("impl", "num_heads", "num_kv_heads", "head_size", "sliding_window", "kv_cache_dtype", "get_attn_backend"),
         "what a layer computes",
+    ),
+    Internals(
+        "vllm.v1.attention.backend",
+        "AttentionImpl",
+        ("forward(layer, query, key, value, kv_cache, attn_metadata, output)",),
+        "the rows of a layer",
+    ),
+    Internals(
+        "vllm.model_executor.layers.attention.mla_attention",
+        "MLAAttention",
+        ("forward_impl(q, k_c_normed, k_pe, kv_cache, attn_metadata, output)", "impl"),
+        "the rows of a latent layer",
     ),
 )
 """What is used of vLLM, except names that are read where a version has them."""
@@ -151,6 +170,8 @@ def _names_of(owner: ast.ClassDef) -> Iterator[str]:
     for node in ast.walk(owner):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             yield node.name
+            parameters = [each.arg for each in node.args.args[1:]]
+            yield from (f"{node.name}({', '.join(parameters[:number])})" for number in range(1, len(parameters) + 1))
         elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
             yield node.attr
         elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):

@@ -359,7 +359,8 @@ class Judge:
         if facts.kv_sharing_target is not None:
             return None  # its pages are those of the other layer
         if facts.write is None or cache is None or cache.numel() == 0:
-            self._tally.not_followed["pages that cannot be compared"] += len(requests)
+            reason = "pages of steps that are judged late" if cache is None else "pages that cannot be compared"
+            self._tally.not_followed[reason] += len(requests)
             return None
         size = self._groups[pending.group].block_size
         spans = [self._span(pending, request, whole=whole) for request in requests]

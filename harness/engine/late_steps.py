@@ -53,12 +53,15 @@ class LateSteps:
     """Passes each step to an observer once the tokens of all earlier steps are known.
 
     Without async scheduling, that is when it begins. With it (``is_async``), pages are not compared: the next step may
-    have written them when a step is judged.
+    have written them when a step is judged. ``judge_every``: that of the observer; what only a judged step needs is not
+    copied for others.
     """
 
-    def __init__(self, observer: EngineObserver, *, is_async: bool = False) -> None:
+    def __init__(self, observer: EngineObserver, *, is_async: bool = False, judge_every: int = 1) -> None:
+        self.is_async = is_async
         self._observer = observer
-        self._is_async = is_async
+        self._judge_every = judge_every
+        self._num_steps = 0
         self._steps: deque[Step] = deque()
         self._requests: list[Callable[[], None]] = []
         self._is_in_forward = False
@@ -90,6 +93,7 @@ class LateSteps:
         """Take what the model is given in the step that began last."""
         with self.lock:
             self._is_in_forward = True
+            self._num_steps += 1
             step = self._steps[-1]
             if step.is_observed:
                 self._observer.inputs(request_ids, input_ids, positions)
@@ -112,12 +116,16 @@ class LateSteps:
                 return  # a dummy batch, or a drafter
             step = self._steps[-1]
             if step.is_observed:
-                self._observer.layer_rows(layer, query, key, value, output, None if self._is_async else kv_cache)
+                self._observer.layer_rows(layer, query, key, value, output, None if self.is_async else kv_cache)
                 return
             num_rows = sum(step.plan.num_scheduled_tokens.values())
+            query, output = query[:num_rows], output[:num_rows]
+            if self._num_steps % self._judge_every:
+                query, output = (rows.new_zeros(()).expand(rows.shape) for rows in (query, output))
+            else:
+                query, output = query.clone(), output.clone()
             key_copy, value_copy = (None if rows is None else rows[:num_rows].clone() for rows in (key, value))
-            copies = _LayerRows(layer, query[:num_rows].clone(), key_copy, value_copy, output[:num_rows].clone())
-            step.layers.append(copies)
+            step.layers.append(_LayerRows(layer, query, key_copy, value_copy, output))
 
     def forward_ends(self) -> None:
         """Ignore what layers do from now on until the next :meth:`inputs`."""

@@ -8,6 +8,7 @@ import json
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -87,6 +88,4 @@ def register() -> None:
     """Watch the engine of this process if the environment says so; vLLM calls this in each of its processes."""
     settings = settings_of(os.environ)
     if settings is not None:
-        from attncheck.harness.engine.served_engine import watch_workers
-
-        watch_workers(settings)
+        import_module("attncheck.harness.engine.served_engine").watch_workers(settings)

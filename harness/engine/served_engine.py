@@ -15,7 +15,7 @@ from attncheck.harness.engine.findings import EngineCase, backend_of, header_of,
 from attncheck.harness.engine.internals import check_internals
 from attncheck.harness.engine.observer import EngineObserver
 from attncheck.harness.engine.plugin import WatchSettings
-from attncheck.harness.engine.vllm_worker import WorkerHooks
+from attncheck.harness.engine.vllm_runner import Hooks
 from attncheck.harness.run.outcomes import Circumstances
 from attncheck.reports.run_file.header import Environment
 from attncheck.reports.run_file.store import now, write_run
@@ -50,7 +50,7 @@ def watch_workers(settings: WatchSettings, wrapper_class: type[Any] | None = Non
             LOGGER.exception("attncheck cannot watch this engine, which is not affected")
         return made
 
-    wrapper_class.init_device = watched  # type: ignore[attr-defined]
+    wrapper_class.init_device = watched
 
 
 class ServedEngine:
@@ -62,21 +62,21 @@ class ServedEngine:
         self._observer = EngineObserver(
             ObserverSettings(judge_every=settings.judge_every, follow_one_of=settings.follow_one_of)
         )
-        self.hooks = WorkerHooks(self._observer, runner)
+        self.hooks = Hooks(self._observer)
         self._ended = threading.Event()
         self._started, self._began_s = now(), time.monotonic()
         self._environment: Environment | None = None
         self._notes = (
             f"outputs and pages of one in {settings.judge_every} steps were judged",
-            f"one of {settings.follow_one_of} requests was followed",
+            f"one of {settings.follow_one_of} requests was followed" if settings.follow_one_of > 1 else "",
         )
         self._written: tuple[int, str | None] | None = None
 
-    def start(self) -> None:
-        """Watch the runner, and begin to write the run file."""
+    def start(self, *modules: Any) -> None:
+        """Watch the runner of vLLM, or of these modules, and begin to write the run file."""
         try:
             check_internals()
-            self.hooks.install()
+            self.hooks.install(*modules)
         except Exception as error:  # noqa: BLE001 (the run file has to state it)
             self._observer.fail(error)
         Finalize(None, self.end, exitpriority=10)
@@ -99,7 +99,8 @@ class ServedEngine:
 
     def write(self) -> None:
         """Write what was observed so far, unless it is written already. No file is written before the first step."""
-        result = self.hooks.result()
+        with self.hooks.steps.lock:
+            result = self._observer.result()
         state = (result.steps, result.failure)
         if state == self._written or (not result.steps and result.failure is None):
             return
@@ -113,7 +114,7 @@ class ServedEngine:
             [backend_of(result.engine).info],
             self._environment,
             command=self._settings.command,
-        ).model_copy(update={"started": self._started, "notes": self._notes})
+        ).model_copy(update={"started": self._started, "notes": tuple(filter(None, self._notes))})
         circumstances = Circumstances(
             seed=header.seed, environment=header.environment.digest, attncheck_version=header.environment.attncheck
         )

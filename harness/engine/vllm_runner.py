@@ -1,8 +1,9 @@
-"""Gives an observer what vLLM's scheduler and model runner V1 do."""
+"""Gives an observer what vLLM's model runner does, V1 or V2."""
 
 import functools
+import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
@@ -20,6 +21,8 @@ from attncheck.harness.engine.events import (
     StartedRequest,
     StepPlan,
 )
+from attncheck.harness.engine.graphs import GraphCopies
+from attncheck.harness.engine.late_steps import LateSteps, Step
 from attncheck.harness.engine.observer import EngineObserver
 from attncheck.harness.problem.storage import UpProjections
 from attncheck.reference import AttentionParams
@@ -28,34 +31,48 @@ from attncheck.reference.attention.params import window_pair
 _STATE = "layers with a state instead of keys"
 
 
+_V1 = "vllm.v1.worker.gpu_model_runner"
+_V2 = "vllm.v1.worker.gpu.model_runner"
+"""Modules of the two model runners; the class of each is called ``GPUModelRunner``, on every platform."""
+
+# The scheduler of a server may be in another process. What it decides reaches the model runner as `SchedulerOutput`,
+# and what was sampled leaves it as `ModelRunnerOutput`. So the methods of the runner tell all that is needed.
+
+
 class Hooks:
-    """The wrapped methods of vLLM, until :meth:`remove`."""
+    """The wrapped methods of vLLM's model runners, until :meth:`remove`. One runner of the process is followed."""
 
     def __init__(self, observer: EngineObserver) -> None:
         self.observer = observer
-        self.receive_rows: Callable[..., None] = observer.layer_rows
+        self.steps = LateSteps(observer, judge_every=observer.settings.judge_every)
+        self._graphs = GraphCopies(self.steps.layer_rows)
         self._wrapped: list[tuple[Any, str, Any]] = []
-        self._plan: Any = None
-        self._scheduler: Any = None
+        self._runner: Any = None
+        self._step: Step | None = None
+        self._known: set[str] = set()
+        self._preempted: set[str] = set()
 
-    def install(self) -> None:
-        """Watch the scheduler and the model runner of this process.
-
-        Raises:
-            ImportError: vLLM is not installed.
-        """
-        scheduler = import_module("vllm.v1.core.sched.scheduler").Scheduler
-        runner = import_module("vllm.v1.worker.gpu_model_runner").GPUModelRunner
-        self.wrap(scheduler, "add_request", before=self._request_added)
-        self.wrap(scheduler, "update_from_output", before=self._step_ends)
-        self.wrap(runner, "execute_model", before=self._step_begins)
-        self.wrap(runner, "_model_forward", before=self._forward_begins, after=self._forward_ends)
+    def install(self, *modules: Any) -> None:
+        """Watch the runners of vLLM, or of these modules, in this process."""
+        for module in modules or filter(None, map(sys.modules.get, (_V1, _V2))):
+            self._watch_class(module.GPUModelRunner)
+        self._graphs.install()
 
     def remove(self) -> None:
         """Restore the original methods."""
         for owner, name, original in reversed(self._wrapped):
             setattr(owner, name, original)
         self._wrapped.clear()
+        self._graphs.remove()
+
+    def _watch_class(self, runner_class: type[Any]) -> None:
+        self.wrap(runner_class, "initialize_kv_cache", after=self._cache_made)
+        self.wrap(runner_class, "execute_model", before=self._execute_begins, result=self._executed)
+        self.wrap(runner_class, "sample_tokens", result=self._sampled)
+        if hasattr(runner_class, "_model_forward"):  # V1
+            self.wrap(runner_class, "_model_forward", before=self._inputs_v1, after=self._forward_ended)
+        else:
+            self.wrap(runner_class, "prepare_inputs", result=self._inputs_v2)
 
     def wrap(
         self,
@@ -63,8 +80,12 @@ class Hooks:
         name: str,
         before: Callable[..., None] | None = None,
         after: Callable[..., None] | None = None,
+        result: Callable[[Any], None] | None = None,
     ) -> None:
-        """Call ``before`` and ``after`` with the arguments of a method; what they raise stops the observer only."""
+        """Call ``before`` and ``after`` with the arguments of a method, and ``result`` with what it returns.
+
+        What they raise stops the observer only.
+        """
         original = getattr(owner, name)
 
         @functools.wraps(original)
@@ -72,6 +93,7 @@ class Hooks:
             self._guarded(before, *args, **keywords)
             made = original(*args, **keywords)
             self._guarded(after, *args, **keywords)
+            self._guarded(result, made)
             return made
 
         setattr(owner, name, wrapped)
@@ -86,27 +108,17 @@ class Hooks:
         except Exception as error:  # noqa: BLE001 (a failure here must not stop the engine)
             self.observer.fail(error)
 
-    def _request_added(self, scheduler: Any, request: Any) -> None:
-        self._scheduler = scheduler
-        self.observer.request_added(*added_request(request))
+    # The layers, from before their graphs are captured.
 
-    def _step_begins(self, runner: Any, scheduler_output: Any, *_: Any, **__: Any) -> None:
-        if not self.observer.is_started:
-            self.watch_layers(runner)
-        live = getattr(self._scheduler, "requests", {})
-        for request_id in scheduler_output.finished_req_ids:
-            if request_id not in live or live[request_id].is_finished():  # else the id of an aborted one is used again
-                self.observer.request_finished(request_id)
-        if self._plan is not None:
-            raise RuntimeError("a step begins before the last one has ended, as with async scheduling")
-        if scheduler_output.total_num_scheduled_tokens:
-            self._plan = scheduler_output
-            self.observer.step_begins(step_plan(scheduler_output))
+    def _cache_made(self, runner: Any, kv_cache_config: Any, is_profiling: bool = False, *_: Any, **__: Any) -> None:
+        if not is_profiling and not self.observer.is_started:
+            self._watch_layers(runner)
 
-    def watch_layers(self, runner: Any) -> None:
-        """Give the observer the groups and layers of a model runner whose KV cache is made, and watch each layer."""
+    def _watch_layers(self, runner: Any) -> None:
+        self._runner = runner
+        self.steps.is_async = bool(runner.vllm_config.scheduler_config.async_scheduling)
         layers = runner.compilation_config.static_forward_context
-        groups = kv_groups(runner.kv_cache_config, engine_reason(runner.vllm_config))
+        groups = kv_groups(runner.kv_cache_config, engine_reason(runner))
         page_sizes = getattr(runner, "_kernel_block_sizes", None) or [group.block_size for group in groups]
         sizes = {name: size for group, size in zip(groups, page_sizes, strict=False) for name in group.layers}
         facts = {name: layer_facts(layer, sizes.get(name)) for name, layer in layers.items()}
@@ -135,7 +147,7 @@ class Hooks:
         **__: Any,
     ) -> None:
         if attn_metadata is not None:
-            self.receive_rows(name, query, key, value, output, kv_cache)
+            self._graphs.layer_rows(name, query, key, value, output, kv_cache)
 
     def _latent_rows(
         self,
@@ -150,28 +162,110 @@ class Hooks:
         **__: Any,
     ) -> None:
         if attn_metadata is not None:
-            self.receive_rows(name, q, k_c_normed, k_pe, output, kv_cache)
+            self._graphs.layer_rows(name, q, k_c_normed, k_pe, output, kv_cache)
 
-    def _forward_begins(
+    # A step.
+
+    def _execute_begins(
+        self,
+        runner: Any,
+        scheduler_output: Any,
+        intermediate_tensors: Any = None,
+        dummy_run: bool = False,
+        *_: Any,
+        **__: Any,
+    ) -> None:
+        self._step = None
+        if not self.observer.is_started:
+            self._watch_layers(runner)
+        if dummy_run or runner is not self._runner:
+            return
+        for request_id in scheduler_output.finished_req_ids:
+            self._known.discard(request_id)
+            self.steps.request_changes(functools.partial(self.observer.request_finished, request_id))
+        resumed = self._requests_start(scheduler_output)
+        self._preempted |= scheduler_output.preempted_req_ids or set()
+        if scheduler_output.total_num_scheduled_tokens:
+            plan = step_plan(scheduler_output)
+            started = tuple(replace(each, resumed=each.request_id in resumed) for each in plan.started)
+            self._step = self.steps.step_begins(replace(plan, started=started))
+
+    def _requests_start(self, scheduler_output: Any) -> set[str]:
+        """Add new requests, and return the ids of those that are resumed. Runner V2 gets both as new ones."""
+        cached = scheduler_output.scheduled_cached_reqs
+        resumed = {request_id: cached.all_token_ids.get(request_id) for request_id in cached.resumed_req_ids}
+        for new in scheduler_output.scheduled_new_reqs:
+            request = added_request(new)
+            if new.req_id not in self._known:
+                self._known.add(new.req_id)
+                self._add(*request)
+            elif new.req_id in self._preempted:
+                resumed[new.req_id] = new.prefill_token_ids
+            else:
+                self._add(*request[:-1], "requests whose prompt is streamed")
+        for request_id, tokens in resumed.items():
+            self._preempted.discard(request_id)
+            if tokens is not None and self.steps.is_in_flight(request_id):
+                self._add(request_id, list(tokens))  # the scheduler drops what the steps in flight sample
+        return set(resumed)
+
+    def _add(self, *request: Any) -> None:
+        self.steps.request_changes(functools.partial(self.observer.request_added, *request))
+
+    def _inputs_v1(
         self, runner: Any, input_ids: Tensor | None = None, positions: Tensor | None = None, *_: Any, **__: Any
     ) -> None:
-        if self._plan is not None:  # else a dummy batch
-            self.observer.inputs(list(runner.input_batch.req_ids), input_ids, positions)
+        if self._step is not None:  # else a dummy batch
+            self.steps.inputs(list(runner.input_batch.req_ids), input_ids, positions)
 
-    def _forward_ends(self, *_: Any, **__: Any) -> None:
-        self.observer.forward_ends()
+    def _inputs_v2(self, input_batch: Any) -> None:
+        if self._step is not None:
+            self.steps.inputs(input_batch.req_ids, input_batch.input_ids, input_batch.positions)
 
-    def _step_ends(self, _scheduler: Any, scheduler_output: Any, model_runner_output: Any) -> None:
-        if scheduler_output is self._plan is not None:
-            self._plan = None
-            self.observer.step_ends(sampled_tokens(scheduler_output, model_runner_output))
+    def _forward_ended(self, *_: Any, **__: Any) -> None:
+        self.steps.forward_ends()
+
+    def _executed(self, output: Any) -> None:
+        self.steps.forward_ends()
+        if output is not None and self._step is not None:  # nothing is sampled, as by a pooling model
+            self.steps.step_ends(self._step, {})
+            self._step = None
+
+    def _sampled(self, output: Any) -> None:
+        step, self._step = self._step, None
+        if step is None:
+            return
+        if hasattr(output, "get_output"):  # the tokens are copied from the device meanwhile
+            self._watch_output(output, step)
+        else:
+            self._step_ends(step, output)
+
+    def _watch_output(self, output: Any, step: Step) -> None:
+        get_output = output.get_output
+
+        def watched() -> Any:
+            made = get_output()
+            self._guarded(self._step_ends, step, made)
+            return made
+
+        output.get_output = watched
+
+    def _step_ends(self, step: Step, model_runner_output: Any) -> None:
+        self.steps.step_ends(step, sampled_tokens(step.plan, model_runner_output))
 
 
 @contextmanager
 def watching(observer: EngineObserver) -> Iterator[Hooks]:
-    """Watch every engine that runs in this process, during the context."""
+    """Watch the engine that runs in this process, during the context.
+
+    Raises:
+        ImportError: vLLM is not installed.
+    """
     hooks = Hooks(observer)
-    hooks.install()
+    modules = [import_module(_V1)]
+    with suppress(ImportError):  # it needs Triton
+        modules.append(import_module(_V2))
+    hooks.install(*modules)
     try:
         yield hooks
     finally:
@@ -181,22 +275,15 @@ def watching(observer: EngineObserver) -> Iterator[Hooks]:
 # What vLLM's objects mean to an observer.
 
 
-def added_request(request: Any) -> tuple[str, Sequence[int], str, str | None]:
-    """Return id, prompt, prefix key, and why a ``Request`` or ``NewRequestData`` is not followed, or None."""
-    lora = getattr(request, "lora_request", None)
-    keys = [("LoRA", None if lora is None else lora.lora_name), ("salt", getattr(request, "cache_salt", None))]
-    prefix_key = " ".join(f"{name}={value}" for name, value in keys if value is not None)
+def added_request(new: Any) -> tuple[str, Sequence[int], str, str | None]:
+    """Return id, prompt, prefix key, and why the request of a ``NewRequestData`` is not followed, or None."""
+    lora = new.lora_request
     reason = None
-    if getattr(request, "prompt_embeds", None) is not None or request.prompt_token_ids is None:
+    if new.prompt_embeds is not None or new.prompt_token_ids is None:
         reason = "requests with embeddings for tokens"
-    elif getattr(request, "mm_features", None):
+    elif new.mm_features:
         reason = "requests with images or other media"
-    elif getattr(request, "resumable", False):
-        reason = "requests whose prompt is streamed"
-    elif getattr(request, "kv_transfer_params", None):
-        reason = "requests whose keys a KV connector transfers"
-    request_id = request.request_id if hasattr(request, "request_id") else request.req_id
-    return request_id, list(request.prompt_token_ids or ()), prefix_key, reason
+    return new.req_id, list(new.prompt_token_ids or ()), "" if lora is None else f"LoRA={lora.lora_name}", reason
 
 
 def step_plan(scheduler_output: Any) -> StepPlan:
@@ -235,15 +322,20 @@ def sampled_tokens(scheduler_output: Any, model_runner_output: Any) -> dict[str,
     }
 
 
-def engine_reason(vllm_config: Any) -> str | None:
+def engine_reason(runner: Any) -> str | None:
     """Return why no request of an engine can be followed, or None."""
+    vllm_config = runner.vllm_config
     parallel = vllm_config.parallel_config
+    if parallel.pipeline_parallel_size > 1:
+        return "engines with pipeline parallelism"
+    if getattr(runner, "adaptive_verification", None) is not None:
+        return "engines that choose the number of drafts on the device"
     if getattr(vllm_config, "kv_transfer_config", None) is not None:
         return "engines with a KV connector"
     if getattr(vllm_config.model_config, "is_diffusion", False):
         return "engines that do not compute one token after the other"
     speculative = getattr(vllm_config, "speculative_config", None)
-    if speculative is not None and speculative.method == "ngram_gpu":
+    if speculative is not None and speculative.method == "ngram_gpu" and hasattr(runner, "_model_forward"):
         return "engines whose runner changes the drafts of the plan (ngram_gpu)"
     sizes = [getattr(parallel, f"{part}_context_parallel_size", 1) for part in ("decode", "prefill")]
     return "engines with context parallelism" if max(sizes) > 1 else None
@@ -281,7 +373,7 @@ def engine_facts(runner: Any) -> EngineFacts:
         vllm_version = getattr(import_module("vllm"), "__version__", "")
     return EngineFacts(
         vllm_version=vllm_version,
-        runner=f"{type(runner).__module__}.{type(runner).__name__}",
+        runner=f"{type(runner).__name__} {'V1' if hasattr(runner, '_model_forward') else 'V2'}",
         backends=backends,
         dtype=str(runner.model_config.dtype).removeprefix("torch."),
         kv_cache_dtype=str(runner.cache_config.cache_dtype),

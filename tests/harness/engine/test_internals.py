@@ -29,6 +29,13 @@ def test_what_is_gone_is_named_with_its_use(tmp_path):
     )
 
 
+def test_the_first_parameters_of_a_method_are_compared(tmp_path):
+    folder = package(tmp_path, "class Runner:\n    def execute_model(self, plan, tensors=None, more=0): ...\n")
+    for name, is_there in (("(plan, tensors)", True), ("(tensors)", False)):
+        internals = Internals("vllm.v1.runner", "Runner", (f"execute_model{name}",), "the steps")
+        assert bool(missing_internals(folder, [internals])) is not is_there
+
+
 @pytest.mark.parametrize(
     ("text", "gone"), [("class Other: ...", "vllm.v1.runner.Runner"), (None, "module vllm.v1.runner")]
 )

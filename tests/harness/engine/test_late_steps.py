@@ -7,7 +7,7 @@ import pytest
 import torch
 from toy_engine import ToyEngine, serve
 
-from attncheck.harness.engine.events import ContinuedRequest, StartedRequest, StepPlan
+from attncheck.harness.engine.events import ContinuedRequest, ObserverSettings, StartedRequest, StepPlan
 from attncheck.harness.engine.late_steps import LateSteps
 
 
@@ -153,7 +153,8 @@ class Async:
     """What an engine with async scheduling gives of the steps of the toy engine: each begins before the last ends."""
 
     def __init__(self, observer):
-        self.observer, self.steps = observer, LateSteps(observer, is_async=True)
+        judge_every = observer.settings.judge_every
+        self.observer, self.steps = observer, LateSteps(observer, is_async=True, judge_every=judge_every)
         self.ending, self.rejected = None, {}
         self.settings, self.engine_starts = observer.settings, observer.engine_starts
         self.layer_rows = self.steps.layer_rows
@@ -187,9 +188,11 @@ class Async:
         return self.observer.result()
 
 
+@pytest.mark.parametrize("judge_every", [1, 3])
 @pytest.mark.parametrize("hybrid", [False, True])
-def test_late_steps_are_judged_as_others(hybrid):
-    options = {"hybrid": hybrid, "blocks": 26 if hybrid else 13}
+def test_late_steps_are_judged_as_others(hybrid, judge_every):
+    settings = ObserverSettings(judge_every=judge_every)
+    options = {"settings": settings, "hybrid": hybrid, "blocks": 26 if hybrid else 13}
     right, _ = serve(**options)
     late, _ = serve(observer=Async, **options)
     assert late.failure is None

@@ -50,7 +50,7 @@ class Runner:
     """One request of four tokens, which are given in one step, and of one in each later step."""
 
     device = torch.device("cpu")
-    model_config = SimpleNamespace(dtype=torch.bfloat16)
+    model_config = SimpleNamespace(dtype=torch.bfloat16, is_diffusion=False)
     cache_config = SimpleNamespace(cache_dtype="auto")
 
     def __init__(self, *, is_async=False, **parallel):
@@ -59,6 +59,8 @@ class Runner:
             scheduler_config=SimpleNamespace(async_scheduling=is_async),
             parallel_config=SimpleNamespace(**(sizes | parallel)),
             kv_transfer_config=None,
+            speculative_config=None,
+            model_config=self.model_config,
         )
         self.layer = Attention()
         self.compilation_config = SimpleNamespace(static_forward_context={"layer": self.layer})
@@ -113,7 +115,15 @@ def plan_of(number):
     """The plan of a step; the token that it samples is its number."""
     ids = [50, 51, 52, 53] if number == 0 else [number - 1]
     done = 0 if number == 0 else 3 + number
-    new = SimpleNamespace(req_id="a", prompt_token_ids=ids, block_ids=([1],), num_computed_tokens=0, lora_request=None)
+    new = SimpleNamespace(
+        req_id="a",
+        prompt_token_ids=ids,
+        block_ids=([1],),
+        num_computed_tokens=0,
+        lora_request=None,
+        prompt_embeds=None,
+        mm_features=[],
+    )
     blocks = ([2 + done // BLOCK],) if done % BLOCK == 0 else None
     cached = {"req_ids": ["a"], "new_block_ids": [blocks], "num_computed_tokens": [done]}
     if number == 0:
@@ -165,7 +175,7 @@ def serve(settings):
 
     def serve(runner, **options):
         engine = ServedEngine(settings, runner)
-        engine.start()
+        engine.start(SimpleNamespace(GPUModelRunner=type(runner)))
         try:
             return drive(runner, **options), engine
         finally:
@@ -179,7 +189,7 @@ def serve(settings):
 def test_a_worker_is_watched_by_its_runner(serve, settings, runner_class):
     outputs, engine = serve(runner_class())
     assert torch.equal(outputs, drive(runner_class()))
-    result = engine.hooks.result()
+    result = engine.hooks.observer.result()
     assert result.findings == ()
     assert (result.steps, result.checks["output"], result.checks["token"]) == (STEPS, STEPS + 3, STEPS + 3)
     run = read_run(settings.path)
@@ -191,7 +201,7 @@ def test_a_worker_is_watched_by_its_runner(serve, settings, runner_class):
 def test_async_scheduling_is_judged_a_step_late(serve):
     outputs, engine = serve(RunnerV2(is_async=True), is_async=True)
     assert torch.equal(outputs, drive(RunnerV2()))
-    result = engine.hooks.result()
+    result = engine.hooks.observer.result()
     assert result.findings == ()
     assert (result.checks["output"], result.checks["token"]) == (STEPS + 3, STEPS + 3)
     assert "write" not in result.checks
@@ -207,21 +217,23 @@ def test_a_failure_of_ours_ends_the_watching_alone(serve, settings, monkeypatch,
     def fails(*_, **__):
         raise RuntimeError("ours")
 
-    owner = EngineObserver if name in OBSERVES else served_engine.WorkerHooks
+    owner = EngineObserver if name in OBSERVES else served_engine.Hooks
     monkeypatch.setattr(owner, name, fails)
     outputs, engine = serve(runner_class())
     assert torch.equal(outputs, drive(runner_class()))
-    assert engine.hooks.result().failure == "RuntimeError: ours"
+    assert engine.hooks.observer.result().failure == "RuntimeError: ours"
     run = read_run(settings.path)
     assert run.errors == ("attncheck stopped watching the engine: RuntimeError: ours",)
     assert not any(record.outcome == "passed" for record in run.records)
 
 
-def test_what_cannot_be_followed_is_in_the_run_file(serve, settings):
-    outputs, _ = serve(RunnerV1(pipeline_parallel_size=2))
+def test_what_cannot_be_followed_is_counted(serve, settings):
+    outputs, engine = serve(RunnerV1(pipeline_parallel_size=2))
     assert torch.equal(outputs, drive(RunnerV1()))
-    (error,) = read_run(settings.path).errors
-    assert error.endswith("attncheck engine does not follow pipeline parallelism")
+    result = engine.hooks.observer.result()
+    assert result.failure is None
+    assert result.not_followed == {"engines with pipeline parallelism": STEPS + 3}
+    assert not any(record.outcome == "passed" for record in read_run(settings.path).records)
 
 
 @pytest.mark.parametrize(("rank", "data_parallel_rank"), [(1, 0), (0, 1)])
