@@ -76,7 +76,7 @@ def engine(
         ),
     ] = None,
     seed: Annotated[int | None, _count("N", "The seed of the requests. [default: 0]", least=0)] = None,
-    requests: Annotated[int | None, _count("N", "Requests of each kind of traffic. [default: 24]")] = None,
+    requests: Annotated[int | None, _count("N", "Requests of each kind of traffic. [default: 16]")] = None,
     blocks: Annotated[
         int | None, _count("N", "Blocks of the small pool. [default: for 1.25 requests of the greatest length]")
     ] = None,

@@ -102,7 +102,7 @@ class EngineRun(BaseModel):
     folder: str
     traffic: str
     seed: int = 0
-    requests: int = 24
+    requests: int = 16
     blocks: int | None = None
     budget: int = 128
     dtype: str = "auto"
