@@ -35,9 +35,9 @@ from attncheck.harness.engine.observer import EngineObserver
 from attncheck.harness.engine.vllm_runner import watching
 
 MAX_STEPS = 400
-WATCHED_STEPS = 10
+WATCHED_STEPS = 6
 """Steps that are watched after an act; the others are served without, to compare the tokens."""
-LATER = 6
+LATER = 4
 """Times that a fault may act, before it does: the engine is in the middle of its work then."""
 
 
@@ -457,7 +457,7 @@ def value_of_another_row(acts):
     """One layer writes the values of a step exchanged between rows."""
 
     def change(_impl, layer, key, value, cache, slots):
-        if len(slots) > 1 and acts.due(20):
+        if len(slots) > 1 and acts.due(12):
             acts.note(acts.owner(0), None, int(slots[0]) // 32)
             return layer, key, value.roll(1, 0), cache, slots
         return None
@@ -475,7 +475,7 @@ def key_before_rotary(acts):
         return original(own, positions, query, key, *args, **keywords)
 
     def change(_impl, layer, key, value, cache, slots):
-        if acts.due(20):
+        if acts.due(12):
             acts.note(acts.owner(0), None, int(slots[0]) // 32)
             return layer, kept["key"].view_as(key), value, cache, slots
         return None
@@ -658,11 +658,49 @@ def _forwards(acts, change, restore):
 
 
 @fault()
+def keys_written_after_attention(acts):
+    """One layer attends before its keys are written."""
+    late = []
+
+    def update(original, impl, *args):
+        if acts.step and not acts.is_judging() and acts.due(12):
+            acts.note(acts.owner(0))
+            late.append((impl, args))
+            return
+        original(impl, *args)
+
+    def forward(original, impl, *args, **keywords):
+        made = original(impl, *args, **keywords)
+        while late:
+            own, kept = late.pop()
+            writer(own, *kept)
+        return made
+
+    around(CPUAttentionBackendImpl, "do_kv_cache_update", update)
+    around(CPUAttentionBackendImpl, "forward", forward)
+    writer = CPUAttentionBackendImpl.do_kv_cache_update
+
+
+@fault()
+def output_not_a_number(acts):
+    """One row of one layer is NaN in one step."""
+
+    def forward(original, impl, layer, query, key, value, cache, metadata, output, *args, **keywords):
+        made = original(impl, layer, query, key, value, cache, metadata, output, *args, **keywords)
+        if metadata is not None and acts.due(12):
+            output[0, 0] = torch.nan
+            acts.note(acts.owner(0))
+        return made
+
+    around(CPUAttentionBackendImpl, "forward", forward)
+
+
+@fault()
 def scale_larger(acts):
     """One layer uses another softmax scale in one step."""
 
     def change(impl, _metadata):
-        if not acts.due(20):
+        if not acts.due(12):
             return False
         impl.scale *= 1.1
         acts.note(acts.owner(0))
@@ -736,36 +774,6 @@ def hash_without_its_parent(acts):
 
 
 @fault()
-def block_cached_too_early(acts):
-    """A block is put into the prefix cache before it is computed."""
-
-    def allocate(original, manager, request, num_new_tokens, *args, **keywords):
-        made = original(manager, request, num_new_tokens, *args, **keywords)
-        if made is not None and request.num_prompt_tokens > 190:
-            blocks = manager.coordinator.get_blocks(request.request_id)[0]
-            done = len(request.block_hashes)
-            if done > manager.coordinator.single_type_managers[0].num_cached_block.get(request.request_id, 0):
-                pool = manager.block_pool
-                new = pool.get_new_blocks(done - len(blocks)) if done > len(blocks) else []
-                if not new:
-                    manager.coordinator.cache_blocks(request, done * pool.hash_block_size)
-        return made
-
-    def computed(original, manager, request):
-        made = original(manager, request)
-        for index, block in enumerate(made[0].blocks[0]):
-            owner = acts.unwritten(block.block_id)
-            if owner is not None:
-                acts.note(request.request_id, index * 32, block.block_id, step=acts.step + 1)
-                break
-        return made
-
-    acts.unwritten = lambda block_id: None
-    around(KVCacheManager, "allocate_slots", allocate)
-    around(KVCacheManager, "get_computed_blocks", computed)
-
-
-@fault()
 def block_has_two_owners(acts):
     """A block of a running request is given to another one."""
 
@@ -802,7 +810,7 @@ def window_one_more(acts):
     """One layer's window is one key too long in one step."""
 
     def change(impl, metadata):
-        if impl.sliding_window < 0 or metadata.seq_lens.max() < 100 or not acts.due(8):
+        if impl.sliding_window < 0 or metadata.seq_lens.max() < 100 or not acts.due(6):
             return False
         impl.sliding_window += 1
         acts.note(acts.owner(0))
@@ -819,7 +827,7 @@ def window_one_less(acts):
     """One layer's window is one key too short in one step."""
 
     def change(impl, metadata):
-        if impl.sliding_window < 0 or metadata.seq_lens.max() < 100 or not acts.due(8):
+        if impl.sliding_window < 0 or metadata.seq_lens.max() < 100 or not acts.due(6):
             return False
         impl.sliding_window -= 1
         acts.note(acts.owner(0))
@@ -908,7 +916,7 @@ def rotary_key_of_another_row(acts):
     """One latent layer writes the rotary keys of a step exchanged between rows."""
 
     def change(_impl, latent, rotary, cache, slots, *more):
-        if len(slots) > 1 and acts.due(20):
+        if len(slots) > 1 and acts.due(12):
             acts.note(acts.owner(0), None, int(slots[0]) // 16)
             return latent, rotary.roll(1, 0), cache, slots, *more
         return None
@@ -921,7 +929,7 @@ def latent_write_skipped(acts):
     """One latent layer does not write the first row of a step."""
 
     def change(_impl, latent, rotary, cache, slots, *more):
-        if len(slots) > 1 and acts.due(20):
+        if len(slots) > 1 and acts.due(12):
             acts.note(acts.owner(0), None, int(slots[0]) // 16)
             slots = slots.clone()
             slots[0] = -1
@@ -960,7 +968,7 @@ def scale_of_another_layer_written(acts):
     """One layer writes keys with another scale in one step."""
 
     def update(original, impl, layer, *args):
-        is_due = acts.step and not acts.is_judging() and acts.due(20)
+        is_due = acts.step and not acts.is_judging() and acts.due(12)
         if is_due:
             acts.note(acts.owner(0), None, int(args[-1][0]) // 32)
             _with_scale(layer, 2.0)
@@ -978,7 +986,7 @@ def scale_of_another_layer_read(acts):
     """One layer reads keys with another scale in one step."""
 
     def forward(original, impl, layer, query, key, value, cache, metadata, *args, **keywords):
-        is_due = metadata is not None and acts.due(20)
+        is_due = metadata is not None and acts.due(12)
         if is_due:
             acts.note(acts.owner(0))
             _with_scale(layer, 2.0)
@@ -1042,7 +1050,7 @@ def serve(engine, plant):
     acts.owner = lambda row: next(
         each.request_id for each in rows_of(runner) if each.first <= row < each.first + each.count
     )
-    observer = EngineObserver(ObserverSettings(max_explained=4))
+    observer = EngineObserver(ObserverSettings(max_explained=2))
     in_judge = []
     acts.is_judging = lambda: bool(in_judge)
 
@@ -1102,16 +1110,14 @@ def requests():
 
     prefix, pattern = tokens(100), tokens(3)
     return [
-        ("a", 0, prefix + tokens(9), 30),
-        ("b", 0, tokens(210), 24),
-        ("c", 1, pattern * 30, 40),
-        ("d", 2, tokens(20), 40),
-        ("e", 6, prefix[:70] + tokens(30), 40),
-        ("f", 8, tokens(150), 30),
-        ("g", 12, prefix + tokens(50), 24),
-        ("h", 14, tokens(60), 40),
-        ("i", 20, pattern * 34, 30),
-        ("j", 30, prefix + tokens(5), 16),
+        ("a", 0, prefix + tokens(9), 24),
+        ("b", 0, tokens(210), 12),
+        ("c", 1, pattern * 30, 30),
+        ("d", 2, tokens(20), 24),
+        ("e", 5, prefix[:70] + tokens(30), 24),
+        ("f", 6, prefix + tokens(60), 24),
+        ("g", 10, pattern * 34, 20),
+        ("h", 20, prefix + tokens(5), 8),
     ]
 
 
@@ -1175,7 +1181,8 @@ def main(folder, *names):
     engines = []
     for name in ENGINES:
         own = [each for each in chosen if each.engine == name]
-        for some in (own[::2], own[1::2]) if len(own) > 12 else (own,):
+        parts = min(4, -(-len(own) // 6))
+        for some in (own[part::parts] for part in range(parts)):
             if some:
                 engines.append(fork(partial(serve_engine, name, some, folder, out)))
     for engine in engines:
