@@ -338,6 +338,8 @@ class Judge:
         )
 
     def _words_of_pages(self, pending: Pending, request: StepRows, lacking: Numbers) -> str:
+        if not len(lacking) and pending.facts.code is not None:
+            return "the pages hold the codes that the layer itself writes: they are wrong codes, or are read wrongly"
         if not len(lacking):
             return "the pages hold the right keys and values: they are read wrongly"
         size = self._groups[pending.group].block_size

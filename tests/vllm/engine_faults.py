@@ -35,6 +35,9 @@ from attncheck.harness.engine.observer import EngineObserver
 from attncheck.harness.engine.vllm_runner import watching
 
 MAX_STEPS = 400
+SELDOM = 4
+"""Steps of which one is judged if nothing is planted."""
+
 WATCHED_STEPS = 6
 """Steps that are watched after an act; the others are served without, to compare the tokens."""
 LATER = 4
@@ -618,7 +621,7 @@ def common_prefix_one_block_too_long(acts):
         for one in range(len(lengths)):
             for other in range(len(lengths)):
                 shared = int((table[one] == table[other]).int().cumprod(0).sum())
-                if one == other or not 0 < shared or min(lengths[one], lengths[other]) <= (shared + 1) * 32:
+                if one == other or not shared > 0 or min(lengths[one], lengths[other]) <= (shared + 1) * 32:
                     continue
                 if acts.due(0):
                     changed = table.clone()
@@ -956,62 +959,12 @@ def latent_new_block_not_appended(acts):
     new_block_not_appended(acts)
 
 
-# FP8 caches.
-
-
-def _with_scale(layer, factor):
-    layer._k_scale_float *= factor
-
-
-@fault("fp8")
-def scale_of_another_layer_written(acts):
-    """One layer writes keys with another scale in one step."""
-
-    def update(original, impl, layer, *args):
-        is_due = acts.step and not acts.is_judging() and acts.due(12)
-        if is_due:
-            acts.note(acts.owner(0), None, int(args[-1][0]) // 32)
-            _with_scale(layer, 2.0)
-        try:
-            return original(impl, layer, *args)
-        finally:
-            if is_due:
-                _with_scale(layer, 0.5)
-
-    around(CPUAttentionBackendImpl, "do_kv_cache_update", update)
-
-
-@fault("fp8")
-def scale_of_another_layer_read(acts):
-    """One layer reads keys with another scale in one step."""
-
-    def forward(original, impl, layer, query, key, value, cache, metadata, *args, **keywords):
-        is_due = metadata is not None and acts.due(12)
-        if is_due:
-            acts.note(acts.owner(0))
-            _with_scale(layer, 2.0)
-        try:
-            return original(impl, layer, query, key, value, cache, metadata, *args, **keywords)
-        finally:
-            if is_due:
-                _with_scale(layer, 0.5)
-
-    around(CPUAttentionBackendImpl, "forward", forward)
-
-
-@fault("fp8")
-def fp8_slot_one_more(acts):
-    """A key is written one slot late."""
-    slot_one_more(acts)
-
-
 # Engines.
 
 ENGINES = {
     "full": ("full", {"num_gpu_blocks_override": 18}),
     "hybrid": ("hybrid", {"num_gpu_blocks_override": 34}),
     "latent": ("latent", {"num_gpu_blocks_override": 34, "block_size": 16, "max_num_batched_tokens": 320}),
-    "fp8": ("full", {"num_gpu_blocks_override": 18, "kv_cache_dtype": "fp8"}),
 }
 """The model of each engine, and what it is given besides :data:`OPTIONS`. Its pool is small: requests are preempted."""
 
@@ -1076,14 +1029,15 @@ def serve(engine, plant):
     judged = observer.settings
 
     def inputs(original, own, *args):
-        own.settings = judged if plant is None or acts.is_near else replace(judged, judge_every=10**9)
+        seldom = SELDOM if plant is None else 10**9
+        own.settings = judged if acts.is_near else replace(judged, judge_every=seldom)
         return original(own, *args)
 
     around(EngineObserver, "inputs", inputs)
     with watching(observer) as hooks:
         try:
             tokens = _tokens(engine, lambda: acts.is_over and hooks.remove())
-        except Exception:
+        except Exception:  # noqa: BLE001 (whatever a fault makes vLLM raise)
             raised = traceback.format_exc(limit=-3)
     result = observer.result()
     return {
@@ -1147,7 +1101,7 @@ def fork(work):
         return child
     try:
         work()
-    except BaseException:
+    except BaseException:  # noqa: BLE001 (the process ends here)
         traceback.print_exc()
     finally:
         sys.stdout.flush()
@@ -1182,9 +1136,7 @@ def main(folder, *names):
     for name in ENGINES:
         own = [each for each in chosen if each.engine == name]
         parts = min(4, -(-len(own) // 6))
-        for some in (own[part::parts] for part in range(parts)):
-            if some:
-                engines.append(fork(partial(serve_engine, name, some, folder, out)))
+        engines += [fork(partial(serve_engine, name, own[part::parts], folder, out)) for part in range(parts)]
     for engine in engines:
         os.waitpid(engine, 0)
 
