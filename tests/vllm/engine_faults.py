@@ -283,17 +283,15 @@ def position_restarts_after_preemption(acts):
 
 @fault()
 def rejected_draft_is_counted(acts):
-    """The scheduler counts rejected drafts as computed."""
+    """The scheduler counts a rejected draft of the request that repeats itself as computed."""
 
     def update(original, scheduler, scheduler_output, output):
         before = {name: request.num_computed_tokens for name, request in scheduler.requests.items()}
         made = original(scheduler, scheduler_output, output)
-        for name in scheduler_output.scheduled_spec_decode_tokens:
-            request = scheduler.requests.get(name)
-            if request is None or request.num_computed_tokens >= before[name] or not acts.due():
-                continue
-            acts.note(name, request.num_computed_tokens, step=acts.step + 1)
-            request.num_computed_tokens = before[name]
+        request = scheduler.requests.get("c")
+        if request is not None and request.num_computed_tokens < before["c"] and acts.due(2):
+            acts.note("c", request.num_computed_tokens, step=acts.step + 1)
+            request.num_computed_tokens += 1
         return made
 
     around(Scheduler, "update_from_output", update)

@@ -1,8 +1,9 @@
 """An observer finds nothing in engines that are right, but unusual."""
 
+from toy_engine import BLOCK, ToyEngine
+
 from attncheck.harness.engine.events import ObserverSettings
 from attncheck.harness.engine.observer import EngineObserver
-from toy_engine import BLOCK, ToyEngine
 
 
 class CachesAtOnce(ToyEngine):
