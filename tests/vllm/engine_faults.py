@@ -471,9 +471,9 @@ def key_before_rotary(acts):
     """One layer writes keys without their rotary position."""
     kept = {}
 
-    def rotate(original, own, positions, query, key=None, *args, **keywords):
+    def rotate(original, positions, query, key, *args):
         kept["key"] = key.clone()
-        return original(own, positions, query, key, *args, **keywords)
+        return original(positions, query, key, *args)
 
     def change(_impl, layer, key, value, cache, slots):
         if acts.due(12):
@@ -481,18 +481,10 @@ def key_before_rotary(acts):
             return layer, kept["key"].view_as(key), value, cache, slots
         return None
 
-    for cls in {type(module) for module in acts.model.modules() if isinstance(module, RotaryEmbedding)}:
-        name = "forward"
-        around_first(cls, name, rotate)
+    for module in acts.model.modules():
+        if isinstance(module, RotaryEmbedding):  # vLLM binds what it calls when the layer is made
+            module._forward_method = partial(rotate, module._forward_method)
     _writes(acts, change)
-
-
-def around_first(cls, name, wrapper):
-    """Replace what instances call: vLLM binds ``_forward_method`` when a layer is made."""
-    for owner in cls.__mro__:
-        if name in owner.__dict__:
-            return around(owner, name, wrapper)
-    return None
 
 
 # Block tables.
