@@ -20,7 +20,6 @@ import vllm
 from vllm.model_executor.layers.rotary_embedding import RotaryEmbedding
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl, CPUAttentionMetadataBuilder
 from vllm.v1.attention.backends.mla.cpu_mla import CPUMLAImpl
-from vllm.v1.core import kv_cache_utils
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.core.sched.scheduler import Scheduler
@@ -323,8 +322,9 @@ def logits_of_the_row_before(acts):
 
     def prepare(original, runner, *args, **keywords):
         made = original(runner, *args, **keywords)
-        rows = next((each for each in rows_of(runner) if each.num_known == each.computed + each.count > 60), None)
-        if rows is not None and rows.count > 1 and not rows.is_decode and acts.due(1):
+        prompts = (each for each in rows_of(runner) if each.count > 1 and not each.is_decode)
+        rows = next((each for each in prompts if not each.is_unfinished_chunk), None)
+        if rows is not None and acts.due(1):
             logits = made[0].clone()
             logits[logits == rows.first + rows.count - 1] -= 1
             acts.note(rows.request_id, rows.computed + rows.count - 1)
@@ -744,25 +744,6 @@ def hit_of_a_freed_block(acts):
 
     acts.evicted = set()
     around(BlockPool, "_maybe_evict_cached_block", evict)
-    around(KVCacheManager, "get_computed_blocks", computed)
-
-
-@fault()
-def hash_without_its_parent(acts):
-    """The hash of a block leaves out the tokens before it."""
-    original = kv_cache_utils.hash_block_tokens
-
-    def hash_block(function, parent, tokens, extra=None):
-        return original(function, None, tokens, extra)
-
-    def computed(original, manager, request):
-        made = original(manager, request)
-        ids = [block.block_id for block in made[0].blocks[0]]
-        if len(set(ids)) < len(ids):
-            acts.note(request.request_id, None, None, step=acts.step + 1)
-        return made
-
-    kv_cache_utils.hash_block_tokens = hash_block
     around(KVCacheManager, "get_computed_blocks", computed)
 
 
