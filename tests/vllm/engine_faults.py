@@ -37,20 +37,20 @@ MAX_STEPS = 400
 SELDOM = 4
 """Steps of which one is judged if nothing is planted."""
 
-WATCHED_STEPS = 6
-"""Steps that are watched after an act; the others are served without, to compare the tokens."""
-LATER = 4
-"""Times that a fault may act, before it does: the engine is in the middle of its work then."""
-
 
 @dataclass
 class Acts:
-    """What a fault did: the step, the request, the first position, and the physical block that it concerns."""
+    """What a fault did: the step, the request, the first position, and the physical block that it concerns.
+
+    seen: times that it could act. watched: steps that are watched after the first act; the others are served without, to
+    compare the tokens.
+    """
 
     did: list[dict] = field(default_factory=list)
     step: int = 0
     seen: int = 0
     after: int = 10**9
+    watched: int = 6
 
     @property
     def is_near(self) -> bool:
@@ -60,7 +60,7 @@ class Acts:
     @property
     def is_over(self) -> bool:
         """Whether its effect is seen by now."""
-        return bool(self.did) and self.step > self.did[0]["step"] + WATCHED_STEPS
+        return bool(self.did) and self.step > self.did[0]["step"] + self.watched
 
     def due(self, after: int = LATER) -> bool:
         """Return whether to act now: once, after some times."""
@@ -726,28 +726,6 @@ def hit_one_block_too_many(acts):
 
 
 @fault()
-def hit_of_a_freed_block(acts):
-    """A block that is given to another request stays in the prefix cache."""
-
-    def evict(original, pool, block):
-        if block.block_hash is not None:
-            block.reset_hash()
-            acts.evicted.add(block.block_id)
-        return False
-
-    def computed(original, manager, request):
-        made = original(manager, request)
-        stale = [block.block_id for block in made[0].blocks[0] if block.block_id in acts.evicted]
-        if stale:
-            acts.note(request.request_id, None, stale[0], step=acts.step + 1)
-        return made
-
-    acts.evicted = set()
-    around(BlockPool, "_maybe_evict_cached_block", evict)
-    around(KVCacheManager, "get_computed_blocks", computed)
-
-
-@fault()
 def block_has_two_owners(acts):
     """A block of a running request is given to another one."""
 
@@ -851,6 +829,8 @@ def slots_of_another_group(acts):
 def window_block_freed_too_early(acts):
     """A block that the window still needs is freed."""
 
+    acts.watched = 100
+
     def skipped(original, manager, num_computed_tokens):
         made = original(manager, num_computed_tokens)
         if num_computed_tokens > 120 and made % 32 >= 8:
@@ -867,8 +847,8 @@ def window_block_freed_too_early(acts):
 def window_hit_lacks_a_block(acts):
     """A prefix hit of a windowed group asks for one block too few."""
 
-    def contiguous(original, cls, window, size, use_eagle):
-        return original(cls, window, size, use_eagle) - 1
+    def contiguous(original, *args, **keywords):
+        return original(*args, **keywords) - 1
 
     def computed(original, manager, request):
         made = original(manager, request)

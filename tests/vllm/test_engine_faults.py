@@ -30,29 +30,39 @@ class Expected:
 
     kind: of a finding. words: a regular expression that a cause or note of this kind matches. exact: the finding is of
     the position of the act; otherwise a position that the act made wrong. names_block: the block is named.
+    is_at_once: it is found in the step of the act; otherwise later.
     """
 
     kind: str
     words: str
     exact: bool = True
     names_block: bool = True
+    is_at_once: bool = True
 
 
 EXPECTED: dict[str, Expected] = {
+    "block_has_two_owners": Expected("write", "lacks positions"),
     "chunk_loses_its_last_token": Expected("write", "lacks positions"),
+    "common_prefix_one_block_too_long": Expected("output", "is read in place of block"),
+    "count_kept_after_preemption": Expected("prefix_hit", "the prefix hit maps block", is_at_once=False),
+    "hit_one_block_too_many": Expected("prefix_hit", "the prefix hit maps block", exact=False),
     "new_block_not_appended": Expected("write", "lacks positions"),
     "new_block_one_place_early": Expected("write", "lacks positions", exact=False),
     "not_causal": Expected("output", "keys behind its own"),
     "padding_row_written": Expected("output", "holds zeros"),
     "position_one_more": Expected("position", r"position \d+, not \d+"),
     "position_restarts_after_preemption": Expected("position", "position 0, not"),
+    "query_start_one_more": Expected("output", "read wrongly"),
+    "rotary_key_of_another_row": Expected("write", "lacks positions"),
     "row_not_moved": Expected("write", "lacks positions", exact=False),
     "rows_of_two_requests_exchanged": Expected("write", "lacks positions", exact=False),
     "seq_len_one_less": Expected("output", r"sees \d+ keys of \d+"),
-    "seq_len_one_more": Expected("output", "read wrongly|behind its own", names_block=False),
+    "seq_len_one_more": Expected("output", "1 key behind its own", names_block=False),
     "seq_len_without_drafts": Expected("output", r"sees \d+ keys of \d+"),
+    "scale_larger": Expected("output", "read wrongly"),
     "slot_of_the_next_block": Expected("write", "lacks positions"),
     "slot_one_more": Expected("write", "lacks positions"),
+    "slots_of_another_group": Expected("write", "lacks positions"),
     "stale_draft_given": Expected("token", r"token \d+, not \d+"),
     "stale_table_after_preemption": Expected("write", "lacks positions"),
     "table_of_another_group": Expected("output", "read wrongly", exact=False),
@@ -98,7 +108,7 @@ def test_a_planted_fault_is_found(found, fault):
     own = [each for each in line["findings"] if act["request_id"] in (None, each["request_id"])]
     of_kind = [each for each in own if each["kind"] == expected.kind]
     first = of_kind[0]
-    assert first["step"] == act["step"]
+    assert first["step"] == act["step"] if expected.is_at_once else first["step"] > act["step"]
     if expected.exact and act["position"] is not None:
         assert any(act["position"] in _positions(each) for each in of_kind)
     if expected.names_block and act["block_id"] is not None:
