@@ -20,7 +20,6 @@ import vllm
 from vllm.model_executor.layers.rotary_embedding import RotaryEmbedding
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl, CPUAttentionMetadataBuilder
 from vllm.v1.attention.backends.mla.cpu_mla import CPUMLAImpl
-from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.core.single_type_kv_cache_manager import SlidingWindowManager
@@ -36,6 +35,10 @@ from attncheck.harness.engine.vllm_runner import watching
 MAX_STEPS = 400
 SELDOM = 4
 """Steps of which one is judged if nothing is planted."""
+
+
+LATER = 4
+"""Times that a fault may act, before it does: the engine is in the middle of its work then."""
 
 
 @dataclass
