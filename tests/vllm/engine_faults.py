@@ -22,7 +22,6 @@ from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl, CPUAtte
 from vllm.v1.attention.backends.mla.cpu_mla import CPUMLAImpl
 from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.core.sched.scheduler import Scheduler
-from vllm.v1.core.single_type_kv_cache_manager import SlidingWindowManager
 from vllm.v1.worker.block_table import BlockTable, MultiGroupBlockTable
 from vllm.v1.worker.gpu_input_batch import InputBatch
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
@@ -284,22 +283,6 @@ def position_restarts_after_preemption(acts):
 
 
 @fault()
-def rejected_draft_is_counted(acts):
-    """The scheduler counts a rejected draft of the request that repeats itself as computed."""
-
-    def update(original, scheduler, scheduler_output, output):
-        before = {name: request.num_computed_tokens for name, request in scheduler.requests.items()}
-        made = original(scheduler, scheduler_output, output)
-        request = scheduler.requests.get("c")
-        if request is not None and request.num_computed_tokens < before["c"] and acts.due(2):
-            acts.note("c", request.num_computed_tokens, step=acts.step + 1)
-            request.num_computed_tokens += 1
-        return made
-
-    around(Scheduler, "update_from_output", update)
-
-
-@fault()
 def tokens_of_two_requests_exchanged(acts):
     """The tokens of two requests reach the scheduler exchanged."""
 
@@ -317,24 +300,6 @@ def tokens_of_two_requests_exchanged(acts):
         return original(scheduler, scheduler_output, output)
 
     around(Scheduler, "update_from_output", update)
-
-
-@fault()
-def logits_of_the_row_before(acts):
-    """A token is sampled from the row before the last."""
-
-    def prepare(original, runner, *args, **keywords):
-        made = original(runner, *args, **keywords)
-        prompts = (each for each in rows_of(runner) if each.count > 1 and not each.is_decode)
-        rows = next((each for each in prompts if not each.is_unfinished_chunk), None)
-        if rows is not None and acts.due(1):
-            logits = made[0].clone()
-            logits[logits == rows.first + rows.count - 1] -= 1
-            acts.note(rows.request_id, rows.computed + rows.count - 1)
-            return (logits, *made[1:])
-        return made
-
-    around(GPUModelRunner, "_prepare_inputs", prepare)
 
 
 # Slots and pages.
@@ -828,43 +793,6 @@ def slots_of_another_group(acts):
     around(GPUModelRunner, "_get_slot_mappings", slots)
 
 
-@fault("hybrid")
-def window_block_freed_too_early(acts):
-    """A block that the window still needs is freed."""
-
-    acts.watched = 100
-
-    def skipped(original, manager, num_computed_tokens):
-        made = original(manager, num_computed_tokens)
-        if num_computed_tokens > 120 and made % 32 >= 8:
-            acts.seen += 1
-            if acts.seen % 5 == 0:
-                made = made // 32 * 32 + 32
-                acts.note(None, made - 1, step=acts.step + 1)
-        return made
-
-    around(SlidingWindowManager, "get_num_skipped_tokens", skipped)
-
-
-@fault("hybrid")
-def window_hit_lacks_a_block(acts):
-    """A prefix hit of a windowed group asks for one block too few."""
-
-    def contiguous(original, *args, **keywords):
-        return original(*args, **keywords) - 1
-
-    def computed(original, manager, request):
-        made = original(manager, request)
-        groups = made[0].blocks
-        windowed = next((blocks for blocks in groups if any(block.is_null for block in blocks)), ())
-        if made[1] and len(windowed) > 1 and windowed[-2].is_null:
-            acts.note(request.request_id, made[1] - 47, 0, step=acts.step + 1)
-        return made
-
-    around(SlidingWindowManager, "_contiguous_blocks_for_hit", contiguous)
-    around(KVCacheManager, "get_computed_blocks", computed)
-
-
 # Latent caches.
 
 
@@ -879,38 +807,6 @@ def rotary_key_of_another_row(acts):
         return None
 
     _writes(acts, change, CPUMLAImpl)
-
-
-@fault("latent")
-def latent_write_skipped(acts):
-    """One latent layer does not write the first row of a step."""
-
-    def change(_impl, latent, rotary, cache, slots, *more):
-        if len(slots) > 1 and acts.due(12):
-            acts.note(acts.owner(0), None, int(slots[0]) // 16)
-            slots = slots.clone()
-            slots[0] = -1
-            return latent, rotary, cache, slots, *more
-        return None
-
-    _writes(acts, change, CPUMLAImpl)
-
-
-@fault("latent")
-def latent_seq_len_one_less(acts):
-    """A latent layer's decode does not read a request's last key."""
-
-    def act(runner, rows):
-        runner.seq_lens[rows.index] -= 1
-        acts.note(rows.request_id, rows.computed)
-
-    when_prepared(acts, _long_decode, act)
-
-
-@fault("latent")
-def latent_new_block_not_appended(acts):
-    """The runner does not append a new block to a request's row."""
-    new_block_not_appended(acts)
 
 
 # Engines.
