@@ -128,6 +128,7 @@ def _readings(wrong: WrongRows, history: History, row: int) -> Iterator[Reading]
         yield from _wrong_contents(wrong, history, row)
     if wrong.lacking is None or not len(wrong.lacking):
         yield from _wrong_lengths(wrong, history, row)
+        yield from _unwritten_slots(wrong, history, row)
         yield from _late_pages(wrong, history, row)
         yield from _wrong_pages(wrong, history, row)
 
@@ -204,6 +205,36 @@ def _wrong_lengths(wrong: WrongRows, history: History, row: int) -> Iterator[Rea
     for more in range(1, len(wrong.keys) - num_keys + 1):
         numbers = wrong.keys[_from(wrong.params, first_seen(wrong.params, position + more)) : num_keys + more]
         yield Reading(("more", more), Cause(f"the row sees {more} keys behind its own"), numbers)
+
+
+def _unwritten_slots(wrong: WrongRows, history: History, row: int) -> Iterator[Reading]:
+    """Yield readings of slots before they are written: those of the step's own keys, and the one behind the last.
+
+    They hold what was there before, or zeros.
+    """
+    position, begin = int(wrong.positions[row]), wrong.request.position
+    behind = position + 1
+    for is_zero in (False, True):
+        earlier = [
+            ZERO_ROW if is_zero else _held_at(wrong, history, at, is_earlier=True) for at in range(begin, behind)
+        ]
+        keys = np.append(wrong.keys[:begin], earlier)
+        cause = Cause("the keys of the step are read before they are written")
+        yield Reading(("early", is_zero), cause, keys[_from(wrong.params, first_seen(wrong.params, position)) :])
+        if behind == len(wrong.keys) and behind // wrong.block_size < len(wrong.table):
+            held = ZERO_ROW if is_zero else _held_at(wrong, history, behind, is_earlier=False)
+            cause = Cause("the row sees 1 key behind its own, from a slot that is not written yet")
+            keys = np.append(wrong.keys, held)[_from(wrong.params, first_seen(wrong.params, behind)) :]
+            yield Reading(("more", 1), cause, keys)
+
+
+def _held_at(wrong: WrongRows, history: History, position: int, *, is_earlier: bool) -> int:
+    """Return the row that the slot of a position holds, or held before this step; zeros if that is not known."""
+    block = history.blocks.get(wrong.table[position // wrong.block_size])
+    if block is None:
+        return ZERO_ROW
+    held = block.earlier if is_earlier else block.rows
+    return max(ZERO_ROW, int(held[position % wrong.block_size]))
 
 
 def _late_pages(wrong: WrongRows, history: History, row: int) -> Iterator[Reading]:

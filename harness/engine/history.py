@@ -1,7 +1,7 @@
 """Follows the requests of an engine: tokens, positions, and which computed row is the key of each position."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -49,8 +49,9 @@ class Block:
 class StepRows:
     """The rows that a step computes for one request.
 
-    first: the first of them among the rows of the model's input. positions: that of the first row. keys: for each
-    group, the row numbers of positions 0 up to the last of the step; None for a group that is not followed.
+    first: the first of them among the rows of the model's input, or 0 until that is known. position: that of the
+    first row. keys: for each group, the row numbers of positions 0 up to the last of the step; None for a group that
+    is not followed.
     block_ids: the block table of each group.
     """
 
@@ -184,6 +185,7 @@ class History:
         self._added = 0
         self._unknown_blocks: set[int] = set()
         self._plan = StepPlan((), (), {})
+        self._rows: dict[str, StepRows | None] = {}
 
     # What the client and the scheduler decide.
 
@@ -203,14 +205,23 @@ class History:
         self.requests.pop(request_id, None)
 
     def begin(self, plan: StepPlan) -> None:
-        """Apply the scheduler's plan of a step."""
-        self._plan = plan
+        """Apply the scheduler's plan of a step, and number its rows.
+
+        The order is that of ``num_scheduled_tokens``: a prefix hit may map blocks that a request which was scheduled
+        before it writes in the same step.
+        """
+        self._plan, self._rows = plan, {}
         for source, destination in plan.block_copies:
             self._copy_block(source, destination)
-        for started in plan.started:
-            self._start(started)
         for continued in plan.continued:
             self._continue(continued)
+        waiting = {started.request_id: started for started in plan.started}
+        for request_id, count in plan.num_scheduled_tokens.items():
+            if request_id in waiting:
+                self._start(waiting.pop(request_id))
+            self._rows[request_id] = self._rows_of_step(self._request(request_id), count)
+        for started in waiting.values():  # they compute nothing in this step
+            self._start(started)
 
     def _copy_block(self, source: int, destination: int) -> None:
         block = self.blocks.get(source)
@@ -350,12 +361,12 @@ class History:
         for request_id in request_ids:
             count = self._plan.num_scheduled_tokens[request_id]
             request = self._request(request_id)
-            rows = self._rows_of_step(request, first, count)
+            rows = self._rows[request_id]
             if rows is None:
                 self._tally.not_followed[str(request.not_followed)] += count
                 tokens += [_UNKNOWN] * count
             else:
-                followed.append(rows)
+                followed.append(replace(rows, first=first))
                 tokens += self._tokens_of_step(request, count)
             compared.append(np.full(count, rows is not None))
             positions.append(np.arange(request.done, request.done + count))
@@ -375,7 +386,7 @@ class History:
         drafts = list(self._plan.drafts.get(request.request_id, ()))[: count - len(known)]
         return known + drafts + [_UNKNOWN] * (count - len(known) - len(drafts))
 
-    def _rows_of_step(self, request: Request, first: int, count: int) -> StepRows | None:
+    def _rows_of_step(self, request: Request, count: int) -> StepRows | None:
         """Number the rows of a request and write them to its blocks, or forget what its blocks held."""
         begin, end = request.done, request.done + count
         for group, ids in enumerate(request.block_ids):
@@ -399,7 +410,7 @@ class History:
                 self._write_blocks(request.block_ids[group], group, begin, chain, numbers)
         return StepRows(
             request_id=request.request_id,
-            first=first,
+            first=0,
             num_rows=count,
             position=begin,
             keys=tuple(request.keys),

@@ -338,8 +338,10 @@ class Judge:
         )
 
     def _words_of_pages(self, pending: Pending, request: StepRows, lacking: Numbers) -> str:
+        if not len(lacking) and pending.facts.code is not None:
+            return "the pages hold the codes that the layer itself writes: they are wrong codes, or are read wrongly"
         if not len(lacking):
-            return "the pages hold the right keys and values: they are read wrongly"
+            return "the pages hold the right keys and values, but are read wrongly or the attention is wrong"
         size = self._groups[pending.group].block_size
         parts = []
         for index, positions in groupby(lacking.tolist(), key=lambda position: position // size):
