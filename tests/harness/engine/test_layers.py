@@ -98,15 +98,21 @@ def test_a_latent_layer_is_judged_in_both_forms(is_absorbed):
 def test_a_wrong_reading_of_a_latent_cache_is_explained():
     facts, query, kv_c, k_pe, key, value = latent_layer()
     output = attend(query, key, value, facts.params)
-    output[9] = attend(query[:9], key[:9], value[:9], facts.params)[8]  # query 8 over its keys, as if row 9 were row 8
-    key, value = key.clone(), value.clone()
+    output[9] = attend(query[1:10], key[:9], value[:9], facts.params)[8]
     [finding] = observed({"mla": facts}, ("mla", query, kv_c, k_pe, output)).findings
     assert (finding.kind, finding.position, finding.num_rows) == ("output", 9, 1)
-    short = attend(query[1:10], key[:9], value[:9], facts.params)[8]
-    output = attend(query, key, value, facts.params)
-    output[9] = short
-    [finding] = observed({"mla": facts}, ("mla", query, kv_c, k_pe, output)).findings
     assert finding.cause == "the row sees 9 keys of 10"
+
+
+def test_no_cause_is_named_that_holds_for_one_of_two_wrong_rows():
+    query, key, value = drawn(ROWS, 4, 16), drawn(ROWS, 2, 16, seed=1), drawn(ROWS, 2, 16, seed=2)
+    output = attend(query, key, value, PLAIN)
+    output[10] = attend(query[1:], key[:10], value[:10], PLAIN)[9]  # sees one key less than it must
+    [finding] = observed({"own": LayerFacts(PLAIN)}, ("own", query, key, value, output)).findings
+    assert (finding.num_rows, finding.cause) == (1, "the row sees 10 keys of 11")
+    output[9] = attend(query[2:10], key[:8], value[:8], PLAIN)[7]  # sees two less
+    [finding] = observed({"own": LayerFacts(PLAIN)}, ("own", query, key, value, output)).findings
+    assert (finding.num_rows, finding.cause) == (2, None)
 
 
 def test_fp8_keys_are_judged_by_the_values_of_their_codes():

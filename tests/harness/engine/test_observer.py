@@ -12,7 +12,7 @@ from attncheck.harness.engine.observer import EngineObserver
 @pytest.mark.parametrize("hybrid", [False, True])
 @pytest.mark.parametrize("num_drafts", [0, 2])
 def test_a_right_engine_has_no_finding(hybrid, num_drafts):
-    result, engine = serve(hybrid=hybrid, num_drafts=num_drafts, blocks=26 if hybrid else 13)
+    result, engine = serve(hybrid=hybrid, num_drafts=num_drafts, blocks=25 if hybrid else 13)
     assert result.failure is None
     assert result.findings == ()
     assert result.not_followed == {}
@@ -20,7 +20,9 @@ def test_a_right_engine_has_no_finding(hybrid, num_drafts):
     assert result.steps == engine.step
     assert result.checks["output"] == layers * result.counts["rows"] == layers * result.checks["token"]
     assert result.counts["requests resumed after preemption"] > 1
-    assert result.checks["prefix_hit"] * BLOCK == result.counts["tokens of prefix hits"] * layers / 2 > 0
+    mapped = result.counts["tokens of prefix hits"] // BLOCK
+    most = 2 * mapped if hybrid else mapped  # of the window's group, blocks that no row sees need not be there
+    assert 0 < mapped <= result.checks["prefix_hit"] <= most
     assert 0.1 < result.worst_share < 1
 
 
