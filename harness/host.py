@@ -18,6 +18,8 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
+from attncheck.errors import QuestionError
+
 # Memory and processors that the control groups of this process, such as a container's, allow. Imports no torch.
 #
 # A group of version 2 has its limits in one folder. Version 1 has a tree of folders per controller. The limits of a
@@ -288,3 +290,36 @@ def remove_folders(mark: str, older_than_s: float = 0.0) -> None:
         for folder in Path(tempfile.gettempdir()).glob(f"{folder_prefix(mark)}*"):
             if not older_than_s or folder.stat().st_mtime < time.time() - older_than_s:
                 shutil.rmtree(folder, ignore_errors=True)
+
+
+# Commands that serve with vLLM, and load a plugin of ours.
+
+_PLUGINS = "VLLM_PLUGINS"
+
+
+def run_with_plugin(command: Sequence[str], variables: Mapping[str, str], plugin: str) -> int:
+    """Run a command that starts vLLM to its end, and return its exit code.
+
+    ``variables``: what turns the plugin on, besides the environment of this process. ``plugin``: its name, which is
+    added to ``VLLM_PLUGINS`` if that is set: vLLM loads only the plugins listed there. SIGTERM and SIGHUP are
+    forwarded. SIGINT is ignored here: Ctrl-C reaches the command from the terminal.
+
+    Raises:
+        QuestionError: the command cannot be started.
+    """
+    environment = os.environ | dict(variables)
+    if _PLUGINS in environment:
+        environment[_PLUGINS] = ",".join([*filter(None, environment[_PLUGINS].split(",")), plugin])
+    try:
+        process = subprocess.Popen(command, env=environment)  # noqa: S603 (it is what the user typed)
+    except OSError as error:
+        raise QuestionError(f"{command[0]}: cannot be run: {error.strerror}") from error
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    for number in before:
+        signal.signal(number, lambda each, _frame: None if each == signal.SIGINT else process.send_signal(each))
+    try:
+        code = process.wait()
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    return code if code >= 0 else 128 - code

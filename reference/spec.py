@@ -27,7 +27,7 @@ class CheckInfo:
 
     establishes: str
     cannot_see: str
-    applies_to: Literal["backend", "provider"] = "backend"
+    applies_to: Literal["backend", "provider", "engine"] = "backend"
     by_default: Literal["everywhere", "on CUDA", "nowhere"] = "everywhere"
 
 
@@ -91,6 +91,36 @@ CHECKS: Mapping[str, CheckInfo] = {
         "metadata functions of a provider return and refuse the same as the reference, and change no argument",
         "batches that are neither in a suite nor drawn, and the speed of a function",
         applies_to="provider",
+    ),
+    "output": CheckInfo(
+        "each row of each layer of a serving engine is attention over the true history of its request",
+        "wrong queries, keys and values, which are the engine's own",
+        applies_to="engine",
+    ),
+    "token": CheckInfo(
+        "the model of an engine is given the next token of each request",
+        "how tokens are sampled, and which drafts are accepted",
+        applies_to="engine",
+    ),
+    "position": CheckInfo(
+        "the model of an engine is given the position of each token",
+        "the rotary embedding itself, and positions with more than one axis",
+        applies_to="engine",
+    ),
+    "prefix_hit": CheckInfo(
+        "a hit in the prefix cache maps blocks to which the same tokens were written",
+        "prefixes that are computed again though they are cached",
+        applies_to="engine",
+    ),
+    "count": CheckInfo(
+        "the scheduler of an engine counts the tokens that were computed, without rejected drafts",
+        "how it chooses requests",
+        applies_to="engine",
+    ),
+    "write": CheckInfo(
+        "each page that a step writes holds what the layer writes for its keys and values",
+        "pages that the step should not write, until a row reads them",
+        applies_to="engine",
     ),
 }
 """All checks, in the order of reports. ``harness/checks`` has a module for each check of a backend."""

@@ -40,7 +40,7 @@ settings.register_profile("fuzz", settings.get_profile("attncheck"), max_example
 settings.load_profile("attncheck")
 
 
-pytest.register_assert_rewrite("paged_batches", "common_batches")
+pytest.register_assert_rewrite("paged_batches", "common_batches", "toy_engine")
 
 
 @pytest.hookimpl(wrapper=True)

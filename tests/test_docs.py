@@ -28,6 +28,7 @@ from attncheck.harness.checks.timing import check
 from attncheck.harness.cli.app import app
 from attncheck.harness.cli.options import KEYS, read_config
 from attncheck.harness.driver.construction import ConfigNode, vllm_config
+from attncheck.harness.engine.traffic import TRAFFIC
 from attncheck.harness.problem.sizes import needed_bytes
 from attncheck.harness.pytest_plugin.plugin import name_in_pytest
 from attncheck.harness.run.expectations import load_expectations
@@ -108,8 +109,12 @@ def test_the_table_of_pyproject_is_read_and_has_every_key(tmp_path: Path, monkey
 
 
 def test_tables_have_every_name() -> None:
-    assert first_cells(text_of("README.md")) == list(CHECKS)
-    assert first_cells(section("how-it-judges.md", "The checks")) == list(CHECKS)
+    of_engines = [name for name, info in CHECKS.items() if info.applies_to == "engine"]
+    others = [name for name in CHECKS if name not in of_engines]
+    assert first_cells(text_of("README.md")) == others
+    assert first_cells(section("how-it-judges.md", "The checks")) == others
+    assert first_cells(section("engine.md", "What is judged")) == of_engines
+    assert re.findall(r"^\| `([a-z-]+)` \|", section("engine.md", "Judge an engine"), re.MULTILINE) == list(TRAFFIC)
     assert first_cells(section("reading-a-report.md", "Outcomes")) == list(OUTCOMES)
     assert sorted(first_cells(section("backends.md", "Features"))) == sorted(FEATURES)
     assert all(f"`{field.name}`" in text_of("backends.md") for field in fields(Conventions))

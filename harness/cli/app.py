@@ -279,6 +279,7 @@ _PLACES: Mapping[str, _Place] = MappingProxyType(
         "compare": _Place("reports", "compare", "Compare two runs: times and changed outcomes."),
         "merge": _Place("app", "merge", "Merge the run files of shards into one."),
         "site": _Place("reports", "site", "Write a static site of the results of many runs."),
+        "engine": _Place("engine", "engine", "Judge every attention row of a serving engine."),
         "record": _Place("doctor", "record", "Record the batches of a vLLM server as a case file."),
         "new": _Place("show", "new_backend", "Write the first files of a backend."),
         "warm": _Place("doctor", "warm", "Compile the kernels of a run in advance.", hidden=True),

@@ -6,8 +6,6 @@ import importlib.util
 import os
 import platform
 import shlex
-import signal
-import subprocess
 import textwrap
 import time
 from collections.abc import Iterator, Mapping
@@ -20,6 +18,7 @@ import typer
 from attncheck.errors import QuestionError
 from attncheck.harness.cli.common import print_foreign, terminal_width
 from attncheck.harness.cli.options import Given, read_options, with_options
+from attncheck.harness.host import run_with_plugin
 from attncheck.harness.recording.traffic import DEFAULT_CASES, RecordingSettings
 from attncheck.reports.analysis.phrases import plural
 
@@ -271,9 +270,8 @@ def _warm(run: "Run", pool: "WorkerPool") -> None:
 
 # `attncheck record`: runs a command that serves with vLLM, and records its batches. Loads neither torch nor vLLM.
 
-_PLUGINS = "VLLM_PLUGINS"
 PLUGIN = "attncheck_record"
-"""Name of attncheck's vLLM plugin."""
+"""Name of the plugin of vLLM that records."""
 
 
 def record(
@@ -293,36 +291,10 @@ def record(
         raise QuestionError(f"--output {output}: there already; move it away, or name another file")
     if not output.absolute().parent.is_dir():
         raise QuestionError(f"--output {output}: no such folder")
-    environment = os.environ | settings.environment()
-    if _PLUGINS in environment:  # vLLM loads only the plugins listed there
-        environment[_PLUGINS] = ",".join([*filter(None, environment[_PLUGINS].split(",")), PLUGIN])
-    code = _run(command, environment)
+    code = run_with_plugin(command, settings.environment(), PLUGIN)
     if not output.exists():
         reason = f"vLLM ran no batch in {command[0]!r}, or attncheck is not installed in vLLM's environment"
         typer.echo(f"error: {output} was not written: {reason}", err=True)
         return code or 1
     typer.echo(f"written: {output}; examine it: attncheck run --suite {output}", err=True)
     return code
-
-
-def _run(command: list[str], environment: dict[str, str]) -> int:
-    """Run a command to its end, and return its exit code.
-
-    SIGTERM and SIGHUP are forwarded. SIGINT is ignored here: Ctrl-C reaches the command from the terminal.
-
-    Raises:
-        QuestionError: the command cannot be started.
-    """
-    try:
-        process = subprocess.Popen(command, env=environment)  # noqa: S603 (it is what the user typed)
-    except OSError as error:
-        raise QuestionError(f"{command[0]}: cannot be run: {error.strerror}") from error
-    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
-    for number in before:
-        signal.signal(number, lambda each, _frame: None if each == signal.SIGINT else process.send_signal(each))
-    try:
-        code = process.wait()
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-    return code if code >= 0 else 128 - code

@@ -39,7 +39,7 @@ from attncheck.reference.spec import DEFAULT_CHECKS
 from attncheck.reports.analysis.findings import stated_cause
 from attncheck.reports.analysis.phrases import plural
 from attncheck.reports.analysis.repro import assignments, repro_command
-from attncheck.reports.run_file.records import OURSELVES, UTILITIES, Ended, Errored, Failed
+from attncheck.reports.run_file.records import ENGINE_CHECKS, OURSELVES, UTILITIES, Ended, Errored, Failed
 from attncheck.reports.run_file.store import Run, read_run
 
 if TYPE_CHECKING:
@@ -280,7 +280,8 @@ def recorded_failure(run: Run, case_id: str, check: str, backend: str | None) ->
             reference.
         CaseFileError, UnknownNameError: the suite no longer exists.
     """
-    short = [each for each in run.records if isinstance(each, Failed | Errored | Ended) and each.check != UTILITIES]
+    short = [each for each in run.records if isinstance(each, Failed | Errored | Ended)]
+    short = [each for each in short if each.check != UTILITIES and each.check not in ENGINE_CHECKS]
     meant = [each for each in short if case_id in ("", each.case_id, each.case) and check in ("", each.check)]
     meant = [each for each in meant if backend in (None, each.backend, each.backend_ref)]
     if not meant:

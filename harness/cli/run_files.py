@@ -24,6 +24,7 @@ from attncheck.reports.analysis.phrases import plural
 from attncheck.reports.run_file.header import RunHeader
 from attncheck.reports.run_file.merging import question_differences
 from attncheck.reports.run_file.records import (
+    ENGINE_CHECKS,
     EXAMINED,
     FALLEN_SHORT,
     UTILITIES,
@@ -163,13 +164,13 @@ def open_run(
 
 def _writer(output: Path | None, folder: Path | None, header: RunHeader) -> RunWriter:
     if output is not None:
-        return RunWriter(_free_path(output) if output.is_dir() else output, header)
+        return RunWriter(free_path(output) if output.is_dir() else output, header)
     assert folder is not None
     reason = _fault_of_writing(folder, len(format_line(header)))
     if not reason:
-        return RunWriter(_free_path(folder), header)
+        return RunWriter(free_path(folder), header)
     try:
-        path = _free_path(Path(tempfile.mkdtemp(prefix="attncheck-")))
+        path = free_path(Path(tempfile.mkdtemp(prefix="attncheck-")))
     except OSError as error:
         other = "--output FILE names another place, --no-output writes none"
         raise WriteError(f"a run file in {folder}, or in a temporary folder,", error, safe=other) from error
@@ -206,7 +207,7 @@ def _fault_of_writing(folder: Path, num_bytes: int) -> str:
     return ""
 
 
-def _free_path(folder: Path) -> Path:
+def free_path(folder: Path) -> Path:
     """Return an unused path named by time and process, with a number if the name is taken."""
     stem = f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
     names = itertools.chain([stem], (f"{stem}-{number}" for number in itertools.count(2)))
@@ -355,6 +356,8 @@ def only_failed(options: RunOptions, path: Path) -> RunOptions:
     run = read_run(path)
     # A candidate that was given as a Python object has no name to give on the command line.
     short = [each for each in run.records if each.outcome in FALLEN_SHORT and not each.backend_ref.startswith("<")]
+    if any(each.check in ENGINE_CHECKS for each in short):
+        raise SelectionError(f"--last-failed: the newest run, {path}, is of an engine; repeat it by `attncheck engine`")
     if not short:
         raise SelectionError(f"--last-failed: everything passed in the newest run, {path}; leave the option out")
     short = [each for each in short if _is_named(each, run.header.suite_ref(each.suite), options)]

@@ -414,7 +414,9 @@ def _checks() -> None:
     rows = []
     for name, info in CHECKS.items():
         rows += [[name, info.establishes], ["", f"does not detect: {info.cannot_see}"]]
-        if info.by_default == "nowhere":
+        if info.applies_to == "engine":
+            rows.append(["", "runs by attncheck engine only"])
+        elif info.by_default == "nowhere":
             rows.append(["", f"runs only if it is named, as by --check {name}"])
         elif info.by_default == "on CUDA":
             rows.append(["", "needs a CUDA device"])

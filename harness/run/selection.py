@@ -376,12 +376,14 @@ def _wanted_checks(checks: Sequence[str], skip: Sequence[str]) -> tuple[str, ...
     """Return the requested checks of backends, in the order of reports, or None for all that apply.
 
     Raises:
-        QuestionError: a check is unknown or examines providers, or none is left.
+        QuestionError: a check is unknown or examines no backend, or none is left.
     """
     chosen, skipped = choose_checks(checks), choose_checks(skip)
     for check in chosen:
         if check not in BACKEND_CHECKS:
-            raise SelectionError(f"check {check!r} examines a provider of utilities, not a backend; give --provider")
+            of_engine = CHECKS[check].applies_to == "engine"
+            what, use = ("a serving engine", "`attncheck engine`") if of_engine else ("a provider", "--provider")
+            raise SelectionError(f"check {check!r} examines {what}, not a backend; use {use}")
     if not chosen and not skipped:
         return None
     begun = chosen or default_checks("cuda")

@@ -11,7 +11,7 @@ from attncheck.harness.problem.pages import visible_span
 from attncheck.harness.problem.problem import Problem
 from attncheck.harness.problem.storage import UpProjections, key_storage, value_storage
 from attncheck.harness.truth.unpaged import HiddenKeys, UnpagedAttention
-from attncheck.reference import AttentionParams, Precision, PrefixMask, merge_attn_states, mla_params
+from attncheck.reference import AttentionParams, Precision, PrefixMask, merge_attn_states
 from attncheck.reference.spec import MODIFIERS, Modifier
 
 # Outputs that a faulty backend may have computed instead of the right one.
@@ -335,28 +335,31 @@ def absorbed_rows(weights: UpProjections, cached: CacheRows, rows: UnpagedAttent
 
 
 def latent_answers(
-    problem: Problem,
     weights: UpProjections,
     cached: CacheRows,
     rows: UnpagedAttention,
-    params: AttentionParams,
+    forms: tuple[AttentionParams, AttentionParams],
+    dtype: torch.dtype,
     attend: Attend,
+    *,
+    workspace: int | None = None,
+    merges_context: bool = True,
 ) -> Iterator[Answer]:
-    """Yield outputs and LSEs of low-precision runs of both forms; all that a kernel keeps is rounded to the dtype.
+    """Yield outputs and LSEs of low-precision runs of both forms; all that a kernel keeps is rounded to ``dtype``.
 
     ``attend``: a low-precision run of ordinary attention. ``cached``: the cache's rows as a kernel reads them. ``rows``
-    and ``params`` belong to the naive form. That form is run a second time as engines run prompts that have a context:
-    with the context attended separately. The second run rounds to another grid, since the loss of a row in one run is
-    random.
+    belong to the naive form; ``forms``: the parameters of the naive and the absorbed form. With ``merges_context``, the
+    naive form is run a second time as engines run prompts that have a context: with the context attended separately, in
+    pieces of ``workspace`` keys. The second run rounds to another grid, since the loss of a row in one run is random.
     """
-    dtype, nope = problem.dtype, weights.w_uk.shape[2]
-    yield attend(_kept(rows, nope, dtype), params)
-    if not problem.parts and problem.layer.mla is not None:
+    nope, (naive, latent) = weights.w_uk.shape[2], forms
+    yield attend(_kept(rows, nope, dtype), naive)
+    if merges_context:
         other = _kept(rows, nope, dtype, _OTHER_GRID)
-        yield _in_pieces(other, params, problem.layer.mla.workspace, Precision.kernel(dtype))
+        yield _in_pieces(other, naive, workspace, Precision.kernel(dtype))
     absorbed = absorbed_rows(weights, cached, rows)
     absorbed = replace(absorbed, query=_through(absorbed.query, dtype))
-    latent_out, lse = attend(absorbed, mla_params(problem.layer).latent)
+    latent_out, lse = attend(absorbed, latent)
     w_uv = weights.w_uv.to(latent_out)
     yield _through(torch.einsum("thl,lhv->thv", latent_out, w_uv), dtype), lse
 

@@ -30,6 +30,7 @@ from attncheck.harness.problem.storage import (
 from attncheck.harness.truth.faults import (
     LATENT_ROUNDINGS,
     Answer,
+    Attend,
     CacheRows,
     absorbed_rows,
     cache_rows,
@@ -318,12 +319,29 @@ def honest_answers(problem: Problem, rows: UnpagedAttention, params: AttentionPa
         for read in _readings(problem, rows):
             yield attend(read, params)
     else:
-        weights, device = problem.up_projections, rows.query.device
-        yield from latent_answers(problem, weights, cache_rows(problem, device), rows, params, attend)
+        yield from _latent_answers(problem, cache_rows(problem, rows.query.device), rows, params, attend)
         if key_storage(problem.layer, problem.cache).is_fp8:  # read rounded to the dtype
+            device = rows.query.device
             cached = CacheRows(problem.keys.to(device).double(), problem.values.to(device).double())
-            read = naive_rows(problem, weights, cached)
-            yield from latent_answers(problem, weights, cached, read, params, attend)
+            read = naive_rows(problem, problem.up_projections, cached)
+            yield from _latent_answers(problem, cached, read, params, attend)
+
+
+def _latent_answers(
+    problem: Problem, cached: CacheRows, rows: UnpagedAttention, params: AttentionParams, attend: Attend
+) -> Iterator[Answer]:
+    assert problem.up_projections is not None
+    mla = problem.layer.mla
+    return latent_answers(
+        problem.up_projections,
+        cached,
+        rows,
+        (params, mla_params(problem.layer).latent),
+        problem.dtype,
+        attend,
+        workspace=None if mla is None else mla.workspace,
+        merges_context=mla is not None and not problem.parts,
+    )
 
 
 def _readings(problem: Problem, rows: UnpagedAttention) -> Iterator[UnpagedAttention]:

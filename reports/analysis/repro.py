@@ -10,10 +10,16 @@ from itertools import pairwise
 from types import MappingProxyType
 
 from attncheck.reports.run_file.header import RunHeader
-from attncheck.reports.run_file.records import UTILITIES, Crashed, Ended, Record, TimedOut
+from attncheck.reports.run_file.records import ENGINE_CHECKS, UTILITIES, Crashed, Ended, Failed, Record, TimedOut
 
 _LIMIT = re.compile(r"--(?:case|backend)-timeout [\d.e+]+")
 """An option in the cause of a timeout, with its value."""
+
+ENGINE_OPTION = "engine."
+"""Prefix of the keys of an engine's case that are options of ``attncheck engine``."""
+
+FIRST_STEP = "first_step"
+"""The figure with the first step of an engine in which something was wrong."""
 
 _NEEDS_A_WORKER = re.compile("out of memory|exited with code")
 
@@ -37,6 +43,8 @@ def repro_command(
     """
     if record.check == UTILITIES:
         return _repro_function(record, header)
+    if record.check in ENGINE_CHECKS and header is not None:
+        return _repro_engine(record, header)
     suite = record.suite if header is None else header.suite_ref(record.suite)
     if record.backend_ref.startswith("<"):
         return _repro_call(record, suite, header)
@@ -94,6 +102,22 @@ def _repro_function(record: Record, header: RunHeader | None) -> str:
         words += ["--device", header.device]
     if record.seed:
         words += ["--seed", str(record.seed)]
+    return shlex.join(words)
+
+
+def _repro_engine(record: Record, header: RunHeader) -> str:
+    """Return the command that serves the same requests up to the first wrong step; of a server, the command typed."""
+    case = header.case_by_name.get((record.suite, record.case_id))
+    options = {} if case is None else case.keys
+    words = ["attncheck", "engine"]
+    for key, value in options.items():
+        if key.startswith(ENGINE_OPTION):
+            words += [f"--{key.removeprefix(ENGINE_OPTION)}", str(value)]
+    if len(words) == len(("attncheck", "engine")):
+        return shlex.join(header.command or words)
+    words += ["--seed", str(record.seed)]
+    if isinstance(record, Failed) and (step := record.figures.get(FIRST_STEP)):
+        words += ["--steps", str(step)]
     return shlex.join(words)
 
 

@@ -132,6 +132,12 @@ EXAMINED: frozenset[Outcome] = FALLEN_SHORT | {"passed", "xfailed"}
 UTILITIES = "utilities"
 """The check, and the suite, of records about a provider: one for each function, whose name is the case's id."""
 
+ENGINE = "engine"
+"""The suite of records about an engine that serves: one case for each kind of traffic."""
+
+ENGINE_CHECKS = frozenset({"output", "token", "position", "prefix_hit", "count", "write"})
+"""The checks of these records."""
+
 OURSELVES = "attncheck itself"
 """The stage of an exception in attncheck itself, for which the command exits with 3."""
 

@@ -1,0 +1,201 @@
+"""What an engine does, as the observer receives it, and what the observer returns."""
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from time import perf_counter
+from typing import Literal
+
+from torch import Tensor
+
+from attncheck.harness.problem.storage import UpProjections
+from attncheck.reference import AttentionParams
+
+CheckKind = Literal["output", "token", "position", "prefix_hit", "count", "write"]
+"""What is compared.
+
+output: the output of a layer for a row. token, position: what the model is given for a row. prefix_hit: a block that a
+prefix hit or an earlier copy maps. count: the scheduler's number of computed tokens. write: a page that a step wrote.
+"""
+
+
+WritePages = Callable[[Tensor, Tensor, Tensor, Tensor], None]
+"""Writes ``(key, value, kv_cache, slot_mapping)``, as a layer does."""
+
+
+@dataclass(frozen=True)
+class ObserverSettings:
+    """What of an engine is followed and judged.
+
+    judge_every: outputs and pages of every Nth step are judged. follow_one_of: one of M requests is followed.
+    max_row_bytes: keys and values that are kept, in bytes of all layers; a request that needs more is not followed.
+    max_findings: findings that are kept; further ones are counted. max_explained: findings for which a cause is sought.
+    """
+
+    judge_every: int = 1
+    follow_one_of: int = 1
+    max_row_bytes: int = 2 * 2**30
+    max_findings: int = 2000
+    max_explained: int = 40
+
+
+@dataclass(frozen=True)
+class KVGroup:
+    """A KV-cache group: layers that share block ids. ``block_size``: tokens of a block.
+
+    not_followed: why its blocks are not followed, such as a state instead of keys; None if they are.
+    """
+
+    block_size: int
+    layers: tuple[str, ...]
+    not_followed: str | None = None
+
+
+@dataclass(frozen=True)
+class LayerFacts:
+    """An attention layer, as the judge needs it.
+
+    params: its settings; for a latent layer, those of the naive form, whose keys have ``qk_head_dim`` columns.
+    up_projections: the weights of a latent layer, whose rows are ``kv_c_normed`` and ``k_pe``; None for other layers.
+    kv_sharing_target: the layer whose keys and values it reads. page_size: tokens of a page of its cache, a divisor of
+    the block size; None: the block size. not_judged: why its outputs cannot be judged, or None.
+    code: what the cache makes of ``(key, value)``, such as FP8 codes and their values; None if it keeps them.
+    write: writes ``(key, value, kv_cache, slot_mapping)`` as the layer does; None if pages cannot be compared.
+    """
+
+    params: AttentionParams
+    up_projections: UpProjections | None = None
+    kv_sharing_target: str | None = None
+    page_size: int | None = None
+    not_judged: str | None = None
+    code: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] | None = None
+    write: WritePages | None = None
+
+
+@dataclass(frozen=True)
+class EngineFacts:
+    """The engine that was observed. ``backends``: class name of each kind of layer, such as ``full`` or ``window``."""
+
+    vllm_version: str = ""
+    runner: str = ""
+    backends: Mapping[str, str] = field(default_factory=dict)
+    dtype: str = ""
+    kv_cache_dtype: str = ""
+    block_sizes: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class StartedRequest:
+    """A request that starts, or starts again after preemption (``resumed``).
+
+    block_ids: the ids of its blocks, one tuple a group. num_computed_tokens: tokens that a prefix hit maps.
+    """
+
+    request_id: str
+    block_ids: tuple[tuple[int, ...], ...]
+    num_computed_tokens: int
+    resumed: bool = False
+
+
+@dataclass(frozen=True)
+class ContinuedRequest:
+    """A running request.
+
+    new_block_ids: blocks that it gets for this step, one tuple a group; empty for none. num_computed_tokens: as the
+    scheduler counts; None if it cannot be compared.
+    """
+
+    request_id: str
+    new_block_ids: tuple[tuple[int, ...], ...]
+    num_computed_tokens: int | None
+
+
+@dataclass(frozen=True)
+class StepPlan:
+    """What the scheduler wants of a step.
+
+    drafts: draft tokens of a request; -1 for a draft that was dropped. block_copies: (source, destination) of blocks
+    that are copied before the step.
+    """
+
+    started: tuple[StartedRequest, ...]
+    continued: tuple[ContinuedRequest, ...]
+    num_scheduled_tokens: Mapping[str, int]
+    drafts: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    block_copies: tuple[tuple[int, int], ...] = ()
+
+
+@dataclass(frozen=True)
+class EngineFinding:
+    """Something wrong in one step.
+
+    position: of the first row or key. num_rows: rows of this request, layer and step that are wrong. block_id: the
+    physical block; block_index: its place in the request's table. budget_share: the largest error in budgets.
+    cause: what was tried and gives the same output; None if nothing does.
+    """
+
+    kind: CheckKind
+    step: int
+    request_id: str
+    position: int
+    layer: str = ""
+    group: int | None = None
+    block_id: int | None = None
+    block_index: int | None = None
+    num_rows: int = 1
+    budget_share: float | None = None
+    cause: str | None = None
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class ObserverResult:
+    """What was observed.
+
+    checks: how many things of each kind were compared. not_followed: rows or requests by reason, in words.
+    counts: other figures, such as rows, drafts, tokens of prefix hits and resumed requests. worst_share: the largest
+    share of the error budget. seconds: time of each part. failure: why the observer stopped, or None.
+    findings_left_out: findings beyond ``max_findings``.
+    """
+
+    steps: int
+    checks: Mapping[CheckKind, int]
+    findings: tuple[EngineFinding, ...]
+    not_followed: Mapping[str, int]
+    counts: Mapping[str, int] = field(default_factory=dict)
+    worst_share: float = 0.0
+    seconds: Mapping[str, float] = field(default_factory=dict)
+    failure: str | None = None
+    findings_left_out: int = 0
+    engine: EngineFacts = field(default_factory=EngineFacts)
+
+
+class Tally:
+    """What was counted and found so far."""
+
+    def __init__(self, max_findings: int) -> None:
+        self.step = 0
+        self.checks: Counter[CheckKind] = Counter()
+        self.counts: Counter[str] = Counter()
+        self.not_followed: Counter[str] = Counter()
+        self.findings: list[EngineFinding] = []
+        self.findings_left_out = 0
+        self.seconds: Counter[str] = Counter()
+        self._max_findings = max_findings
+
+    def find(self, finding: EngineFinding) -> None:
+        """Keep a finding, or count it if there are too many."""
+        if len(self.findings) < self._max_findings:
+            self.findings.append(finding)
+        else:
+            self.findings_left_out += 1
+
+    @contextmanager
+    def timed(self, part: str) -> Iterator[None]:
+        """Add the time of the context to a part."""
+        began = perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds[part] += perf_counter() - began  # type: ignore[assignment]

@@ -1,0 +1,212 @@
+"""Delays a step until the tokens of the steps before it are known, as async scheduling needs."""
+
+import threading
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
+
+from torch import Tensor
+
+from attncheck.harness.engine.events import ContinuedRequest, StepPlan
+from attncheck.harness.engine.observer import EngineObserver
+
+# With async scheduling, an engine starts a step before it has the tokens that the step before sampled. They are on the
+# device, and so is the number of accepted drafts. Such a step is copied, and observed when the tokens arrive.
+
+Sampled = Mapping[str, tuple[int, ...]]
+"""The sampled tokens of each request of a step."""
+
+
+class _Inputs(NamedTuple):
+    request_ids: tuple[str, ...]
+    input_ids: Tensor | None
+    positions: Tensor | None
+
+
+class _LayerRows(NamedTuple):
+    layer: str
+    query: Tensor
+    key: Tensor | None
+    value: Tensor | None
+    output: Tensor
+
+
+@dataclass
+class Step:
+    """A step whose sampled tokens are not known yet.
+
+    before: the steps of which the plan assumes that all drafts are accepted. requests: calls of the observer that must
+    precede the step. is_observed: what follows of the step is passed on at once.
+    """
+
+    plan: StepPlan
+    before: tuple["Step", ...]
+    requests: list[Callable[[], None]]
+    inputs: _Inputs | None = None
+    layers: list[_LayerRows] = field(default_factory=list)
+    num_rejected: dict[str, int] = field(default_factory=dict)
+    is_observed: bool = False
+
+
+class LateSteps:
+    """Passes each step to an observer once the tokens of all earlier steps are known.
+
+    Without async scheduling, that is when it begins. With it (``is_async``), pages are not compared: the next step may
+    have written them when a step is judged. ``judge_every``: that of the observer; what only a judged step needs is not
+    copied for others.
+    """
+
+    def __init__(self, observer: EngineObserver, *, is_async: bool = False, judge_every: int = 1) -> None:
+        self.is_async = is_async
+        self._observer = observer
+        self._judge_every = judge_every
+        self._num_steps = 0
+        self._steps: deque[Step] = deque()
+        self._requests: list[Callable[[], None]] = []
+        self._is_in_forward = False
+        self.lock = threading.RLock()  # a worker process takes sampled tokens in a thread of its own
+
+    def is_in_flight(self, request_id: str) -> bool:
+        """Return whether a request is in a step whose tokens are not known yet."""
+        return any(request_id in step.plan.num_scheduled_tokens for step in tuple(self._steps))
+
+    def request_changes(self, change: Callable[[], None]) -> None:
+        """Call ``change``, which adds or ends a request at the observer, after the steps that have begun."""
+        with self.lock:
+            if self._steps:
+                self._requests.append(change)
+            else:
+                change()
+
+    def step_begins(self, plan: StepPlan) -> Step:
+        """Take the plan of the next step."""
+        with self.lock:
+            step = Step(plan, before=tuple(self._steps), requests=self._requests)
+            self._requests = []
+            self._steps.append(step)
+            if len(self._steps) == 1:
+                self._observe(step)
+            return step
+
+    def inputs(self, request_ids: Sequence[str], input_ids: Tensor | None, positions: Tensor | None) -> None:
+        """Take what the model is given in the step that began last."""
+        with self.lock:
+            self._is_in_forward = True
+            self._num_steps += 1
+            step = self._steps[-1]
+            if step.is_observed:
+                self._observer.inputs(request_ids, input_ids, positions)
+            else:
+                copies = (None if given is None else given.clone() for given in (input_ids, positions))
+                step.inputs = _Inputs(tuple(request_ids), *copies)
+
+    def layer_rows(
+        self,
+        layer: str,
+        query: Tensor,
+        key: Tensor | None,
+        value: Tensor | None,
+        output: Tensor,
+        kv_cache: Tensor | None = None,
+    ) -> None:
+        """Take the arguments and the output of a layer in the step that began last."""
+        with self.lock:
+            if not self._is_in_forward or not self._steps:
+                return  # a dummy batch, or a drafter
+            step = self._steps[-1]
+            if step.is_observed:
+                self._observer.layer_rows(layer, query, key, value, output, None if self.is_async else kv_cache)
+                return
+            num_rows = sum(step.plan.num_scheduled_tokens.values())
+            query, output = query[:num_rows], output[:num_rows]
+            if self._num_steps % self._judge_every:
+                query, output = (rows.new_zeros(()).expand(rows.shape) for rows in (query, output))
+            else:
+                query, output = query.clone(), output.clone()
+            key_copy, value_copy = (None if rows is None else rows[:num_rows].clone() for rows in (key, value))
+            step.layers.append(_LayerRows(layer, query, key_copy, value_copy, output))
+
+    def forward_ends(self) -> None:
+        """Ignore what layers do from now on until the next :meth:`inputs`."""
+        with self.lock:
+            self._is_in_forward = False
+            if self._steps and self._steps[-1].is_observed:
+                self._observer.forward_ends()
+
+    def step_ends(self, step: Step, sampled: Sampled) -> None:
+        """Take the sampled tokens of a step, and observe the next one."""
+        with self.lock:
+            if not self._steps or step is not self._steps[0]:
+                raise ValueError("the sampled tokens of a step arrive before those of an earlier one")
+            self._steps.popleft()
+            step.num_rejected = _num_rejected(step.plan, sampled)
+            self._observer.step_ends(sampled)
+            if self._steps:
+                self._observe(self._steps[0])
+            else:
+                _call_all(self._requests)
+
+    def _observe(self, step: Step) -> None:
+        """Pass on what was copied of a step."""
+        _call_all(step.requests)
+        step.is_observed = True
+        self._observer.step_begins(_corrected_plan(step))
+        step.before = ()
+        if step.inputs is None:
+            return
+        self._observer.inputs(*step.inputs)
+        for rows in step.layers:
+            self._observer.layer_rows(*rows)
+        step.layers.clear()
+        if step is not self._steps[-1] or not self._is_in_forward:
+            self._observer.forward_ends()
+
+
+def _call_all(calls: list[Callable[[], None]]) -> None:
+    for call in calls:
+        call()
+    calls.clear()
+
+
+def _num_rejected(plan: StepPlan, sampled: Sampled) -> dict[str, int]:
+    """Return how many drafts of each request were rejected: one token more than the accepted drafts is sampled."""
+    return {
+        request_id: len(drafts) + 1 - len(sampled[request_id])
+        for request_id, drafts in plan.drafts.items()
+        if sampled.get(request_id)
+    }
+
+
+def _corrected_plan(step: Step) -> StepPlan:
+    """Return the plan with what the scheduler could not know: accepted counts, and the drafts on the device.
+
+    The scheduler assumes that every draft is accepted, and writes -1 for each draft. The drafts are read from the
+    inputs, so that their tokens are not checked.
+    """
+    rejected: dict[str, int] = {}
+    for earlier in step.before:
+        for request_id, number in earlier.num_rejected.items():
+            rejected[request_id] = rejected.get(request_id, 0) + number
+    continued = tuple(_less_computed(request, rejected.get(request.request_id, 0)) for request in step.plan.continued)
+    return replace(step.plan, continued=continued, drafts=_given_drafts(step))
+
+
+def _less_computed(request: ContinuedRequest, number: int) -> ContinuedRequest:
+    if not number or request.num_computed_tokens is None:
+        return request
+    return replace(request, num_computed_tokens=request.num_computed_tokens - number)
+
+
+def _given_drafts(step: Step) -> dict[str, tuple[int, ...]]:
+    drafts = dict(step.plan.drafts)
+    if not drafts or step.inputs is None or step.inputs.input_ids is None:
+        return drafts
+    given = step.inputs.input_ids.tolist()
+    end = 0
+    for request_id in step.inputs.request_ids:
+        end += step.plan.num_scheduled_tokens[request_id]
+        own = drafts.get(request_id)
+        if own and -1 in own:
+            drafts[request_id] = tuple(given[end - len(own) : end])
+    return drafts

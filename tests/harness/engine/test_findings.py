@@ -1,0 +1,189 @@
+"""What an engine's observer found, as records and reports: grouping, outcomes, causes and the command that repeats it."""
+
+import pytest
+from inline_snapshot import snapshot
+
+from attncheck.harness.driver.observation import Raised
+from attncheck.harness.engine.events import EngineFacts, EngineFinding, ObserverResult
+from attncheck.harness.engine.findings import KINDS, EngineCase, backend_of, grouped, header_of, records_of
+from attncheck.harness.run.outcomes import Circumstances
+from attncheck.reference.spec import CHECKS as CHECKS_OF_ALL
+from attncheck.reports.analysis.findings import findings
+from attncheck.reports.analysis.repro import repro_command
+from attncheck.reports.run_file.header import Environment
+from attncheck.reports.run_file.records import ENGINE_CHECKS, OURSELVES
+from attncheck.reports.run_file.store import Run
+from attncheck.reports.terminal import run as terminal
+
+LAYER = "model.layers.{}.self_attn.attn"
+CHECKS = {"output": 4000, "token": 2000, "position": 2000, "prefix_hit": 20, "count": 300, "write": 500}
+FACTS = EngineFacts(
+    vllm_version="0.32.0",
+    runner="vllm.v1.worker.cpu_model_runner.CPUModelRunner",
+    backends={"full": "CPU_ATTN", "window": "CPU_ATTN"},
+    dtype="bfloat16",
+    kv_cache_dtype="auto",
+    block_sizes=(32, 32),
+)
+ENVIRONMENT = Environment(
+    attncheck="0.1.0",
+    python="3.11",
+    torch="2.13.0",
+    numpy="2",
+    platform="Linux",
+    cpu="a CPU",
+    cores=2,
+    device="cpu",
+    device_name="a CPU",
+)
+CIRCUMSTANCES = Circumstances(seed=7, environment=ENVIRONMENT.digest, attncheck_version="0.1.0")
+SHARED = EngineCase(
+    "hybrid-shared-prefixes", "prompts share prefixes", {"model": "hybrid", "traffic": "shared-prefixes", "requests": 9}
+)
+
+STALE = "block 17 (number 2) holds old content from position 64"
+BAD_BLOCK = (
+    EngineFinding("prefix_hit", 12, "3", 64, group=0, block_id=17, block_index=2, note="other tokens are in it"),
+    *(
+        EngineFinding(
+            "output",
+            step,
+            request,
+            80 + step,
+            LAYER.format(layer),
+            group=0,
+            block_id=17,
+            block_index=2,
+            num_rows=2,
+            budget_share=10.0 * step,
+            cause=STALE if layer else None,
+        )
+        for step in (13, 14, 15)
+        for request in ("3", "5")
+        for layer in (0, 2)
+    ),
+)
+SHORT = tuple(
+    EngineFinding("output", step, str(step), 90, LAYER.format(1), group=1, cause=f"sees {step} keys of {step + 3}")
+    for step in (20, 30)
+)
+
+
+def observed(*found, **changes):
+    values = {"steps": 120, "checks": CHECKS, "not_followed": {}, "worst_share": 0.3, "engine": FACTS} | changes
+    return ObserverResult(findings=found, **values)
+
+
+def recorded(result, case=SHARED, **changes):
+    return {record.check: record for record in records_of(case, result, CIRCUMSTANCES, **changes)}
+
+
+def run_of(result, case=SHARED, command=()):
+    backend = backend_of(result.engine).info
+    header = header_of([case.info(result)], [backend], ENVIRONMENT, seed=7, command=command)
+    return Run("run.jsonl", header, tuple(recorded(result, case).values()))
+
+
+def test_the_rows_layers_requests_and_steps_of_one_bad_block_are_one_finding():
+    assert [len(group.findings) for group in grouped(BAD_BLOCK)] == [13]
+    run = run_of(observed(*BAD_BLOCK))
+    (found,) = findings(run.records, run.header)
+    assert {record.check for record in found.records} == {"prefix_hit", "output"}
+    output, hit = recorded(observed(*BAD_BLOCK))["output"], recorded(observed(*BAD_BLOCK))["prefix_hit"]
+    assert (output.figures["wrong"], output.figures["first_step"], output.figures["findings"]) == (24, 13, 1)
+    assert (hit.figures["wrong"], hit.figures["first_step"]) == (1, 12)
+    assert output.meaning == STALE
+
+
+def test_findings_without_a_block_are_grouped_by_cause_whatever_its_figures():
+    assert [len(group.findings) for group in grouped(SHORT)] == [2]
+    other = EngineFinding("output", 21, "20", 91, LAYER.format(1), group=1, cause="no window")
+    assert [len(group.findings) for group in grouped([*SHORT, other])] == [2, 1]
+    same_id = EngineFinding("output", 21, "20", 91, LAYER.format(1), group=1, block_id=17)
+    assert len(grouped([*BAD_BLOCK, same_id])) == 2, "block 17 of another KV-cache group is another block"
+
+
+def test_a_finding_names_its_first_step_request_position_layer_block_and_cause():
+    text = terminal.render_run(run_of(observed(*BAD_BLOCK, *SHORT, not_followed={"layers with a state": 3})), width=110)
+    assert text == snapshot("""\
+attncheck 0.1.0, torch 2.13.0, 2 cores, suite engine: 1 case, seed 7
+
+warning: run.jsonl was cut off before its footer: what follows is 6 records of an unfinished run
+
+vllm:CPU_ATTN: FAILED: 1 finding in 1 of 1 case
+
+backend        output  token  position  prefix_hit  count  write  worst    not
+                                                                  error /  examined
+                                                                  allowed
+vllm:CPU_ATTN  0/1     1/1    1/1       0/1         1/1    1/1    0.30     -
+
+finding 1 of 1, vllm:CPU_ATTN: block 17 (number 2) holds old content from position 64
+  1 case, checks output and prefix_hit; the examination fails because of it
+  case: engine/hybrid-shared-prefixes, check output: prompts share prefixes
+    bfloat16, KV cache auto, blocks of 32 tokens, runner CPUModelRunner
+    26 of 4000 output rows are wrong in 2 ways, the first is in step 13: request 3, position 93, layer
+      model.layers.0.self_attn.attn, block 17, number 2 of its table
+    1 mapped block of 1 request in step 12; first in step 12: request 3, position 64, block 17, number 2 of
+      its table
+    24 output rows of 2 layers and 2 requests in steps 13 to 15, the largest error is 150 times the allowed
+      error
+      likely cause: block 17 (number 2) holds old content from position 64
+    and 5 more lines
+    repeat: attncheck engine --model hybrid --traffic shared-prefixes --requests 9 --seed 7 --steps 13
+
+failed: 1 backend, 1 case: 1 failed\
+""")
+
+
+def test_a_check_that_compared_nothing_is_not_passed():
+    found = recorded(observed(checks={"output": 5}, not_followed={"rows of images": 8}))
+    assert {check: record.outcome for check, record in found.items()} == {
+        "output": "passed",
+        **dict.fromkeys(("token", "position", "prefix_hit", "count", "write"), "unsupported"),
+    }
+    assert found["token"].reasons == ("no token was compared", "not followed: rows of images (8)")
+    assert found["output"].figures == {"budget_share": 0.3, "compared": 5, "steps": 120, "not_followed": 8}
+    assert "not followed: rows of images (8)" in found["output"].notes
+
+
+def test_checks_that_are_not_due_and_compared_nothing_have_no_record():
+    case = EngineCase("served", "", due=())
+    assert set(recorded(observed(checks={"output": 5}), case)) == {"output"}
+
+
+@pytest.mark.parametrize(
+    ("case", "result", "options", "outcome"),
+    [
+        (SHARED, {"failure": "KeyError: 3"}, {}, ("errored", OURSELVES)),
+        (SHARED, {}, {"raised": Raised("serving", "AssertionError", "no free block")}, ("errored", "serving")),
+        (EngineCase("a", "", lacks="nothing was preempted"), {}, {}, ("unavailable", "nothing was preempted")),
+    ],
+    ids=["the observer failed", "the engine raised", "nothing of the kind happened"],
+)
+def test_a_finding_fails_its_check_whatever_keeps_the_others_from_passing(case, result, options, outcome):
+    found = recorded(observed(*BAD_BLOCK, **result), case, **options)
+    assert (found["output"].outcome, found["prefix_hit"].outcome) == ("failed", "failed")
+    other = found["token"]
+    assert (other.outcome, other.stage if other.outcome == "errored" else other.reasons[0]) == outcome
+
+
+def test_a_finding_is_repeated_up_to_its_first_step():
+    run = run_of(observed(*BAD_BLOCK))
+    (output,) = (record for record in run.records if record.check == "output")
+    repeat = "attncheck engine --model hybrid --traffic shared-prefixes --requests 9 --seed 7 --steps 13"
+    assert repro_command(output, run.header) == repeat
+
+
+def test_a_finding_in_a_server_is_repeated_by_the_command_typed():
+    command = ("attncheck", "engine", "--every", "4", "--", "vllm", "serve", "a model")
+    run = run_of(observed(*BAD_BLOCK), EngineCase("served", "", due=()), command)
+    assert repro_command(run.records[0], run.header) == "attncheck engine --every 4 -- vllm serve 'a model'"
+
+
+def test_the_checks_of_engines_have_the_same_names_everywhere():
+    assert {name for name, info in CHECKS_OF_ALL.items() if info.applies_to == "engine"} == set(KINDS) == ENGINE_CHECKS
+
+
+def test_several_classes_that_serve_are_one_backend():
+    facts = EngineFacts(backends={"full": "FLASH_ATTN", "window": "FLASH_ATTN", "latent": "FLASHMLA"})
+    assert backend_of(facts).name == "vllm:FLASH_ATTN+FLASHMLA"

@@ -1,0 +1,215 @@
+"""Async scheduling: a step begins before the tokens of the step before are known, and is observed when they are."""
+
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+from toy_engine import ToyEngine, serve
+
+from attncheck.harness.engine.events import ContinuedRequest, ObserverSettings, StartedRequest, StepPlan
+from attncheck.harness.engine.late_steps import LateSteps
+
+
+class Observer:
+    """Keeps what it is given, with the values that tensors have at that moment."""
+
+    def __init__(self):
+        self.calls = []
+        self.plans = []
+
+    def step_begins(self, plan):
+        self.plans.append(plan)
+        self.calls.append("begins")
+
+    def inputs(self, request_ids, input_ids, positions):
+        self.calls.append(("inputs", tuple(request_ids), input_ids.tolist(), positions.tolist()))
+
+    def layer_rows(self, layer, query, key, value, output, kv_cache=None):
+        self.calls.append((layer, query.tolist(), key if key is None else key.tolist(), kv_cache))
+
+    def forward_ends(self):
+        self.calls.append("forward ends")
+
+    def step_ends(self, sampled):
+        self.calls.append(("ends", dict(sampled)))
+
+
+def plan(num_computed_tokens, num_scheduled_tokens=1, drafts=()):
+    continued = ContinuedRequest("a", ((),), num_computed_tokens)
+    return StepPlan((), (continued,), {"a": num_scheduled_tokens}, {"a": drafts} if drafts else {})
+
+
+STARTED = StepPlan((StartedRequest("a", ((1,),), 0),), (), {"a": 1})
+
+
+@pytest.fixture
+def observer():
+    return Observer()
+
+
+@pytest.fixture
+def steps(observer):
+    return LateSteps(observer)
+
+
+def forward(steps, number, num_rows=1, buffer=None):
+    """The model's inputs and one layer, in buffers that the engine uses again; the last row is padding."""
+    rows = torch.full((num_rows + 1,), number) if buffer is None else buffer.fill_(number)
+    steps.inputs(["a"], rows, rows)
+    steps.layer_rows("layer", rows, None, None, rows, kv_cache=torch.zeros(1))
+    steps.forward_ends()
+    steps.layer_rows("layer of a drafter", rows, None, None, rows)
+
+
+def test_a_step_whose_tokens_are_known_is_observed_at_once(steps, observer):
+    first = steps.step_begins(STARTED)
+    forward(steps, 1)
+    assert observer.calls[0] == "begins"
+    assert observer.calls[2:] == [("layer", [1, 1], None, torch.zeros(1)), "forward ends"]
+    steps.step_ends(first, {"a": (5,)})
+    steps.step_begins(plan(1))
+    assert observer.calls[-1] == "begins"
+
+
+def test_a_step_is_observed_when_the_tokens_of_the_one_before_are_known(steps, observer):
+    buffer = torch.zeros(2, dtype=torch.int64)
+    first = steps.step_begins(STARTED)
+    forward(steps, 1, buffer=buffer)
+    steps.step_begins(plan(1))
+    forward(steps, 2, buffer=buffer)
+    before = len(observer.calls)
+    assert before == 4
+    buffer.fill_(3)  # the next step overwrites what the late one was given
+    steps.step_ends(first, {"a": (5,)})
+    assert observer.calls[before:] == [
+        ("ends", {"a": (5,)}),
+        "begins",
+        ("inputs", ("a",), [2, 2], [2, 2]),
+        ("layer", [2], None, None),  # without the pages, which the next step may have written
+        "forward ends",
+    ]
+
+
+def test_tokens_that_arrive_during_a_step_let_its_rest_be_observed_at_once(steps, observer):
+    first = steps.step_begins(STARTED)
+    forward(steps, 1)
+    steps.step_begins(plan(1))
+    steps.inputs(["a"], torch.tensor([2]), torch.tensor([1]))
+    steps.layer_rows("first", torch.tensor([2]), None, None, torch.tensor([2]))
+    steps.step_ends(first, {"a": (5,)})
+    steps.layer_rows("second", torch.tensor([2]), None, None, torch.tensor([2]))
+    assert observer.calls[4:] == [
+        ("ends", {"a": (5,)}),
+        "begins",
+        ("inputs", ("a",), [2], [1]),
+        ("first", [2], None, None),
+        ("second", [2], None, None),
+    ]
+
+
+def test_the_scheduler_counted_drafts_that_were_rejected(steps, observer):
+    first = steps.step_begins(plan(10, 4, (7, 8, 9)))
+    forward(steps, 0, 4)
+    steps.step_begins(plan(14, 4, (-1, -1, -1)))
+    steps.inputs(["a"], torch.tensor([6, 1, 2, 3, 0]), torch.tensor([12, 13, 14, 15, 0]))
+    steps.step_ends(first, {"a": (7, 6)})  # one draft of three was accepted
+    (late,) = observer.plans[1].continued
+    assert late.num_computed_tokens == 12
+    assert observer.plans[1].drafts == {"a": (1, 2, 3)}
+
+
+def test_a_request_that_sampled_nothing_lost_no_drafts(steps, observer):
+    first = steps.step_begins(plan(10, 4, (7, 8, 9)))
+    steps.step_begins(plan(14))
+    steps.step_ends(first, {"a": ()})
+    assert observer.plans[1].continued[0].num_computed_tokens == 14
+
+
+def test_requests_change_between_the_steps_that_have_begun_and_the_next(steps, observer):
+    first = steps.step_begins(STARTED)
+    second = steps.step_begins(plan(1))
+    assert steps.is_in_flight("a")
+    steps.request_changes(lambda: observer.calls.append("a is dropped"))
+    third = steps.step_begins(plan(2))
+    steps.step_ends(first, {"a": (5,)})
+    assert "a is dropped" not in observer.calls
+    steps.step_ends(second, {"a": (6,)})
+    assert observer.calls[-3:] == [("ends", {"a": (6,)}), "a is dropped", "begins"]
+    steps.step_ends(third, {})
+    assert not steps.is_in_flight("a")
+    steps.request_changes(lambda: observer.calls.append("b is added"))
+    assert observer.calls[-1] == "b is added"
+
+
+def test_tokens_out_of_order_are_refused(steps):
+    steps.step_begins(STARTED)
+    second = steps.step_begins(plan(1))
+    with pytest.raises(ValueError, match="those of an earlier one"):
+        steps.step_ends(second, {})
+
+
+class Async:
+    """What an engine with async scheduling gives of the steps of the toy engine: each begins before the last ends."""
+
+    def __init__(self, observer):
+        judge_every = observer.settings.judge_every
+        self.observer, self.steps = observer, LateSteps(observer, is_async=True, judge_every=judge_every)
+        self.ending, self.rejected = None, {}
+        self.settings, self.engine_starts = observer.settings, observer.engine_starts
+        self.layer_rows = self.steps.layer_rows
+        self.inputs = self.steps.inputs
+
+    def request_added(self, *request):
+        self.steps.request_changes(partial(self.observer.request_added, *request))
+
+    def request_finished(self, request_id):
+        self.steps.request_changes(partial(self.observer.request_finished, request_id))
+
+    def step_begins(self, plan):
+        continued = tuple(
+            replace(each, num_computed_tokens=each.num_computed_tokens + self.rejected.get(each.request_id, 0))
+            for each in plan.continued
+        )
+        drafts = {name: (-1,) * len(ids) for name, ids in plan.drafts.items()}
+        self.step, self.plan = self.steps.step_begins(replace(plan, continued=continued, drafts=drafts)), plan
+
+    def step_ends(self, sampled):
+        self.steps.forward_ends()
+        if self.ending is not None:
+            self.steps.step_ends(*self.ending)
+        self.ending = self.step, sampled
+        drafts = self.plan.drafts.items()
+        self.rejected = {name: len(ids) + 1 - len(sampled[name]) for name, ids in drafts if sampled[name]}
+
+    def result(self):
+        if self.ending is not None:
+            self.steps.step_ends(*self.ending)
+        return self.observer.result()
+
+
+@pytest.mark.parametrize("judge_every", [1, 3])
+@pytest.mark.parametrize("hybrid", [False, True])
+def test_late_steps_are_judged_as_others(hybrid, judge_every):
+    settings = ObserverSettings(judge_every=judge_every)
+    options = {"settings": settings, "hybrid": hybrid, "blocks": 26 if hybrid else 13}
+    right, _ = serve(**options)
+    late, _ = serve(observer=Async, **options)
+    assert late.failure is None
+    assert late.findings == ()
+    compared = ("output", "token", "position", "count", "prefix_hit")
+    assert {kind: late.checks[kind] for kind in compared} == {kind: right.checks[kind] for kind in compared}
+    assert late.counts == right.counts
+    assert "write" not in late.checks
+
+
+class ReadsOneShort(ToyEngine):
+    def seq_len(self, request, rows):
+        return super().seq_len(request, rows) - (self.step == 8 and request.done > 8)
+
+
+def test_a_late_step_has_the_number_and_place_of_its_fault():
+    direct, late = (serve(ReadsOneShort, observer=each)[0] for each in (lambda observer: observer, Async))
+    found = [(each.kind, each.step, each.request_id, each.position, each.layer) for each in late.findings]
+    assert found == [(each.kind, each.step, each.request_id, each.position, each.layer) for each in direct.findings]
+    assert {step for _, step, *_ in found} == {8}

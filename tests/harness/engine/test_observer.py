@@ -1,0 +1,295 @@
+"""An observer finds the faults of a small engine, names their place and cause, and none in the right one."""
+
+from dataclasses import replace
+
+import pytest
+from toy_engine import BLOCK, VOCAB, ToyEngine, serve
+
+from attncheck.harness.engine.events import ObserverSettings
+from attncheck.harness.engine.observer import EngineObserver
+
+
+@pytest.mark.parametrize("hybrid", [False, True])
+@pytest.mark.parametrize("num_drafts", [0, 2])
+def test_a_right_engine_has_no_finding(hybrid, num_drafts):
+    result, engine = serve(hybrid=hybrid, num_drafts=num_drafts, blocks=25 if hybrid else 13)
+    assert result.failure is None
+    assert result.findings == ()
+    assert result.not_followed == {}
+    layers = 4 if hybrid else 2
+    assert result.steps == engine.step
+    assert result.checks["output"] == layers * result.counts["rows"] == layers * result.checks["token"]
+    assert result.counts["requests resumed after preemption"] > 1
+    mapped = result.counts["tokens of prefix hits"] // BLOCK
+    most = 2 * mapped if hybrid else mapped  # of the window's group, blocks that no row sees need not be there
+    assert 0 < mapped <= result.checks["prefix_hit"] <= most
+    assert 0.1 < result.worst_share < 1
+
+
+class Faulty(ToyEngine):
+    """A base of faults that act once: ``acts`` decides when, and ``act`` keeps what was done."""
+
+    act = None
+
+    def acts(self, request, *, first_step=5):
+        if self.act is None and self.step >= first_step and request.done >= 2 * BLOCK:
+            self.act = (self.step, request.name)
+            return True
+        return self.act == (self.step, request.name)
+
+
+class ForgetsDrafts(Faulty):
+    def seq_len(self, request, rows):
+        right = super().seq_len(request, rows)
+        drafts = len(request.drafts)
+        return right - drafts if drafts and self.acts(request) else right
+
+
+class ReadsOneShort(Faulty):
+    def seq_len(self, request, rows):
+        return super().seq_len(request, rows) - self.acts(request)
+
+
+class PageLate(Faulty):
+    def table_of(self, request, group):
+        table = super().table_of(request, group)
+        return table[1:] + table[-1:] if self.acts(request) else table
+
+
+class OtherBlock(Faulty):
+    def table_of(self, request, group):
+        table = list(super().table_of(request, group))
+        other = next((each for each in self.running if each is not request and each.done > BLOCK), None)
+        if other is not None and self.acts(request):
+            table[1] = other.table[group][0]
+            self.block = request.table[group][1]
+        return table
+
+
+class IgnoresWindow(ToyEngine):
+    def settings_of(self, layer):
+        right = self.true_settings_of(layer)
+        return replace(right, window=(-1, -1)) if layer == "window.1" else right
+
+
+class WindowOneShort(ToyEngine):
+    def settings_of(self, layer):
+        right = self.true_settings_of(layer)
+        return replace(right, window=(right.window[0] - 1, 0)) if layer == "window.1" else right
+
+
+@pytest.mark.parametrize(
+    ("fault", "cause"),
+    [
+        (ForgetsDrafts, "the row sees {m2} keys of {m}"),
+        (ReadsOneShort, "the row sees {m1} keys of {m}"),
+        (PageLate, "blocks are read one page late from number 0 on"),
+        (OtherBlock, "is read in place of block {block} (number 1)"),
+    ],
+)
+def test_a_wrong_reading_is_found_in_its_step_and_explained(fault, cause):
+    result, engine = serve(fault, num_drafts=2 if fault is ForgetsDrafts else 0, blocks=40)
+    step, request = engine.act
+    assert {finding.kind for finding in result.findings} == {"output"}
+    assert {(finding.step, finding.request_id) for finding in result.findings} == {(step, request)}
+    assert {finding.layer for finding in result.findings} == {"full.0", "full.1"}
+    for finding in result.findings:
+        assert (
+            finding.note == "the pages hold the right keys and values, but are read wrongly or the attention is wrong"
+        )
+        m = finding.position + 1
+        block = getattr(engine, "block", None)
+        assert cause.format(m=m, m1=m - 1, m2=m - 2, block=block) in finding.cause
+
+
+def test_a_wrong_window_is_found_in_its_layer_only():
+    for fault, cause in (
+        (IgnoresWindow, "the window is ignored"),
+        (WindowOneShort, "the window is one key too short (5 keys)"),
+    ):
+        result, _ = serve(fault, hybrid=True, blocks=60, requests=4)
+        assert {(finding.kind, finding.layer) for finding in result.findings} == {("output", "window.1")}
+        assert {finding.cause for finding in result.findings} == {cause}
+        assert min(finding.position for finding in result.findings) >= 5  # the window hides nothing before
+
+
+class WritesElsewhere(Faulty):
+    """Writes the last row of a request into a slot of another's block."""
+
+    def slots(self, request, group, rows):
+        slots = super().slots(request, group, rows)
+        other = next((each for each in self.running if each is not request and each.done >= 2 * BLOCK), None)
+        if other is not None and self.acts(request):
+            self.place, self.victim = request.done + rows - 1, (other.name, other.table[0][1], BLOCK + 1)
+            slots[-1] = other.table[0][1] * BLOCK + 1
+        return slots
+
+
+def test_a_row_in_a_slot_of_another_request_is_found_in_both_blocks():
+    result, engine = serve(WritesElsewhere, num_drafts=0, blocks=40, prefix_caching=False)
+    step, name = engine.act
+    writes = [finding for finding in result.findings if finding.kind == "write"]
+    own = [finding for finding in writes if finding.request_id == name]
+    assert {(each.step, each.position, each.num_rows) for each in own} == {(step, engine.place, 1)}
+    assert {each.layer for each in own} == {"full.0", "full.1"}
+    other = {(each.request_id, each.block_id, each.position) for each in writes if each.request_id != name}
+    assert other == {engine.victim}
+    outputs = [each for each in result.findings if each.kind == "output" and each.request_id == engine.victim[0]]
+    assert outputs[0].step == step
+    block = engine.victim[1]
+    assert outputs[0].cause == (
+        f"block {block} (number 1) holds positions {engine.place}..{engine.place} of {name} from position {BLOCK + 1}"
+    )
+    assert outputs[0].note == f"block {block} (number 1) lacks positions {BLOCK + 1}..{BLOCK + 1}"
+
+
+class KeepsDraft(Faulty):
+    """Does not write the row that replaces a rejected draft."""
+
+    def finish_step(self, request, rows, sampled):
+        self.rejected = getattr(self, "rejected", {})
+        drafts = len(request.drafts)
+        super().finish_step(request, rows, sampled)
+        self.rejected[request.name] = drafts and len(sampled) < drafts + 1
+
+    def slots(self, request, group, rows):
+        slots = super().slots(request, group, rows)
+        if getattr(self, "rejected", {}).get(request.name) and self.acts(request):
+            self.place = request.done
+            slots[0] = 0  # a slot of block 0, which is nobody's
+        return slots
+
+
+def test_a_rejected_draft_in_the_cache_is_named():
+    result, engine = serve(KeepsDraft, blocks=40, prefix_caching=False)
+    step, name = engine.act
+    assert {finding.request_id for finding in result.findings} == {name}
+    assert {(f.step, f.position) for f in result.findings if f.kind == "write"} == {(step, engine.place)}
+    causes = [finding.cause for finding in result.findings if finding.kind == "output"]
+    assert f"holds a rejected draft from position {engine.place}" in causes[0]
+
+
+class HitOneTooMany(Faulty):
+    """Maps one block of another request behind a prefix hit."""
+
+    def map_prefix(self, request):
+        super().map_prefix(request)
+        other = next((each for each in self.running if each.done >= BLOCK), None)
+        index = len(request.table[0])
+        if other is not None and index and self.act is None and len(request.tokens) > (index + 1) * BLOCK:
+            self.act, self.block = (self.step, request.name, index), other.table[0][0]
+            request.table[0].append(self.block)
+            self.held[self.block] += 1
+            request.done += BLOCK
+
+
+def test_a_prefix_hit_one_block_too_long_is_found_when_it_is_mapped():
+    result, engine = serve(HitOneTooMany, num_drafts=0, blocks=40)
+    step, name, index = engine.act
+    first = result.findings[0]
+    assert (first.kind, first.step, first.request_id) == ("prefix_hit", step, name)
+    assert (first.block_id, first.block_index, first.position) == (engine.block, index, index * BLOCK)
+    assert first.note.startswith(f"the prefix hit maps block {engine.block}, which holds positions 0..3 of ")
+    assert {finding.kind for finding in result.findings} <= {"prefix_hit", "output"}
+    if result.not_followed:  # no block holds its tokens, so that its keys are not known
+        assert set(result.not_followed) == {"their prefix hit maps a wrong block, and no other has its tokens"}
+
+
+class ReusesCachedBlock(ToyEngine):
+    """Leaves a block in the prefix cache when another request gets it."""
+
+    def take_block(self):
+        block = next((each for each in self.free if self.held[each] == 0), None)
+        if block is None:
+            return None
+        self.free.remove(block)
+        self.held[block] = 1
+        return block
+
+
+def test_a_block_that_stays_in_the_prefix_cache_after_reuse_is_found():
+    result, _ = serve(ReusesCachedBlock, num_drafts=0, blocks=16, requests=16)
+    assert result.findings[0].kind == "prefix_hit"
+
+
+class WrongPosition(Faulty):
+    def positions(self, request, rows):
+        right = super().positions(request, rows)
+        return [each + 1 for each in right] if self.acts(request) else right
+
+
+class WrongToken(Faulty):
+    def inputs(self, request, rows):
+        right = super().inputs(request, rows)
+        return [(each + 1) % VOCAB for each in right] if self.acts(request) else right
+
+
+@pytest.mark.parametrize(("fault", "kind"), [(WrongPosition, "position"), (WrongToken, "token")])
+def test_what_the_model_is_given_is_compared(fault, kind):
+    result, engine = serve(fault, num_drafts=0, blocks=40)
+    [finding] = result.findings
+    assert (finding.kind, finding.step, finding.request_id) == (kind, *engine.act)
+    assert finding.note.startswith(f"the model is given {kind} ")
+
+
+class CountsRejected(Faulty):
+    """Counts one rejected draft as computed."""
+
+    def accepted(self, request, sampled):
+        is_rejected = len(sampled) <= len(request.drafts) and len(sampled) > 0
+        return super().accepted(request, sampled) + (is_rejected and self.acts(request))
+
+
+def test_a_count_that_forgets_a_rejected_draft_is_found_in_the_next_step():
+    result, engine = serve(CountsRejected, blocks=40)
+    first = result.findings[0]
+    assert (first.kind, first.step, first.request_id) == ("count", engine.act[0] + 1, engine.act[1])
+    assert "the scheduler counts" in first.note
+
+
+def test_one_of_three_requests_is_followed_and_the_others_are_counted():
+    result, _ = serve(settings=ObserverSettings(follow_one_of=3), blocks=40)
+    assert result.findings == ()
+    assert result.not_followed["one of 3 requests is followed"] > 0
+    left_out = sum(result.not_followed.values())
+    assert result.checks["output"] == 2 * (result.counts["rows"] - left_out) > 0
+
+
+def test_every_third_step_is_judged_and_all_are_followed():
+    result, engine = serve(settings=ObserverSettings(judge_every=3), blocks=14)
+    assert result.findings == ()
+    assert 0 < result.checks["output"] < result.checks["token"]
+    late, engine = serve(OtherBlock, ObserverSettings(judge_every=1000), num_drafts=0, blocks=40)
+    assert engine.act is not None
+    assert late.findings == ()
+    assert "output" not in late.checks
+
+
+def test_memory_is_bounded_and_what_does_not_fit_is_counted():
+    size = 2 * 2 * 2 * 16 * 2  # bytes of a row: two layers, keys and values of two heads of 16 bfloat16
+    few, _ = serve(settings=ObserverSettings(max_row_bytes=256 * size), blocks=120, requests=30)
+    many, _ = serve(settings=ObserverSettings(max_row_bytes=1024 * size), blocks=120, requests=30)
+    assert few.findings == many.findings == ()
+    assert few.failure is many.failure is None
+    assert few.not_followed["their keys and values exceed max_row_bytes"] > 0
+    assert many.not_followed == {}
+    assert many.counts["rows"] > 512
+    assert 0 < few.checks["output"] < many.checks["output"]
+
+
+def test_a_failure_of_the_observer_is_stated_and_the_engine_goes_on(caplog):
+    class Breaks(ToyEngine):
+        def run_layer(self, layer, group, batch, ids):
+            super().run_layer(layer, group, batch, ids)
+            if self.step == 4:
+                self.observer.layer_rows(layer, None, None, None, None)
+
+    result, _ = serve(Breaks, blocks=40)
+    assert result.failure is not None
+    assert result.steps == 4
+    assert "attncheck stops watching this engine, which is not affected" in caplog.text
+
+
+def test_nothing_is_judged_before_an_engine_starts():
+    result = EngineObserver().result()
+    assert (result.steps, result.checks, result.findings) == (0, {}, ())

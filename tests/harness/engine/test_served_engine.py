@@ -1,0 +1,260 @@
+"""The worker of a server, watched by its model runner alone; a failure of ours leaves the engine alone.
+
+``Runner`` has the methods of vLLM's model runners that are watched. It serves one request with one layer.
+"""
+
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from attncheck.errors import QuestionError
+from attncheck.harness.engine import served_engine
+from attncheck.harness.engine.observer import EngineObserver
+from attncheck.harness.engine.plugin import WatchSettings, settings_of
+from attncheck.harness.engine.served_engine import ServedEngine, watch_workers
+from attncheck.reports.run_file.store import read_run
+
+BLOCK, SIZE, STEPS = 4, 16, 12
+
+
+class Impl:
+    scale = SIZE**-0.5
+
+    def __init__(self):
+        self.keys, self.values = [], []
+
+    def forward(self, layer, query, key, value, kv_cache, attn_metadata, output):
+        self.keys.append(key.clone())
+        self.values.append(value.clone())
+        keys, values = torch.cat(self.keys)[:, 0].float(), torch.cat(self.values)[:, 0].float()
+        at = torch.arange(len(keys) - len(query), len(keys))
+        scores = (query[:, 0].float() @ keys.T * self.scale).masked_fill(torch.arange(len(keys)) > at[:, None], -1e9)
+        output[:, 0] = (scores.softmax(-1) @ values).to(output.dtype)
+
+
+class Attention:
+    num_heads = num_kv_heads = 1
+    head_size = SIZE
+    sliding_window, kv_cache_dtype = None, "auto"
+
+    def __init__(self):
+        self.impl = Impl()
+
+    def get_attn_backend(self):
+        return type("FakeBackend", (), {"get_name": staticmethod(lambda: "FAKE")})
+
+
+class Runner:
+    """One request of four tokens, which are given in one step, and of one in each later step."""
+
+    device = torch.device("cpu")
+    model_config = SimpleNamespace(dtype=torch.bfloat16, is_diffusion=False)
+    cache_config = SimpleNamespace(cache_dtype="auto")
+
+    def __init__(self, *, is_async=False, **parallel):
+        sizes = {"pipeline_parallel_size": 1, "decode_context_parallel_size": 1, "rank": 0, "data_parallel_rank": 0}
+        self.vllm_config = SimpleNamespace(
+            scheduler_config=SimpleNamespace(async_scheduling=is_async),
+            parallel_config=SimpleNamespace(**(sizes | parallel)),
+            kv_transfer_config=None,
+            speculative_config=None,
+            model_config=self.model_config,
+        )
+        self.layer = Attention()
+        self.compilation_config = SimpleNamespace(static_forward_context={"layer": self.layer})
+        self.weights = torch.randn(100, 3, 1, SIZE, generator=torch.Generator().manual_seed(0)).bfloat16()
+        self.outputs = []
+
+    def initialize_kv_cache(self, kv_cache_config, is_profiling=False):
+        self.kv_cache_config = kv_cache_config
+
+    def forward(self, ids):
+        query, key, value = self.weights[ids].unbind(1)
+        output = torch.zeros_like(query)
+        self.layer.impl.forward(self.layer, query, key, value, None, object(), output)
+        self.outputs.append(output)
+
+    def sampled(self, tokens):
+        return SimpleNamespace(req_id_to_index={"a": 0}, sampled_token_ids=[tokens])
+
+
+class RunnerV1(Runner):
+    input_batch = SimpleNamespace(req_ids=["a"])
+
+    def execute_model(self, scheduler_output, intermediate_tensors=None):
+        self.number = scheduler_output.number
+        self._model_forward(input_ids=torch.tensor(scheduler_output.ids), positions=scheduler_output.positions)
+
+    def _model_forward(self, input_ids, positions):
+        self.forward(input_ids)
+
+    def sample_tokens(self, grammar_output):
+        return self.sampled([self.number])
+
+
+class RunnerV2(Runner):
+    def execute_model(self, scheduler_output, intermediate_tensors=None, dummy_run=False):
+        self.number = scheduler_output.number
+        self.forward(self.prepare_inputs(scheduler_output).input_ids)
+
+    def prepare_inputs(self, scheduler_output):
+        ids, positions = torch.tensor(scheduler_output.ids), scheduler_output.positions
+        return SimpleNamespace(req_ids=["a"], input_ids=ids, positions=positions)
+
+    def sample_tokens(self, grammar_output):
+        tokens = [self.number]
+        return SimpleNamespace(get_output=lambda: self.sampled(tokens))
+
+
+RUNNERS = pytest.mark.parametrize("runner_class", [RunnerV1, RunnerV2])
+
+
+def plan_of(number):
+    """The plan of a step; the token that it samples is its number."""
+    ids = [50, 51, 52, 53] if number == 0 else [number - 1]
+    done = 0 if number == 0 else 3 + number
+    new = SimpleNamespace(
+        req_id="a",
+        prompt_token_ids=ids,
+        block_ids=([1],),
+        num_computed_tokens=0,
+        lora_request=None,
+        prompt_embeds=None,
+        mm_features=[],
+    )
+    blocks = ([2 + done // BLOCK],) if done % BLOCK == 0 else None
+    cached = {"req_ids": ["a"], "new_block_ids": [blocks], "num_computed_tokens": [done]}
+    if number == 0:
+        cached = {name: [] for name in cached}
+    return SimpleNamespace(
+        number=number,
+        ids=ids,
+        positions=torch.arange(done, done + len(ids)),
+        scheduled_new_reqs=[] if number else [new],
+        scheduled_cached_reqs=SimpleNamespace(resumed_req_ids=set(), all_token_ids={}, **cached),
+        num_scheduled_tokens={"a": len(ids)},
+        total_num_scheduled_tokens=len(ids),
+        scheduled_spec_decode_tokens={},
+        finished_req_ids=set(),
+        preempted_req_ids=None,
+    )
+
+
+def drive(runner, *, is_async=False):
+    """Serve the request; with ``is_async``, a step begins before the output of the one before is taken."""
+    spec = type("FullAttentionSpec", (), {"block_size": BLOCK})()
+    group = SimpleNamespace(kv_cache_spec=spec, layer_names=["layer"])
+    runner.initialize_kv_cache(SimpleNamespace(kv_cache_groups=[group]))
+    waiting = None
+    for number in range(STEPS):
+        runner.execute_model(plan_of(number))
+        output = runner.sample_tokens(None)
+        if hasattr(output, "get_output"):
+            if is_async and waiting is not None:
+                waiting.get_output()
+            waiting = output
+            if not is_async:
+                output.get_output()
+    if is_async:
+        waiting.get_output()
+    return torch.cat(runner.outputs)
+
+
+@pytest.fixture
+def settings(tmp_path, monkeypatch):
+    monkeypatch.setattr(served_engine, "check_internals", lambda: None)
+    monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(__version__="0.32.0"))
+    return WatchSettings(tmp_path / "run.jsonl", judge_every=1, command=("attncheck", "engine"))
+
+
+@pytest.fixture
+def serve(settings):
+    """Serve with a watched runner, and return its outputs and the run file."""
+
+    def serve(runner, **options):
+        engine = ServedEngine(settings, runner)
+        engine.start(SimpleNamespace(GPUModelRunner=type(runner)))
+        try:
+            return drive(runner, **options), engine
+        finally:
+            engine.end()
+            engine.hooks.remove()
+
+    return serve
+
+
+@RUNNERS
+def test_a_worker_is_watched_by_its_runner(serve, settings, runner_class):
+    outputs, engine = serve(runner_class())
+    assert torch.equal(outputs, drive(runner_class()))
+    result = engine.hooks.observer.result()
+    assert result.findings == ()
+    assert (result.steps, result.checks["output"], result.checks["token"]) == (STEPS, STEPS + 3, STEPS + 3)
+    run = read_run(settings.path)
+    assert run.complete
+    assert run.header.command == ("attncheck", "engine")
+    assert {record.check: record.outcome for record in run.records}["output"] == "passed"
+
+
+def test_async_scheduling_is_judged_a_step_late(serve):
+    outputs, engine = serve(RunnerV2(is_async=True), is_async=True)
+    assert torch.equal(outputs, drive(RunnerV2()))
+    result = engine.hooks.observer.result()
+    assert result.findings == ()
+    assert (result.checks["output"], result.checks["token"]) == (STEPS + 3, STEPS + 3)
+    assert "write" not in result.checks
+
+
+WATCHES = ["_cache_made", "_execute_begins", "_requests_start", "_executed", "_sampled", "_step_ends"]
+OBSERVES = ["engine_starts", "request_added", "step_begins", "inputs", "layer_rows", "forward_ends", "step_ends"]
+
+
+@RUNNERS
+@pytest.mark.parametrize("name", WATCHES + OBSERVES)
+def test_a_failure_of_ours_ends_the_watching_alone(serve, settings, monkeypatch, runner_class, name):
+    def fails(*_, **__):
+        raise RuntimeError("ours")
+
+    owner = EngineObserver if name in OBSERVES else served_engine.Hooks
+    monkeypatch.setattr(owner, name, fails)
+    outputs, engine = serve(runner_class())
+    assert torch.equal(outputs, drive(runner_class()))
+    assert engine.hooks.observer.result().failure == "RuntimeError: ours"
+    run = read_run(settings.path)
+    assert run.errors == ("attncheck stopped watching the engine: RuntimeError: ours",)
+    assert not any(record.outcome == "passed" for record in run.records)
+
+
+def test_what_cannot_be_followed_is_counted(serve, settings):
+    outputs, engine = serve(RunnerV1(pipeline_parallel_size=2))
+    assert torch.equal(outputs, drive(RunnerV1()))
+    result = engine.hooks.observer.result()
+    assert result.failure is None
+    assert result.not_followed == {"engines with pipeline parallelism": STEPS + 3}
+    assert not any(record.outcome == "passed" for record in read_run(settings.path).records)
+
+
+@pytest.mark.parametrize(("rank", "data_parallel_rank"), [(1, 0), (0, 1)])
+def test_other_ranks_are_left_alone(settings, rank, data_parallel_rank):
+    class Wrapper:
+        def init_device(self):
+            self.worker = SimpleNamespace(
+                rank=rank, vllm_config=RunnerV1(data_parallel_rank=data_parallel_rank).vllm_config
+            )
+            return "made"
+
+    watch_workers(settings, Wrapper)
+    watch_workers(settings, Wrapper)
+    assert Wrapper().init_device() == "made"  # the worker has no model runner: reading it would fail, and be logged
+
+
+def test_settings_pass_through_the_environment(tmp_path):
+    settings = WatchSettings(tmp_path / "run.jsonl", 16, 4, ("attncheck", "engine", "--every", "16"))
+    assert settings_of(settings.environment()) == settings
+    assert settings_of({}) is None
+    with pytest.raises(QuestionError, match="give a whole number above 0"):
+        settings_of(settings.environment() | {"ATTNCHECK_ENGINE_EVERY": "-1"})
+    with pytest.raises(QuestionError, match="--follow is 0"):
+        WatchSettings(tmp_path / "run.jsonl", follow_one_of=0)

@@ -1,0 +1,134 @@
+"""What the objects of vLLM mean to an observer, from objects with the same attributes."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from attncheck.harness.engine.events import ContinuedRequest, StartedRequest
+from attncheck.harness.engine.vllm_runner import added_request, kv_groups, layer_facts, sampled_tokens, step_plan
+from attncheck.harness.problem.storage import nearest_code, truncated_code
+from attncheck.reference import AttentionParams
+
+
+def request(**given):
+    plain = {"req_id": "r", "prompt_token_ids": [1, 2], "prompt_embeds": None, "mm_features": [], "lora_request": None}
+    return SimpleNamespace(**plain | given)
+
+
+@pytest.mark.parametrize(
+    ("given", "key", "reason"),
+    [
+        ({}, "", None),
+        ({"lora_request": SimpleNamespace(lora_name="french")}, "LoRA=french", None),
+        ({"prompt_embeds": torch.zeros(2)}, "", "requests with embeddings for tokens"),
+        ({"mm_features": [1]}, "", "requests with images or other media"),
+    ],
+)
+def test_a_request_is_followed_or_its_reason_is_given(given, key, reason):
+    assert added_request(request(**given)) == ("r", [1, 2], key, reason)
+
+
+def test_a_plan_has_resumed_requests_among_the_started_ones():
+    cached = SimpleNamespace(
+        req_ids=["a", "b"], resumed_req_ids={"b"}, new_block_ids=[None, ([7], [8])], num_computed_tokens=[5, 4]
+    )
+    new = SimpleNamespace(req_id="c", block_ids=([1, 2], [3]), num_computed_tokens=32)
+    output = SimpleNamespace(
+        scheduled_new_reqs=[new],
+        scheduled_cached_reqs=cached,
+        num_scheduled_tokens={"a": 3, "b": 1, "c": 9},
+        scheduled_spec_decode_tokens={"a": [4, -1]},
+        kv_cache_block_copies=[(1, 2)],
+    )
+    plan = step_plan(output)
+    assert plan.started == (
+        StartedRequest("c", ((1, 2), (3,)), 32),
+        StartedRequest("b", ((7,), (8,)), 4, resumed=True),
+    )
+    assert plan.continued == (ContinuedRequest("a", (), 5),)
+    assert plan.drafts == {"a": (4, -1)}
+    assert plan.block_copies == ((1, 2),)
+    made = SimpleNamespace(sampled_token_ids=[[9], [], [5, 6]], req_id_to_index={"b": 0, "c": 1, "a": 2})
+    assert sampled_tokens(output, made) == {"a": (5, 6), "b": (9,), "c": ()}
+
+
+def test_groups_that_are_not_followed_have_a_reason():
+    full, mamba = (type(name, (), {"block_size": 16})() for name in ("FullAttentionSpec", "MambaSpec"))
+    groups = [
+        SimpleNamespace(kv_cache_spec=full, layer_names=["a"]),
+        SimpleNamespace(kv_cache_spec=mamba, layer_names=["b"]),
+        SimpleNamespace(kv_cache_spec=full, layer_names=["c"], is_eagle_group=True),
+    ]
+    made = kv_groups(SimpleNamespace(kv_cache_groups=groups))
+    reasons = [None, "layers with a state instead of keys", "layers of a drafter"]
+    assert [group.not_followed for group in made] == reasons
+
+
+class Attention:
+    """The attributes of vLLM's class of this name that are read."""
+
+    num_heads, num_kv_heads, head_size, head_size_v = 4, 2, 16, 16
+    sliding_window, kv_cache_dtype, attn_type = None, "auto", "decoder"
+
+    def __init__(self, impl=(), **given):
+        self.impl = SimpleNamespace(**{"scale": 0.25, "logits_soft_cap": 0} | dict(impl))
+        vars(self).update(given)
+
+
+class RSWAAttention(Attention):
+    """A class that is not known."""
+
+
+def test_the_settings_of_a_layer():
+    layer = Attention({"sinks": torch.ones(4).bfloat16(), "logits_soft_cap": 30.0}, sliding_window=48)
+    expected = AttentionParams(
+        4, 2, 16, 16, scale=0.25, window=(47, 0), logits_soft_cap=30.0, sinks=(1.0, 1.0, 1.0, 1.0)
+    )
+    facts = layer_facts(layer, torch.bfloat16, 32)
+    assert (facts.params, facts.page_size, facts.not_judged) == (expected, 32, None)
+
+
+@pytest.mark.parametrize(
+    ("layer", "reason"),
+    [
+        (RSWAAttention(), "layers of the class RSWAAttention"),
+        (Attention(attn_type="encoder_only"), "layers of the type encoder_only"),
+        (Attention(kv_cache_dtype="nvfp4"), "layers with a cache of nvfp4"),
+        (Attention({"chunk_lookback": 1}), "layers whose chunks look back"),
+        (Attention(use_mm_prefix=True), "layers with prefix ranges of images"),
+    ],
+)
+def test_a_layer_that_the_truth_cannot_express_is_named(layer, reason):
+    assert layer_facts(layer, torch.bfloat16).not_judged == reason
+
+
+def written_by(code):
+    """Return a layer whose writer stores the codes that ``code`` gives, in pages of 4 keys and then 4 values."""
+
+    def do_kv_cache_update(layer, key, value, kv_cache, slots):
+        for at, rows, scale in ((0, key, 0.5), (4, value, 2.0)):
+            codes = code(rows.double() / scale, torch.float8_e4m3fn)
+            kv_cache.view(-1, 8, 2, 16)[slots // 4, slots % 4 + at] = codes
+
+    pages = torch.zeros(3, 8, 32, dtype=torch.uint8)
+    given = {"kv_cache_dtype": "fp8", "_k_scale_float": 0.5, "_v_scale_float": 2.0, "kv_cache": pages}
+    return Attention({"do_kv_cache_update": do_kv_cache_update}, **given)
+
+
+@pytest.mark.parametrize(("code", "kept"), [(nearest_code, 0.5625), (truncated_code, 0.5)])
+def test_fp8_keys_are_judged_by_the_rule_of_the_writer(code, kept):
+    layer = written_by(code)
+    key, value = layer_facts(layer, torch.bfloat16).code(torch.full((1, 2, 16), 0.55), torch.full((1, 2, 16), 1e6))
+    assert key.unique().tolist() == [kept]  # 0.55 / 0.5 is between the codes 1 and 1.125
+    assert value.unique().tolist() == [896.0]  # the largest code, 448
+    assert not layer.kv_cache.any()
+
+
+def test_fp8_codes_of_no_known_rule_are_not_judged():
+    unknown = "layers whose fp8 codes or scales follow no rule that is known"
+    layer = written_by(lambda x, dtype: nearest_code(1.5 * x, dtype))
+    assert layer_facts(layer, torch.bfloat16).not_judged == unknown
+    layer = written_by(nearest_code)
+    layer._k_scale_float = 0.3
+    assert layer_facts(layer, torch.bfloat16).not_judged == unknown
