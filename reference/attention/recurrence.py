@@ -22,7 +22,7 @@ rule                   its q, k, v, a                                    source
 A row's output comes from the state after its own key and value have entered.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -31,6 +31,7 @@ from torch.nn.functional import softplus
 
 from attncheck.errors import ReferenceArgumentError
 from attncheck.reference.arguments import require_float, require_shape
+from attncheck.reference.spec import RecurrenceRule
 
 
 @dataclass(frozen=True)
@@ -180,21 +181,42 @@ def delta_inputs(
     return RecurrentRows(query, key.repeat_interleave(a_group, dim=1), value, decay, beta)
 
 
-def delta_gates(a: Tensor, b: Tensor, a_log: Tensor, dt_bias: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the log decay and beta of Gated DeltaNet: ``-exp(A_log) softplus(a + dt_bias)`` and ``sigmoid(b)``.
-
-    a, b: ``[T, HV]``. a_log, dt_bias: ``[HV]``.
-    """
-    return -a_log.exp() * softplus(a + dt_bias), b.sigmoid()
-
-
-def linear_inputs(query: Tensor, key: Tensor, value: Tensor, slopes: Tensor) -> RecurrentRows:
+def linear_inputs(
+    query: Tensor, key: Tensor, value: Tensor, slopes: Tensor, *, scale: float | None = None
+) -> RecurrentRows:
     """Return the rows of linear attention with one decay ``exp(-slope)`` a head.
 
     query, key: ``[T, H, K]``. value: ``[T, H, V]``. slopes: ``[H]``, not negative.
+    scale: the factor of the query; None for ``K ** -0.5``.
     """
-    rows, heads, _ = query.shape
-    return RecurrentRows(query, key, value, -slopes[None, :, None].expand(rows, heads, 1))
+    rows, heads, size = query.shape
+    factor = size**-0.5 if scale is None else scale
+    return RecurrentRows(query * factor, key, value, -slopes[None, :, None].expand(rows, heads, 1))
+
+
+def recurrent_rows(
+    rule: RecurrenceRule,
+    inputs: Mapping[str, Tensor],
+    weights: Mapping[str, Tensor],
+    *,
+    scale: float | None = None,
+    qk_l2norm: bool = True,
+) -> RecurrentRows:
+    """Return the rows of one sequence of a layer, from its tensors by name.
+
+    inputs: ``[T, ...]`` each: ``x, dt, B, C`` for Mamba, ``query, key, value, g, beta`` for delta rules (``g`` is the
+    log decay), and ``query, key, value`` for linear attention. ``dt`` gets its bias and softplus here.
+    weights: ``A, dt_bias`` for Mamba, ``slopes`` for linear attention.
+    scale, qk_l2norm: as of :func:`delta_inputs`.
+    """
+    if rule in ("mamba1", "mamba2"):
+        dt = step_sizes(inputs["dt"], weights["dt_bias"], dt_softplus=True)
+        to_rows = mamba1_inputs if rule == "mamba1" else mamba2_inputs
+        return to_rows(inputs["x"], dt, weights["A"], inputs["B"], inputs["C"])
+    attended = inputs["query"], inputs["key"], inputs["value"]
+    if rule == "linear":
+        return linear_inputs(*attended, weights["slopes"], scale=scale)
+    return delta_inputs(*attended, inputs["g"], inputs["beta"], scale=scale, qk_l2norm=qk_l2norm)
 
 
 def _unit(x: Tensor, eps: float) -> Tensor:
