@@ -630,7 +630,9 @@ class RecurrenceOptions:
     rule: RecurrenceRule = field(metadata={"description": "how a row changes the state"})
     state_dtype: StateDType = option("float32", "dtype of the states in the cache")
     qk_l2norm: bool = option(True, "gdn and kda: whether the layer divides queries and keys by their 2-norm")
-    num_speculative_tokens: int = option(0, "most draft tokens of a decode; each request has a slot more for each", ge=0)
+    num_speculative_tokens: int = option(
+        0, "most draft tokens of a decode; each request has a slot more for each", ge=0
+    )
 
 
 PathOptions = (

@@ -134,9 +134,7 @@ class TorchStateImpl(StateImpl):
         kept = state * since_start[-1][:, None]
         return out, kept + torch.einsum("thk,thv->hvk", rows.key * until_end, value)
 
-    def _corrected(
-        self, rows: _Rows, of_rows: Tensor, between: Tensor, since_start: Tensor, state: Tensor
-    ) -> Tensor:
+    def _corrected(self, rows: _Rows, of_rows: Tensor, between: Tensor, since_start: Tensor, state: Tensor) -> Tensor:
         """Return ``[T, H, V]``: beta times each value less what the state before its row returns for its key."""
         beta = of_rows.t()[:, :, None]
         overlap = torch.einsum("thk,tihk,ihk->hti", rows.key, between, rows.key)

@@ -34,6 +34,9 @@ _LOG_DECAYS = (0.004, 4.0, 0.05, 0.5)
 _DT_BIASES = (-1.0, 0.5, -3.0)
 
 _LARGE_DT, _LARGE_DT_EVERY = 4.0, 7
+_LENGTHS = (1.0, 0.5, 0.75)
+"""Lengths of queries and keys that a layer does not normalise. Longer keys would let the state grow."""
+
 _RECURS_EVERY, _RECURS_AFTER = 3, 2
 """Every third row has the key of the row two before it."""
 
@@ -247,8 +250,8 @@ def _inputs_of(stream: RandomStream, layer: LayerSpec, options: RecurrenceOption
         yield from (query, key, stream.uniform(total, heads, layer.value_head_size) / 2)
         return
     key[_RECURS_AFTER::_RECURS_EVERY] = key[:-_RECURS_AFTER:_RECURS_EVERY]
-    yield query if options.qk_l2norm else _unit(query)
-    yield key if options.qk_l2norm else _unit(key)
+    yield query if options.qk_l2norm else _short(query)
+    yield key if options.qk_l2norm else _short(key)
     yield stream.uniform(total, heads, layer.value_head_size) / 2
     mean = _in_turn(_LOG_DECAYS, heads)
     noise = stream.uniform(total, heads).abs()
@@ -280,7 +283,8 @@ def _in_turn(values: Sequence[float], count: int) -> Tensor:
     return torch.tensor(values, dtype=torch.float64).repeat(-(-count // len(values)))[:count]
 
 
-def _unit(rows: Tensor) -> Tensor:
-    """Return rows of length 1. They are rounded first, so that the sum of their squares is exact."""
+def _short(rows: Tensor) -> Tensor:
+    """Return rows of lengths up to 1. They are rounded first, so that the sum of their squares is exact."""
     rounded = rows.to(torch.bfloat16).double()
-    return rounded / rounded.square().sum(-1, keepdim=True).sqrt()
+    lengths = _in_turn(_LENGTHS, len(rows))[:, None, None]
+    return rounded / rounded.square().sum(-1, keepdim=True).sqrt() * lengths

@@ -48,8 +48,8 @@ class Computed:
 
     @property
     def judged_states(self) -> Tensor:
-        """The states ``[S, H * V, K]``."""
-        return self.states.flatten(1, 2)
+        """The states ``[S * V, H, K]``: each row of a matrix is judged by itself."""
+        return self.states.transpose(1, 2).flatten(0, 1)
 
 
 @dataclass(frozen=True)
@@ -65,8 +65,9 @@ class RecurrentTruth:
         return share_of_budget(seen.judged_out - self.right.judged_out, self.budget)
 
     def state_shares(self, seen: Computed) -> Tensor:
-        """Return the errors of the stored states in budgets, ``[S, H * V]``."""
-        return share_of_budget(seen.judged_states - self.right.judged_states, self.state_budget)
+        """Return the errors of the stored states in budgets, ``[S, V * H]``."""
+        shares = share_of_budget(seen.judged_states - self.right.judged_states, self.state_budget)
+        return shares.reshape(len(self.right.states), -1)
 
 
 def recurrent_truth(problem: RecurrentProblem, *, refuse_blindness: bool = True) -> RecurrentTruth:
@@ -95,7 +96,7 @@ def recurrent_truth(problem: RecurrentProblem, *, refuse_blindness: bool = True)
     state_budget = _budget(
         [run.judged_states - right.judged_states for run in runs],
         right.judged_states,
-        of_state.repeat_interleave(right.states.shape[2], dim=1),
+        of_state.repeat_interleave(right.states.shape[2], dim=0),
         weighted.judged_states,
         spread.judged_states.sqrt(),
         DTYPES[problem.options.state_dtype],
