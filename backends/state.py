@@ -204,10 +204,12 @@ class StateBackend(AttentionBackend):
     max_speculative_tokens: ClassVar[int | None] = None
     """The most draft tokens of a decode; None for any number."""
 
+    accept_output_buffer = True
     supported_dtypes: ClassVar[Sequence[torch.dtype]] = tuple(DTYPES.values())
 
     @classmethod
     def is_ssm(cls) -> bool:
+        """Return True."""
         return True
 
     @staticmethod
@@ -217,18 +219,22 @@ class StateBackend(AttentionBackend):
 
     @staticmethod
     def get_builder_cls() -> type[AttentionMetadataBuilder[Any]]:
+        """Return :class:`StateMetadataBuilder`; override it for other metadata."""
         return StateMetadataBuilder
 
     @staticmethod
     def get_metadata_cls() -> type[Any]:
+        """Return the class of the objects that the builder returns."""
         return StateMetadata
 
     @classmethod
     def default_suite(cls, device: str) -> str:
+        """Return the suite of layers with a state."""
         return "state"
 
     @classmethod
     def unsupported_reasons(cls, layer: LayerSpec, cache: CacheSpec, batch: BatchSpec) -> list[str]:
+        """Return every reason why the dtype, the rule, the dtype of states or the drafts are not supported."""
         reasons = super().unsupported_reasons(layer, cache, batch)
         options = batch.path.options
         if not isinstance(options, RecurrenceOptions):

@@ -141,5 +141,5 @@ class TorchStateImpl(StateImpl):
         system = beta * overlap.tril(-1)
         known = torch.einsum("thk,hvk->htv", rows.key * since_start, state)
         right = beta * (rows.value.transpose(0, 1) - known)
-        solved = torch.linalg.solve_triangular(system, right, upper=False, unitriangular=True)
+        solved: Tensor = torch.linalg.solve_triangular(system, right, upper=False, unitriangular=True)
         return solved.transpose(0, 1)

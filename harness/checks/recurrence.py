@@ -14,7 +14,7 @@ from attncheck.backends.dtypes import DTYPES
 from attncheck.backends.state import NULL_BLOCK_ID
 from attncheck.cases.model import Case
 from attncheck.harness.checks.again import Repeats, Variation, later_fault
-from attncheck.harness.checks.findings import Broken, Finding, FindingError, Holds, NotExamined
+from attncheck.harness.checks.findings import Broken, Finding, Holds, NotExamined
 from attncheck.harness.checks.interface import dump_tensors, is_answer
 from attncheck.harness.checks.numerics import differing_rows, rows_in_words, summarize, wrong_figures
 from attncheck.harness.checks.refusals import check_declared
@@ -27,8 +27,8 @@ from attncheck.reports.run_file.causes import UNKNOWN
 # `numerics`: the rows of all requests are within the budget, and no argument but output and states changes.
 # `cache_write`: the states that the step stores are within the budget, and all other bytes of the pool are unchanged.
 # `containment`: slots of no request, slots of requests without a state, slots of rejected drafts and padding rows
-# influence neither outputs nor states, and no memory beside the output changes. `determinism`: equal bits. `invariance`:
-# right requests are right again in other orders, slots, steps and pieces.
+# influence neither outputs nor states, and no memory beside the output changes. `determinism`: equal bits.
+# `invariance`: right requests are right again in other orders, slots, steps and pieces.
 #
 # Each step is judged by a truth of its own. Where a step continues another one, that truth begins with the states which
 # the backend itself stored. So the budget of a later step is that of one step.
@@ -226,7 +226,7 @@ class RecurrenceChecks:
 
     def _determinism(self) -> Finding:
         exact = self._backend.conventions.deterministic
-        again = {
+        again: dict[str, Callable[[], StateSession]] = {
             "when the step is repeated on the same impl": lambda: self._session,
             "when the step is repeated on a new impl and builder": partial(
                 StateSession, self._backend, self._problem, self._device

@@ -1,4 +1,4 @@
-"""Run a backend of layers with a state on a problem: construct it, lay out the arguments of a step, read the results."""
+"""Run a backend of layers with a state: construct it, lay out the arguments of a step, read the results."""
 
 import math
 from collections.abc import Mapping
@@ -98,8 +98,9 @@ class StateSession:
         )
 
         def construct() -> Any:
+            impl: Any = backend.get_impl_cls()
             with set_current_vllm_config(config):
-                return backend.get_impl_cls()(
+                return impl(
                     rule=options.rule,
                     num_heads=layer.num_heads,
                     num_kv_heads=layer.num_kv_heads,
@@ -220,7 +221,8 @@ def _as_view(problem: RecurrentProblem, rows: Tensor, device: torch.device) -> T
     flat = rows.flatten(1)
     wide = torch.full((len(flat), flat.shape[1] + _SPARE_INPUT), _RUBBISH, dtype=rows.dtype, device=device)
     wide[:, : flat.shape[1]] = flat
-    return wide[:, : flat.shape[1]].unflatten(1, rows.shape[1:])
+    view: Tensor = wide[:, : flat.shape[1]].unflatten(1, rows.shape[1:])
+    return view
 
 
 def _output_buffer(problem: RecurrentProblem, device: torch.device) -> GuardedBuffer:

@@ -316,7 +316,7 @@ class Examiner:
             from attncheck.harness.checks.functions import FunctionChecks
 
             return FunctionChecks(backend.backend, case, self.plan.seed, self.device, reasons)
-        if case.batch.path.name == STATE_PATH:
+        if case.batch.path.name == STATE_PATH or backend.backend.is_ssm():  # its impl takes no step of attention
             from attncheck.harness.checks.recurrence import RecurrenceChecks
 
             return RecurrenceChecks(backend.backend, case, self.plan.seed, self.device, reasons)

@@ -4,9 +4,9 @@ The truth is the loop of :mod:`attncheck.reference.attention.recurrence`, reques
 of ``unpaged``. Its honest low-precision runs are:
 
 - the loop in float32;
-- the form in chunks of :func:`rounded_chunks`, of 16 and 64 rows, whose operands and intermediate results are rounded to
-  the layer's dtype, as kernels for matrix units round them. The state is rounded to its dtype after each chunk;
-- for decodes, chunks of one row, because a kernel may read again the state that it stored after each row.
+- the form in chunks of :func:`rounded_chunks`, of 1, 16 and 64 rows. Its operands and intermediate results are rounded
+  to the layer's dtype, as kernels for matrix units round them. The state is rounded to its dtype after each chunk. For
+  decodes, chunks have one row, because a kernel may read again the state that it stored after each row.
 
 An error enters the state and decays with it, in these runs as in a kernel. So no bound of its own is needed for decay.
 ``mamba1`` has no form in chunks: its kernels are loops in float32.
@@ -25,10 +25,10 @@ from attncheck.backends.dtypes import DTYPES
 from attncheck.errors import BlindCaseError
 from attncheck.harness.problem.recurrent import RecurrentProblem, StateRequest
 from attncheck.harness.truth.truth import NOTICEABLE
-from attncheck.harness.truth.unpaged import Budget, K, allowed_errors, float32_bracket, share_of_budget
+from attncheck.harness.truth.unpaged import Budget, allowed_errors, float32_bracket, share_of_budget, usual_errors
 from attncheck.reference.attention.recurrence import RecurrentRows, recurrence, recurrent_rows
 
-_CHUNKS = (16, 64)
+_CHUNKS = (1, 16, 64)
 _NARROW = 8
 _LONGEST_CHUNK = 256
 """Rows over which kernels sum the logarithms of decays in float32."""
@@ -43,7 +43,7 @@ class Computed:
 
     @property
     def judged_out(self) -> Tensor:
-        """The outputs ``[T, heads, columns]`` as they are judged: the channels of ``mamba1`` are columns of one head."""
+        """The outputs ``[T, heads, columns]`` as they are judged. Channels of ``mamba1`` are columns of one head."""
         return self.out.transpose(1, 2) if self.out.shape[2] < _NARROW else self.out
 
     @property
@@ -122,7 +122,7 @@ def rows_of(problem: RecurrentProblem, request: StateRequest, **changes: object)
     return rows
 
 
-def state_of(problem: RecurrentProblem, request: StateRequest) -> Tensor | None:
+def state_of(_problem: RecurrentProblem, request: StateRequest) -> Tensor | None:
     """Return the state before the first row, float64 ``[H, V, K]``; None if there is none."""
     return None if request.initial is None else request.initial.double()
 
@@ -161,18 +161,10 @@ def _joined(parts: list[Computed]) -> Computed:
 def _budget(
     losses: list[Tensor], right: Tensor, bracket: Tensor, weighted: Tensor, spread: Tensor, dtype: torch.dtype
 ) -> Budget:
-    """Return the budget around ``right [T, H, D]``. ``spread``: root of the sum of the squares of all summands.
-
-    The loss of one run may be small in a row by chance, as where few summands matter. So a row's loss counts at least as
-    the usual multiple of its spread, which is the root mean square over all rows of the head.
-    """
+    """Return the budget around ``right [T, H, D]``. ``spread``: root of the sum of the squares of all summands."""
     norm, peak = allowed_errors(losses, right, bracket, weighted, dtype)
-    usual = []
-    for size in (partial(torch.linalg.vector_norm, dim=-1), lambda x: x.abs().amax(dim=-1)):
-        of_spread = size(spread)
-        multiple = torch.stack([size(loss) for loss in losses]).amax(0) / of_spread.clamp(min=1e-30)
-        usual.append(multiple.square().mean(dim=0, keepdim=True).sqrt() * of_spread)
-    return Budget(torch.maximum(norm, K * usual[0]), torch.maximum(peak, K * usual[1]), torch.zeros_like(norm))
+    usual_norm, usual_peak = usual_errors(losses, spread)
+    return Budget(torch.maximum(norm, usual_norm), torch.maximum(peak, usual_peak), torch.zeros_like(norm))
 
 
 # Honest runs in low precision, and the sizes of what is summed.
@@ -203,8 +195,8 @@ def rounded_chunks(
     """Return the outputs ``[T, H, V]``, and the state after each chunk of ``size`` rows, in float32.
 
     Operands and results of each matrix product are rounded to ``dtype``, and the state to ``stored`` after each chunk.
-    ``rows``: float32. With a delta rule, the corrected values are ``T (beta V) - T (beta K exp(G)) S``, with the inverse
-    ``T`` of a unit lower triangular matrix (Gated DeltaNet, arXiv 2412.06464, section 3.3).
+    ``rows``: float32. With a delta rule, the corrected values are ``T (beta V) - T (beta K exp(G)) S``. ``T`` is the
+    inverse of a unit lower triangular matrix (Gated DeltaNet, arXiv 2412.06464, section 3.3).
     """
 
     def low(x: Tensor) -> Tensor:

@@ -44,6 +44,7 @@ SUITES = {
     "spec_decode": "940261f330ca",
     "split_kv": "1c252c8b0ab1",
     "strides": "d29a9a830529",
+    "state": "526458c23a82",
     "tables": "683d57d58395",
     "vllm_interpreted": "2d314583afa1",
     "vllm_latent": "552378198733",
