@@ -94,9 +94,7 @@ class _Judged:
             figures["slots_wrong"] = len(self.seen.strays)
             return Broken(summary, figures, _meaning_of_strays(self.problem, self.seen.strays))
         if self.seen.has_filled_gaps:
-            return Broken(
-                "memory between the slots changed", figures, "the stride of the slots is taken for their size"
-            )
+            return Broken("memory between the slots changed", figures)
         wrong = (self.state_shares > 1).nonzero().flatten().tolist()
         if not wrong:
             return None
@@ -244,6 +242,8 @@ class RecurrenceChecks:
         return Holds({"rows": len(self._first.shares), "repeats": len(again), "bitwise": int(exact)}, notes)
 
     def _invariance(self) -> Finding:
+        if not self._right.requests:
+            return NotExamined(("no request is right in the first step",), "attncheck")
         done = []
         for variation in self._variations():
             wrong = variation.wrong()
@@ -252,10 +252,18 @@ class RecurrenceChecks:
             if wrong is not None:
                 return wrong
             done.append(variation.what)
-        return Holds({"variations": len(done)}, tuple(done))
+        return Holds({"rows": len(self._right.positions), "variations": len(done)}, tuple(done))
+
+    @cached_property
+    def _right(self) -> RecurrentProblem:
+        """The step with the requests alone that are right in the first step."""
+        wrong = self._first.wrong_requests
+        return replace(
+            self._problem, requests=tuple(each for each in self._problem.requests if each.number not in wrong)
+        )
 
     def _variations(self) -> Iterator[Variation]:
-        problem = self._problem
+        problem = self._right
         requests, count = problem.requests, len(problem.stale)
         yield self._variation("in another order of requests", problem.ordered(requests[::-1]), _ORDER)
         for request in _different(requests):
@@ -283,21 +291,16 @@ class RecurrenceChecks:
         return Variation(how, partial(self._wrong_in, problem, how, meaning))
 
     def _wrong_in(self, problem: RecurrentProblem, how: str, meaning: str) -> Broken | None:
-        """Return what is wrong in another step of requests that were right in the first; None if nothing is."""
-        left_out = self._first.wrong_requests
-        kept = [request for request in problem.requests if request.number not in left_out]
-        if not kept:
-            return None
-        step = replace(problem, requests=tuple(kept))
-        truth = recurrent_truth(step, refuse_blindness=False)
-        judged = _Judged(step, truth, self._session.run(step))
+        """Return what is wrong in another step; None if nothing is."""
+        truth = recurrent_truth(problem, refuse_blindness=False)
+        judged = _Judged(problem, truth, self._session.run(problem))
         wrong = judged.wrong_output() or judged.wrong_pool()
         return None if wrong is None else later_fault(wrong, how, meaning)
 
     def _wrong_in_pieces(self, cuts: Mapping[int, int]) -> Broken | None:
         """Return what is wrong if requests, by number, are cut in two before a row."""
-        longer = [request for request in self._problem.requests if request.number in cuts]
-        pieces = self._problem.ordered([request.rows(0, cuts[request.number]) for request in longer])
+        longer = [request for request in self._right.requests if request.number in cuts]
+        pieces = self._right.ordered([request.rows(0, cuts[request.number]) for request in longer])
         how = "with prompts in two pieces"
         wrong = self._wrong_in(pieces, how, _PIECES)
         if wrong is not None:
@@ -309,7 +312,7 @@ class RecurrenceChecks:
     def _later(self, seen: StateObservation, requests: list[StateRequest]) -> RecurrentProblem:
         """Return a step on the pool of an earlier one; each request has the state that it finds there."""
         filled = [replace(each, initial=seen.pool[each.slots[each.accepted - 1]]) for each in requests]
-        return replace(self._problem.ordered(filled), stale=seen.pool)
+        return replace(self._right.ordered(filled), stale=seen.pool)
 
 
 def _different(requests: tuple[StateRequest, ...]) -> list[StateRequest]:
@@ -342,8 +345,9 @@ def _moved(one: StateObservation, other: StateObservation) -> Tensor:
 
 def _meaning_of_strays(problem: RecurrentProblem, strays: tuple[int, ...]) -> str | None:
     owned = {slot for request in problem.requests for slot in request.slots}
+    last = len(problem.stale) - 1
     if NULL_BLOCK_ID in strays:
-        return f"padding requests are taken for real ones: their slot is {NULL_BLOCK_ID}, which is no request's"
-    if len(problem.stale) - 1 in strays and not owned & {len(problem.stale) - 1}:
-        return "an index of -1, or a column behind those of the request, is used as a slot"
-    return "states of drafts are stored where there is none" if set(strays) <= owned else None
+        return "the null block was written, which is the slot of padding requests"
+    if last in strays and last not in owned:
+        return "the last slot was written, which an index of -1 or a column behind those of a request selects"
+    return "columns of draft tokens that the step does not have were written" if set(strays) <= owned else None
