@@ -202,6 +202,15 @@ def test_findings_name_place_and_cause(state_case, rule, members, check, summary
     assert meaning is None or meaning in record.meaning
 
 
+@pytest.mark.parametrize("rule", RULES)
+def test_zeros_are_wrong_in_every_row_of_every_rule(state_case, rule):
+    def forward(self, layer, inputs, states, attn_metadata, output):
+        output.zero_()
+
+    record = examine(changed(forward=forward), state_case(rule, *MIXED), checks=("numerics",))["numerics"]
+    assert record.figures["rows_wrong"] == 38
+
+
 def test_what_is_beside_states_and_output_must_stay(state_case):
     def gaps(self, layer, inputs, states, attn_metadata, output):
         TorchStateImpl.forward(self, layer, inputs, states, attn_metadata, output)
