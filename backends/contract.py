@@ -54,7 +54,8 @@ from attncheck.backends.impl import (
     ScaleDesc,
     get_current_vllm_config,
 )
-from attncheck.reference.spec import AttentionCGSupport, AttentionType, BatchSpec, CacheSpec, LayerSpec
+from attncheck.reference.spec import AttentionCGSupport, AttentionType, LayerSpec
+from attncheck.reference.step_spec import BatchSpec, CacheSpec
 from attncheck.reference.utilities.builder import AttentionMetadataBuilder
 from attncheck.reference.utilities.metadata import CommonAttentionMetadata
 
@@ -188,7 +189,7 @@ class AttentionBackend(ABC):
 
         Raise ``ValueError`` for a block size that the kernels do not support. A backend that declares ``head_size_v``
         accepts it as a keyword, which is passed only if it differs from ``head_size``. A backend that declares a cache
-        of ``attncheck.reference.spec.ROW_FORMATS`` accepts its name as the keyword ``cache_dtype_str``, which is passed
+        of ``attncheck.reference.step_spec.ROW_FORMATS`` accepts its name as the keyword ``cache_dtype_str``, which is passed
         only for such a cache; the shape is then that of a tensor of bytes.
         """
         packing: Packing = "latent" if cls.is_mla() else "content"

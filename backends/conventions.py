@@ -8,7 +8,7 @@ kind of difference needs a new field here, not a flag in a backend.
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from attncheck.reference.spec import PoolOrder, StridesSpec
+from attncheck.reference.step_spec import PoolOrder, StridesSpec
 
 LSEBase = Literal["e", "2"]
 AlibiReference = Literal["query", "zero", "context"]

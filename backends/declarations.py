@@ -12,16 +12,13 @@ from typing import TYPE_CHECKING, Any, Protocol, get_args
 
 from attncheck.backends.claims import PREDICATES
 from attncheck.backends.conventions import CacheStrides, Conventions
-from attncheck.reference.spec import (
-    FORMS,
+from attncheck.reference.spec import FORMS, MODIFIERS, AttentionType, LayerSpec
+from attncheck.reference.step_spec import (
     FP8_CACHES,
-    MODIFIERS,
-    AttentionType,
     BatchSpec,
     CacheSpec,
     DCPOptions,
     KVCacheDType,
-    LayerSpec,
     RecurrenceOptions,
     RequestSpec,
     SplitKVOptions,

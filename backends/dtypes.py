@@ -2,7 +2,8 @@
 
 import torch
 
-from attncheck.reference.spec import ROW_FORMATS, CacheSpec, LayerSpec
+from attncheck.reference.spec import LayerSpec
+from attncheck.reference.step_spec import ROW_FORMATS, CacheSpec
 
 DTYPES: dict[str, torch.dtype] = {
     "float16": torch.float16,

@@ -18,7 +18,8 @@ import torch
 
 from attncheck.backends.base.machine import installed_version
 from attncheck.backends.contract import AttentionBackend
-from attncheck.reference.spec import BatchSpec, CacheSpec, LayerSpec
+from attncheck.reference.spec import LayerSpec
+from attncheck.reference.step_spec import BatchSpec, CacheSpec
 
 ENVIRONMENT: Mapping[str, str] = MappingProxyType({"TRITON_INTERPRET": "1"})
 """Variables that must be set before Python starts:

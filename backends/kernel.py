@@ -27,7 +27,8 @@ from attncheck.backends.paged import PagedBackend, PagedImpl
 from attncheck.backends.paged_metadata import PagedBuilder, PagedMetadata
 from attncheck.errors import UnknownNameError
 from attncheck.reference.attention.params import LayerParams
-from attncheck.reference.spec import FEATURES, FP8_CACHES
+from attncheck.reference.spec import FEATURES
+from attncheck.reference.step_spec import FP8_CACHES
 
 Kernel = Callable[..., object]
 Writer = Callable[..., object]

@@ -31,7 +31,8 @@ from attncheck.backends.impl import STATIC_FP8, LayerArguments
 from attncheck.backends.paged_metadata import PagedMetadata
 from attncheck.reference.attention.cache import kv_cache_views
 from attncheck.reference.attention.params import AttentionParams, window_pair
-from attncheck.reference.spec import ROW_FORMATS, CacheSpec, LayerSpec
+from attncheck.reference.spec import LayerSpec
+from attncheck.reference.step_spec import ROW_FORMATS, CacheSpec
 
 
 class PagedBackend(CandidateBackend):

@@ -28,7 +28,8 @@ from torch import Tensor
 
 from attncheck.backends.contract import AttentionBackend, AttentionMetadataBuilder, CommonAttentionMetadata
 from attncheck.backends.dtypes import DTYPES
-from attncheck.reference.spec import BatchSpec, CacheSpec, LayerSpec, RecurrenceOptions, RecurrenceRule, StateDType
+from attncheck.reference.spec import LayerSpec
+from attncheck.reference.step_spec import BatchSpec, CacheSpec, RecurrenceOptions, RecurrenceRule, StateDType
 
 NULL_BLOCK_ID = 0
 """The slot of padding requests. It is neither read nor written, as in vLLM."""

@@ -15,7 +15,8 @@ from attncheck.backends.declarations import unread_declarations
 from attncheck.backends.impl import MLA_KEYWORDS, LayerArguments
 from attncheck.backends.state import StateBackend, StateImpl
 from attncheck.errors import UnknownNameError
-from attncheck.reference.spec import FEATURES, AttentionCGSupport, AttentionType, DType, KVCacheDType, Layout
+from attncheck.reference.spec import FEATURES, AttentionCGSupport, AttentionType, DType
+from attncheck.reference.step_spec import KVCacheDType, Layout
 
 _FORWARD = ("layer", "query", "key", "value", "kv_cache", "attn_metadata")
 

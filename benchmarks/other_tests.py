@@ -29,7 +29,8 @@ from attncheck.harness.driver.session import Fill, Session
 from attncheck.harness.problem.problem import Problem, build_problem
 from attncheck.harness.truth.truth import params_of, rows_of
 from attncheck.reference import Precision
-from attncheck.reference.spec import AttentionType, BatchSpec, CacheSpec, LayerSpec
+from attncheck.reference.spec import AttentionType, LayerSpec
+from attncheck.reference.step_spec import BatchSpec, CacheSpec
 
 CPU = torch.device("cpu")
 

@@ -32,7 +32,8 @@ from attncheck.harness.checks.timing.contents import FreshContents
 from attncheck.harness.driver.session import Session
 from attncheck.harness.problem.problem import build_problem
 from attncheck.harness.run.backend_loading import load_backend
-from attncheck.reference.spec import BatchSpec, CacheSpec, LayerSpec, RequestSpec
+from attncheck.reference.spec import LayerSpec
+from attncheck.reference.step_spec import BatchSpec, CacheSpec, RequestSpec
 from attncheck.reports.run_file.records import Passed
 from attncheck.reports.run_file.timings import Timing
 

@@ -10,17 +10,15 @@ import math
 from collections.abc import Collection
 
 from attncheck.errors import SpecError
-from attncheck.reference.spec import (
-    MODIFIERS,
+from attncheck.reference.spec import MODIFIERS, AttentionType, LayerSpec
+from attncheck.reference.step_spec import (
     ROW_FORMATS,
-    AttentionType,
     BatchSpec,
     BlockTableSpec,
     CacheSpec,
     DCPOptions,
     FastPrefillOptions,
     InputName,
-    LayerSpec,
     MicroBatchOptions,
     PaddingSpec,
     PathSpec,

@@ -24,7 +24,8 @@ from attncheck.cases.consistency import check_meaning, implied_path
 from attncheck.cases.model import Case, Suite
 from attncheck.cases.suite_file import MAX_CASES, MAX_CONTENT
 from attncheck.errors import CaseFileError, SpecError
-from attncheck.reference.spec import BatchSpec, CacheSpec, LayerSpec, MLASpec, PaddingSpec, RequestSpec
+from attncheck.reference.spec import LayerSpec, MLASpec
+from attncheck.reference.step_spec import BatchSpec, CacheSpec, PaddingSpec, RequestSpec
 
 _LENGTH_BYTES = 8
 _MOST_HEADER = 2**24

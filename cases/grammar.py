@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import fields
 
 from attncheck.errors import BatchSpecError, SpecError
-from attncheck.reference.spec import MAX_TOKENS, RequestSpec
+from attncheck.reference.step_spec import MAX_TOKENS, RequestSpec
 
 _SEGMENT = re.compile(r"(?P<count>[0-9]+)?q(?P<q>[0-9]+)(?P<qk>k?)(?:s(?P<s>[0-9]+)(?P<sk>k?))?")
 _OLD_SEGMENT = re.compile(r"([0-9]*q[0-9]+k?)kv([0-9]+k?)")

@@ -18,17 +18,14 @@ from attncheck.cases.model import Case, Tolerance
 from attncheck.cases.validation import Mistakes, known_keys, locate, names_of, suggestion, text_of, validate
 from attncheck.cases.yaml_tree import Items, Scalar, Table, Tree, describe, join_key, merge, parse_yaml, plain, put
 from attncheck.errors import BatchSpecError, CaseFileError, SelectionError, SpecError
-from attncheck.reference.spec import (
-    BACKEND_CHECKS,
-    FORMER_CHECKS,
-    MODIFIERS,
+from attncheck.reference.spec import BACKEND_CHECKS, FORMER_CHECKS, MODIFIERS, LayerSpec
+from attncheck.reference.step_spec import (
     PATH_OPTIONS,
     PATHS,
     BatchSpec,
     BlockTableSpec,
     CacheSpec,
     InputName,
-    LayerSpec,
     PaddingSpec,
     PathSpec,
     RequestSpec,

@@ -15,15 +15,8 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from attncheck.errors import SpecError
-from attncheck.reference.spec import (
-    GENERATOR_VERSION,
-    BatchSpec,
-    CacheSpec,
-    InputName,
-    LayerSpec,
-    RequestSpec,
-    StridesSpec,
-)
+from attncheck.reference.spec import GENERATOR_VERSION, LayerSpec
+from attncheck.reference.step_spec import BatchSpec, CacheSpec, InputName, RequestSpec, StridesSpec
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,7 +9,7 @@ from attncheck.cases.grammar import format_batch
 from attncheck.cases.keys import differences
 from attncheck.cases.model import Case
 from attncheck.errors import SpecError
-from attncheck.reference.spec import BatchSpec, PathSpec
+from attncheck.reference.step_spec import BatchSpec, PathSpec
 
 KeyValue = bool | int | float | str
 

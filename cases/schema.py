@@ -12,16 +12,8 @@ from pydantic import TypeAdapter
 from attncheck.cases.keys import DIFFERENT_KEYS, INPUTS
 from attncheck.cases.model import Tolerance
 from attncheck.cases.suite_file import SETTABLE_KEYS
-from attncheck.reference.spec import (
-    BACKEND_CHECKS,
-    PATH_OPTIONS,
-    BlockTableSpec,
-    CacheSpec,
-    LayerSpec,
-    PaddingSpec,
-    RequestSpec,
-    StridesSpec,
-)
+from attncheck.reference.spec import BACKEND_CHECKS, LayerSpec
+from attncheck.reference.step_spec import PATH_OPTIONS, BlockTableSpec, CacheSpec, PaddingSpec, RequestSpec, StridesSpec
 
 _Schema = dict[str, Any]
 

@@ -20,7 +20,8 @@ from attncheck.cases.suite_file import MAX_CASES, MAX_CONTENT
 from attncheck.cases.validation import known_keys, text_of, validate
 from attncheck.cases.yaml_tree import Items, Place, Scalar, Table, Tree, describe, plain
 from attncheck.errors import BatchSpecError, SpecError
-from attncheck.reference.spec import MAX_TOKENS, BatchSpec, CacheSpec, KVCacheDType, LayerSpec, RequestSpec
+from attncheck.reference.spec import LayerSpec
+from attncheck.reference.step_spec import MAX_TOKENS, BatchSpec, CacheSpec, KVCacheDType, RequestSpec
 
 LAYER_KEYS: Mapping[str, str] = {"num_q_heads": "num_heads", "num_kv_heads": "num_kv_heads", "head_dim": "head_size"}
 MLA_KEYS = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")

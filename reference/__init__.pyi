@@ -44,10 +44,9 @@ from attncheck.reference.attention.varlen import (
 from attncheck.reference.spec import (
     AttentionCGSupport as AttentionCGSupport,
     AttentionType as AttentionType,
-    BatchSpec as BatchSpec,
-    CacheSpec as CacheSpec,
     LayerSpec as LayerSpec,
 )
+from attncheck.reference.step_spec import BatchSpec as BatchSpec, CacheSpec as CacheSpec
 from attncheck.reference.utilities.batch_order import (
     reorder_batch_to_split_decodes_and_prefills as reorder_batch_to_split_decodes_and_prefills,
     reshape_attn_output_for_spec_decode as reshape_attn_output_for_spec_decode,

@@ -35,15 +35,8 @@ from attncheck.harness.run.options import KEEP, options_in
 from attncheck.harness.run.selection import checks_of
 from attncheck.harness.workers import pool as pool_module
 from attncheck.harness.workers.limits import DEFAULT
-from attncheck.reference.spec import (
-    CHECKS,
-    FEATURES,
-    CacheSpec,
-    LayerSpec,
-    PathSpec,
-    SpecDecodeOptions,
-    default_checks,
-)
+from attncheck.reference.spec import CHECKS, FEATURES, LayerSpec, default_checks
+from attncheck.reference.step_spec import CacheSpec, PathSpec, SpecDecodeOptions
 from attncheck.reports.analysis.recommendation import STANDINGS
 from attncheck.reports.comparison import significance
 from attncheck.reports.comparison.significance import ProcessNoise, smallest_slowdown

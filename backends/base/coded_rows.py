@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from attncheck.reference.spec import ROW_FORMATS, RowFormat
+from attncheck.reference.step_spec import ROW_FORMATS, RowFormat
 
 _SMALLEST_SCALE = 1e-6
 _FLOAT4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)

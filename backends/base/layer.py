@@ -17,7 +17,7 @@ from attncheck.backends.contract import AttentionBackend, AttentionImpl, Attenti
 from attncheck.backends.dtypes import DTYPES, FP8_DTYPES
 from attncheck.backends.impl import STATIC_FP8, LayerArguments
 from attncheck.backends.paged_metadata import PagedMetadata
-from attncheck.reference.spec import ROW_FORMATS
+from attncheck.reference.step_spec import ROW_FORMATS
 
 Metadata = TypeVar("Metadata", bound=PagedMetadata)
 

@@ -14,7 +14,8 @@ from attncheck.backends.caches.packings import CacheGeometry, Packing, detect_pa
 from attncheck.backends.caches.row_codec import row_codec
 from attncheck.backends.dtypes import DTYPES, FP8_DTYPES
 from attncheck.reference.attention.cache import dequantize_fp8, kv_cache_views, quantize_fp8
-from attncheck.reference.spec import ROW_FORMATS, CacheSpec, LayerSpec
+from attncheck.reference.spec import LayerSpec
+from attncheck.reference.step_spec import ROW_FORMATS, CacheSpec
 
 Scale = float | tuple[float, ...]
 

@@ -20,7 +20,8 @@ from torch import Tensor
 from attncheck.backends.caches.codecs import coding_of
 from attncheck.backends.caches.placed_codec import ElementPlaces, PlacedCodec, flat_memory
 from attncheck.errors import InternalError
-from attncheck.reference.spec import CacheSpec, LayerSpec
+from attncheck.reference.spec import LayerSpec
+from attncheck.reference.step_spec import CacheSpec
 
 Writer = Callable[[Tensor, Tensor, Tensor, Tensor], None]
 """``(kv_cache, slots, key, value)``, like a codec's ``write``: the backend's own writer, with all scales 1."""

@@ -32,7 +32,8 @@ import torch
 from torch import Tensor
 
 from attncheck.backends.dtypes import cache_dtype
-from attncheck.reference.spec import ROW_FORMATS, CacheSpec, LayerSpec
+from attncheck.reference.spec import LayerSpec
+from attncheck.reference.step_spec import ROW_FORMATS, CacheSpec
 
 Packing = Literal["split_first", "split_second", "content", "plane", "latent"]
 PACKINGS: tuple[Packing, ...] = ("split_first", "split_second", "content", "plane")

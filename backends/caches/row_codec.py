@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from attncheck.backends.caches.packings import CacheGeometry, has_coded_rows
-from attncheck.reference.spec import ROW_FORMATS, CacheSpec, LayerSpec, RowFormat
+from attncheck.reference.spec import LayerSpec
+from attncheck.reference.step_spec import ROW_FORMATS, CacheSpec, RowFormat
 
 SMALLEST_SCALE = 1e-6
 """Lower limit of the scale of a whole row, as in vLLM. It is the scale of a row of zeros."""

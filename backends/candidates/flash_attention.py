@@ -24,7 +24,8 @@ from attncheck.backends.paged import PagedBackend, PagedImpl
 from attncheck.backends.paged_metadata import PagedBuilder, PagedMetadata
 from attncheck.backends.uniform import uniform_query_len
 from attncheck.reference.attention.params import AttentionParams
-from attncheck.reference.spec import BatchSpec, CacheSpec, LayerSpec
+from attncheck.reference.spec import LayerSpec
+from attncheck.reference.step_spec import BatchSpec, CacheSpec
 
 PAGE_SIZES = MultipleOf(256)
 """Sizes of pages that the kernels read in place, through a block table."""

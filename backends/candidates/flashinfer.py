@@ -48,7 +48,8 @@ from attncheck.backends.contract import (
 from attncheck.backends.dtypes import FP8_DTYPES
 from attncheck.backends.paged import PagedBackend, PagedImpl
 from attncheck.backends.paged_metadata import PagedBuilder, PagedMetadata
-from attncheck.reference.spec import BatchSpec, CacheSpec, LayerSpec
+from attncheck.reference.spec import LayerSpec
+from attncheck.reference.step_spec import BatchSpec, CacheSpec
 
 DISTRIBUTION = "flashinfer-python"
 

@@ -27,7 +27,7 @@ from attncheck.reference.attention.paged import dcp_rank_attention, paged_attent
 from attncheck.reference.attention.params import AttentionParams
 from attncheck.reference.attention.short_convolution import causal_conv1d
 from attncheck.reference.attention.varlen import varlen_attention
-from attncheck.reference.spec import KVCacheDType
+from attncheck.reference.step_spec import KVCacheDType
 
 _ENDLESS = 2**62
 """A position beyond every key."""

@@ -14,7 +14,7 @@ from torch.nn.functional import conv1d, silu
 from attncheck.backends.contract import AttentionLayer, AttentionType, CommonAttentionMetadata, Conventions
 from attncheck.backends.paged import PagedBackend, PagedImpl
 from attncheck.backends.paged_metadata import PagedBuilder, PagedMetadata
-from attncheck.reference.spec import KVCacheDType
+from attncheck.reference.step_spec import KVCacheDType
 
 State = tuple[Tensor, Tensor]
 """Attention over some keys: output ``[rows, H, Dv]`` and log-sum-exp ``[rows, H]``, float32."""

@@ -34,7 +34,8 @@ from attncheck.harness.driver.observation import Observation
 from attncheck.harness.driver.session import Session
 from attncheck.harness.problem.pages import Request
 from attncheck.harness.problem.problem import Arrangement, Problem, arranged
-from attncheck.reference.spec import AttentionCGSupport, PaddingSpec
+from attncheck.reference.spec import AttentionCGSupport
+from attncheck.reference.step_spec import PaddingSpec
 from attncheck.reports.run_file.bits import CLAIMED, RUNGS, Bits, Rung, RungResult
 
 _MOST_ROWS = 1024

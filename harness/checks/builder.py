@@ -43,7 +43,7 @@ from attncheck.harness.driver.step import (
 )
 from attncheck.harness.problem.problem import Arrangement, Problem, arranged, build_problem
 from attncheck.harness.truth.truth import Truth
-from attncheck.reference.spec import BatchSpec, FastPrefillOptions, PaddingSpec, RequestSpec
+from attncheck.reference.step_spec import BatchSpec, FastPrefillOptions, PaddingSpec, RequestSpec
 from attncheck.reports.run_file.graph_levels import GRAPH_LEVELS, GraphLevel, GraphLevels, GraphProbe
 
 # Find the lines of `build` that wait for the device.

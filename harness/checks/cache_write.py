@@ -35,7 +35,7 @@ from attncheck.harness.problem.storage import (
 )
 from attncheck.harness.truth.truth import Truth
 from attncheck.reference import copy_blocks, reshape_and_cache, swap_blocks
-from attncheck.reference.spec import ROW_FORMATS
+from attncheck.reference.step_spec import ROW_FORMATS
 
 # What correct and faulty writers store in an FP8 cache for numbers that no code represents exactly.
 #

@@ -21,7 +21,7 @@ from attncheck.harness.problem.pages import RandomStream
 from attncheck.harness.problem.problem import planted_inputs
 from attncheck.harness.truth.unpaged import Budget, allowed_errors, float32_bracket, share_of_budget
 from attncheck.reference import Precision, causal_conv1d
-from attncheck.reference.spec import CausalConv1dOptions
+from attncheck.reference.step_spec import CausalConv1dOptions
 
 # A short convolution over packed sequences with a rolling state: its tensors, and the right result.
 #

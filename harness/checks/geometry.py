@@ -20,7 +20,7 @@ from attncheck.harness.driver.foreign_code import StageError, call_backend
 from attncheck.harness.driver.observation import Observation
 from attncheck.harness.driver.session import Session
 from attncheck.harness.problem.problem import Arrangement, Problem, arranged
-from attncheck.reference.spec import CacheSpec, PoolOrder
+from attncheck.reference.step_spec import CacheSpec, PoolOrder
 
 _APART = (
     "keys are read or written elsewhere than the strides of kv_cache state, by which pages may lie apart; "

@@ -26,15 +26,8 @@ from attncheck.harness.problem.pages import PageLayout, Request
 from attncheck.harness.problem.problem import Arrangement, Problem, arranged, build_problem, shares_cache
 from attncheck.harness.truth.truth import truth_of
 from attncheck.harness.truth.unpaged import Budget
-from attncheck.reference.spec import (
-    MODIFIERS,
-    AttentionType,
-    BatchSpec,
-    LayerSpec,
-    PaddingSpec,
-    RequestSpec,
-    modifiers_of_kind,
-)
+from attncheck.reference.spec import MODIFIERS, AttentionType, LayerSpec, modifiers_of_kind
+from attncheck.reference.step_spec import BatchSpec, PaddingSpec, RequestSpec
 
 # Batches that a model runner may have passed to an impl and a builder before a case's own.
 #

@@ -22,7 +22,7 @@ from attncheck.harness.driver.step import HOST_LENS, forward_calls_of, strides_o
 from attncheck.harness.problem.problem import Arrangement, Problem, arranged
 from attncheck.harness.problem.storage import output_values
 from attncheck.harness.truth.unpaged import share_of_budget
-from attncheck.reference.spec import PaddingSpec, StrideForm, StridesSpec
+from attncheck.reference.step_spec import PaddingSpec, StrideForm, StridesSpec
 from attncheck.reports.run_file.causes import UNKNOWN
 
 # Ways of passing one step that must not matter: strides of operands, and lengths that are only upper bounds.

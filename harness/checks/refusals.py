@@ -36,17 +36,8 @@ from attncheck.harness.problem.pages import layout_of_layer
 from attncheck.harness.problem.problem import Problem, build_problem
 from attncheck.harness.problem.storage import output_values
 from attncheck.harness.truth.truth import Truth
-from attncheck.reference.spec import (
-    MODIFIERS,
-    AttentionType,
-    BatchSpec,
-    CacheSpec,
-    LayerSpec,
-    Layout,
-    OutputQuantSpec,
-    RequestSpec,
-    modifiers_of_kind,
-)
+from attncheck.reference.spec import MODIFIERS, AttentionType, LayerSpec, OutputQuantSpec, modifiers_of_kind
+from attncheck.reference.step_spec import BatchSpec, CacheSpec, Layout, RequestSpec
 from attncheck.reports.analysis.support import ANSWERED, REFUSED, UNCLEAR
 from attncheck.reports.run_file.causes import ALTERNATIVE, cause_of_error
 

@@ -20,12 +20,13 @@ from attncheck.errors import QuestionError, SelectionError, unwritable
 from attncheck.harness.cli import common
 from attncheck.harness.cli.common import print_foreign, terminal_width
 from attncheck.harness.cli.options import Given, with_options
-from attncheck.reference.spec import LayerSpec, PathSpec, RequestSpec, TreeOptions
+from attncheck.reference.spec import LayerSpec
+from attncheck.reference.step_spec import PathSpec, RequestSpec, TreeOptions
 from attncheck.reports.analysis.phrases import plural
 
 if TYPE_CHECKING:
     from attncheck.cases.model import Case
-    from attncheck.reference.spec import BatchSpec
+    from attncheck.reference.step_spec import BatchSpec
 
 # Draws an attention mask as characters. Loads no torch.
 #

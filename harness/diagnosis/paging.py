@@ -15,7 +15,7 @@ from attncheck.harness.truth.faults import Hypothesis, altered, is_before, is_be
 from attncheck.harness.truth.truth import Truth
 from attncheck.harness.truth.unpaged import HiddenKeys, UnpagedAttention
 from attncheck.reference import AttentionParams, merge_many, visible
-from attncheck.reference.spec import FP8_CACHES, FastPrefillOptions, MicroBatchOptions
+from attncheck.reference.step_spec import FP8_CACHES, FastPrefillOptions, MicroBatchOptions
 
 # A wrong slot holds a key of another position or request, or a stale row. Its contents are known, so the output of such
 # a kernel can be computed.

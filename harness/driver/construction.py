@@ -17,12 +17,11 @@ from attncheck.harness.problem.problem import Problem
 from attncheck.harness.problem.queries import token_tree
 from attncheck.harness.problem.storage import UpProjections, output_codes
 from attncheck.reference import create_fast_prefill_custom_backend
-from attncheck.reference.spec import (
+from attncheck.reference.spec import LayerSpec, MLASpec
+from attncheck.reference.step_spec import (
     CacheSpec,
     DCPOptions,
     FastPrefillOptions,
-    LayerSpec,
-    MLASpec,
     PathSpec,
     RecurrenceOptions,
     SpecDecodeOptions,

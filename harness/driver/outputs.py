@@ -14,7 +14,7 @@ from attncheck.harness.driver.foreign_code import as_plain, has_its_memory, kind
 from attncheck.harness.driver.observation import Observation
 from attncheck.harness.driver.step import ForwardCall, Step, empty_rows
 from attncheck.reference import merge_many
-from attncheck.reference.spec import StrideForm
+from attncheck.reference.step_spec import StrideForm
 
 CANARY = 1.5
 """Value of the output's padding rows before a call."""

@@ -30,7 +30,7 @@ from attncheck.harness.problem.pages import RandomStream
 from attncheck.harness.problem.problem import STALE_ROWS, Problem, foreign_slots, stale_rows
 from attncheck.harness.problem.sizes import SMALL_POOL, stored_sizes
 from attncheck.harness.problem.storage import Storage, alike, key_storage, value_storage
-from attncheck.reference.spec import ROW_FORMATS, CacheSpec
+from attncheck.reference.step_spec import ROW_FORMATS, CacheSpec
 
 _BLOCKS = 3
 

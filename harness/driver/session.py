@@ -22,7 +22,7 @@ from attncheck.harness.driver.step import ForwardCall, Step, forward_calls_of, m
 from attncheck.harness.problem.problem import Problem
 from attncheck.harness.problem.sizes import judging_device
 from attncheck.harness.problem.storage import output_codes
-from attncheck.reference.spec import PCPOptions, StridesSpec
+from attncheck.reference.step_spec import PCPOptions, StridesSpec
 
 
 @dataclass(frozen=True)

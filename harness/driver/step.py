@@ -19,7 +19,7 @@ from attncheck.reference import (
     make_local_attention_virtual_batches,
     split_attn_metadata,
 )
-from attncheck.reference.spec import (
+from attncheck.reference.step_spec import (
     FastPrefillOptions,
     MicroBatchOptions,
     PCPOptions,

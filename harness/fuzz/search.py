@@ -20,17 +20,20 @@ from attncheck.harness.run.selection import checks_of, unanswered_reasons
 from attncheck.reference.spec import (
     MODIFIERS,
     AttentionType,
+    LayerSpec,
+    MLASpec,
+    Modifier,
+    OutputQuantSpec,
+    modifiers_of_kind,
+)
+from attncheck.reference.step_spec import (
     BatchSpec,
     BlockTableSpec,
     CacheSpec,
     CausalConv1dOptions,
     DCPOptions,
     FastPrefillOptions,
-    LayerSpec,
     MicroBatchOptions,
-    MLASpec,
-    Modifier,
-    OutputQuantSpec,
     PaddingSpec,
     PathSpec,
     PCPOptions,
@@ -39,7 +42,6 @@ from attncheck.reference.spec import (
     SplitKVOptions,
     StridesSpec,
     TreeOptions,
-    modifiers_of_kind,
 )
 
 # The values that drawn cases may have for every key. Extend this module for a new key.

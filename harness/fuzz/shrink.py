@@ -26,15 +26,8 @@ from attncheck.harness.workers.executor import Supervisor
 from attncheck.harness.workers.pool import WorkerPool
 from attncheck.harness.workers.process import WorkerError
 from attncheck.harness.workers.worker import CaseServer
-from attncheck.reference.spec import (
-    AttentionType,
-    BatchSpec,
-    LayerSpec,
-    PaddingSpec,
-    PathSpec,
-    RequestSpec,
-    modifiers_of_kind,
-)
+from attncheck.reference.spec import AttentionType, LayerSpec, modifiers_of_kind
+from attncheck.reference.step_spec import BatchSpec, PaddingSpec, PathSpec, RequestSpec
 from attncheck.reports.run_file.records import FALLEN_SHORT, Errored, Failed, Record
 
 # Examines cases that no suite has with one backend in a process of its own. Loads no torch.

@@ -11,7 +11,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from attncheck.reference.spec import RowFormat
+from attncheck.reference.step_spec import RowFormat
 
 _SMALLEST_SCALE = 1e-6
 """Smallest scale of a whole row that a writer need keep: vLLM's limit, which also is the scale of a row of zeros."""

@@ -15,7 +15,7 @@ from attncheck.cases.model import Case
 from attncheck.errors import SpecError
 from attncheck.harness.problem.sizes import naive_layer
 from attncheck.reference import AttentionParams, PrefixMask, layer_params
-from attncheck.reference.spec import DCPOptions, RequestSpec, SplitKVOptions
+from attncheck.reference.step_spec import DCPOptions, RequestSpec, SplitKVOptions
 
 # Random integers that are equal on every machine and in every version of numpy and torch.
 #

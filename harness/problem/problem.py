@@ -34,12 +34,11 @@ from attncheck.harness.problem.storage import (
     value_storage,
 )
 from attncheck.reference import PrefixMask, layer_params
-from attncheck.reference.spec import (
-    AttentionType,
+from attncheck.reference.spec import AttentionType, LayerSpec
+from attncheck.reference.step_spec import (
     CacheSpec,
     DCPOptions,
     FastPrefillOptions,
-    LayerSpec,
     PaddingSpec,
     RequestSpec,
     TreeOptions,

@@ -18,7 +18,8 @@ from attncheck.backends.state import INPUTS, NULL_BLOCK_ID, as_stored
 from attncheck.cases.model import Case
 from attncheck.errors import InternalError
 from attncheck.harness.problem.pages import RandomStream
-from attncheck.reference.spec import LayerSpec, RecurrenceOptions
+from attncheck.reference.spec import LayerSpec
+from attncheck.reference.step_spec import RecurrenceOptions
 
 FOREIGN, ABSENT, UNREAD = "slots of no request", "slots of requests without a state", "slots of rejected drafts"
 PADDING = "padding rows"

@@ -5,13 +5,13 @@ from typing import TYPE_CHECKING
 from attncheck.cases.model import Case
 from attncheck.harness.device import accelerator_of
 from attncheck.harness.host import free_host_bytes, free_own_bytes
-from attncheck.reference.spec import (
+from attncheck.reference.spec import LayerSpec
+from attncheck.reference.step_spec import (
     FP8_CACHES,
     ROW_FORMATS,
     BatchSpec,
     CausalConv1dOptions,
     DCPOptions,
-    LayerSpec,
     RecurrenceOptions,
     SplitKVOptions,
 )

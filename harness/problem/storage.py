@@ -11,7 +11,8 @@ from attncheck.harness.problem.coded_rows import CodedRows
 from attncheck.harness.problem.pages import RandomStream
 from attncheck.harness.problem.queries import SMALLEST
 from attncheck.reference.attention.cache import quantize_fp8
-from attncheck.reference.spec import ROW_FORMATS, CacheSpec, LayerSpec
+from attncheck.reference.spec import LayerSpec
+from attncheck.reference.step_spec import ROW_FORMATS, CacheSpec
 
 # Float8 formats as tables: their numbers, rounding to them, and the interval of numbers that round to a code.
 #

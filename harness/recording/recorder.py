@@ -15,17 +15,8 @@ import numpy as np
 
 from attncheck.errors import SpecError
 from attncheck.harness.recording.traffic import Batch, LayerKind, Lengths, Traffic, shared_prefix
-from attncheck.reference.spec import (
-    FP8_CACHES,
-    MODIFIERS,
-    AttentionType,
-    CacheSpec,
-    DType,
-    KVCacheDType,
-    LayerSpec,
-    Layout,
-    MLASpec,
-)
+from attncheck.reference.spec import MODIFIERS, AttentionType, DType, LayerSpec, MLASpec
+from attncheck.reference.step_spec import FP8_CACHES, CacheSpec, KVCacheDType, Layout
 
 # Reads a batch from the attention metadata that a model runner passes to a builder.
 #

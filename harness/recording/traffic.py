@@ -13,11 +13,11 @@ from attncheck.cases.consistency import check_meaning, implied_path
 from attncheck.cases.model import Case
 from attncheck.cases.yaml_text import suite_yaml
 from attncheck.errors import QuestionError, SpecError
-from attncheck.reference.spec import (
+from attncheck.reference.spec import LayerSpec
+from attncheck.reference.step_spec import (
     BatchSpec,
     BlockTableSpec,
     CacheSpec,
-    LayerSpec,
     PaddingSpec,
     PathSpec,
     RequestSpec,

@@ -14,7 +14,8 @@ from attncheck.harness.run.outcomes import BackendDescription
 from attncheck.harness.run.run import Costs
 from attncheck.harness.run.selection import RunPlan, untimed_questions
 from attncheck.harness.workers.pool import SMALL_BYTES
-from attncheck.reference.spec import CacheSpec, LayerSpec
+from attncheck.reference.spec import LayerSpec
+from attncheck.reference.step_spec import CacheSpec
 
 LOOK_EVERY_S = 0.2
 """Seconds after which a wait is begun again, to look whether help is needed, or whether a signal has arrived."""

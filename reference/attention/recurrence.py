@@ -31,7 +31,7 @@ from torch.nn.functional import softplus
 
 from attncheck.errors import ReferenceArgumentError
 from attncheck.reference.arguments import require_float, require_shape
-from attncheck.reference.spec import RecurrenceRule
+from attncheck.reference.step_spec import RecurrenceRule
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,8 @@ import numpy.typing as npt
 import torch
 
 from attncheck.errors import ReferenceArgumentError
-from attncheck.reference.spec import AttentionCGSupport, Layout
+from attncheck.reference.spec import AttentionCGSupport
+from attncheck.reference.step_spec import Layout
 from attncheck.reference.utilities.metadata import CommonAttentionMetadata
 
 M = TypeVar("M")

@@ -14,15 +14,8 @@ from attncheck.cases.model import Case
 from attncheck.harness.driver.step import make_step as make_step_of
 from attncheck.harness.problem.problem import build_problem
 from attncheck.reference import layer_params, varlen_attention
-from attncheck.reference.spec import (
-    AttentionType,
-    BatchSpec,
-    CacheSpec,
-    LayerSpec,
-    PaddingSpec,
-    RequestSpec,
-    StridesSpec,
-)
+from attncheck.reference.spec import AttentionType, LayerSpec
+from attncheck.reference.step_spec import BatchSpec, CacheSpec, PaddingSpec, RequestSpec, StridesSpec
 
 CPU = torch.device("cpu")
 NUM_BLOCKS = 40

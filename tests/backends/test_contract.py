@@ -22,7 +22,8 @@ from attncheck.backends.contract import (
 )
 from attncheck.backends.paged_metadata import PagedMetadata, refuse_tree, tree_mask, tree_of
 from attncheck.backends.uniform import uniform_query_len, write_slots
-from attncheck.reference.spec import BatchSpec, CacheSpec, LayerSpec, RequestSpec
+from attncheck.reference.spec import LayerSpec
+from attncheck.reference.step_spec import BatchSpec, CacheSpec, RequestSpec
 
 
 class Impl(AttentionImpl):

@@ -5,17 +5,8 @@ import torch
 
 from attncheck.backends.contract import AttentionBackend, Conventions, MultipleOf
 from attncheck.backends.declarations import required_features, undeclared
-from attncheck.reference.spec import (
-    FEATURES,
-    AttentionType,
-    BatchSpec,
-    CacheSpec,
-    LayerSpec,
-    MLASpec,
-    OutputQuantSpec,
-    PathSpec,
-    RequestSpec,
-)
+from attncheck.reference.spec import FEATURES, AttentionType, LayerSpec, MLASpec, OutputQuantSpec
+from attncheck.reference.step_spec import BatchSpec, CacheSpec, PathSpec, RequestSpec
 
 
 def layer(**changes):

@@ -13,7 +13,8 @@ from attncheck.backends.kernel import kernel_backend
 from attncheck.backends.registry import load
 from attncheck.backends.verification import contract_problems
 from attncheck.reference import AttentionParams, CommonAttentionMetadata, paged_attention, reshape_and_cache
-from attncheck.reference.spec import BatchSpec, CacheSpec, LayerSpec, RequestSpec
+from attncheck.reference.spec import LayerSpec
+from attncheck.reference.step_spec import BatchSpec, CacheSpec, RequestSpec
 
 PLAIN = LayerSpec(num_heads=4, num_kv_heads=2, head_size=16, dtype="float32", scale=0.4)
 STEP = [(1, 5), (3, 20), (6, 6)]

@@ -15,7 +15,8 @@ from attncheck.backends.latent import LatentBackend
 from attncheck.backends.verification import contract_problems
 from attncheck.harness.driver.construction import latent_keywords
 from attncheck.harness.problem.storage import make_up_projections
-from attncheck.reference.spec import BatchSpec, CacheSpec, LayerSpec, MLASpec, RequestSpec
+from attncheck.reference.spec import LayerSpec, MLASpec
+from attncheck.reference.step_spec import BatchSpec, CacheSpec, RequestSpec
 
 SIZES = MLASpec(kv_lora_rank=12, qk_nope_head_dim=6, qk_rope_head_dim=4, v_head_dim=10)
 LAYER = LayerSpec(num_heads=3, num_kv_heads=1, head_size=16, dtype="float32", scale=0.5, mla=SIZES)

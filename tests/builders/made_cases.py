@@ -1,7 +1,8 @@
 """Small cases."""
 
 from attncheck.cases.model import Case
-from attncheck.reference.spec import BatchSpec, CacheSpec, LayerSpec, PaddingSpec, PathSpec, RequestSpec
+from attncheck.reference.spec import LayerSpec
+from attncheck.reference.step_spec import BatchSpec, CacheSpec, PaddingSpec, PathSpec, RequestSpec
 
 MIXED = ((1, 37), (5, 40), (33, 33), (1, 130))
 """(query_len, seq_len) of a decode, an extend, a prefill and a decode: 40 rows, 240 keys."""

@@ -9,7 +9,8 @@ from inline_snapshot import snapshot
 
 from attncheck.cases.loader import load_file
 from attncheck.errors import CaseFileError
-from attncheck.reference.spec import MLASpec, RequestSpec
+from attncheck.reference.spec import MLASpec
+from attncheck.reference.step_spec import RequestSpec
 
 GQA = {"num_qo_heads": 32, "num_kv_heads": 8, "head_dim": 128}
 MLA = {"num_qo_heads": 16, "head_dim_ckv": 512, "head_dim_kpe": 64}

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from attncheck.cases.grammar import format_batch, parse_batch
 from attncheck.errors import BatchSpecError, QuestionError, SpecError
-from attncheck.reference.spec import RequestSpec
+from attncheck.reference.step_spec import RequestSpec
 
 
 @pytest.mark.parametrize(

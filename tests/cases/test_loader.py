@@ -7,12 +7,8 @@ from inline_snapshot import snapshot
 
 from attncheck.cases.loader import load_file, load_suite, select, suite_file, suite_names
 from attncheck.errors import CaseFileError, UnknownNameError
-from attncheck.reference.spec import (
-    AttentionType,
-    FastPrefillOptions,
-    RequestSpec,
-    StridesSpec,
-)
+from attncheck.reference.spec import AttentionType
+from attncheck.reference.step_spec import FastPrefillOptions, RequestSpec, StridesSpec
 
 HEAD = """\
 suite: t

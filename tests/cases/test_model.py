@@ -14,17 +14,8 @@ from attncheck.cases.model import Case, Suite, Tolerance
 from attncheck.cases.outline import keys_of, shape_of
 from attncheck.cases.schema import json_schema
 from attncheck.cases.yaml_text import suite_yaml
-from attncheck.reference.spec import (
-    BACKEND_CHECKS,
-    PATHS,
-    BatchSpec,
-    CacheSpec,
-    LayerSpec,
-    PaddingSpec,
-    PathSpec,
-    RequestSpec,
-    StridesSpec,
-)
+from attncheck.reference.spec import BACKEND_CHECKS, LayerSpec
+from attncheck.reference.step_spec import PATHS, BatchSpec, CacheSpec, PaddingSpec, PathSpec, RequestSpec, StridesSpec
 
 LAYER = LayerSpec(num_heads=8, num_kv_heads=2, head_size=64)
 CACHE = CacheSpec()

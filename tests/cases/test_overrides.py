@@ -6,7 +6,7 @@ from inline_snapshot import snapshot
 from attncheck.cases.keys import split_variant, with_defaults
 from attncheck.cases.loader import load_suite
 from attncheck.errors import CaseFileError, UnknownNameError
-from attncheck.reference.spec import CacheSpec
+from attncheck.reference.step_spec import CacheSpec
 
 SUITE = """\
 suite: t

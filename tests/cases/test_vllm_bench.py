@@ -7,7 +7,8 @@ import pytest
 
 from attncheck.cases.loader import load_file
 from attncheck.errors import CaseFileError
-from attncheck.reference.spec import MLASpec, RequestSpec
+from attncheck.reference.spec import MLASpec
+from attncheck.reference.step_spec import RequestSpec
 
 FILES = Path(__file__).parent / "vllm"
 

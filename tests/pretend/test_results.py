@@ -16,7 +16,7 @@ from attncheck.harness.driver.session import OtherLayer, Session, run_step
 from attncheck.harness.problem import sizes
 from attncheck.harness.problem.problem import build_problem
 from attncheck.harness.truth.truth import truth_of
-from attncheck.reference.spec import MicroBatchOptions, SplitKVOptions
+from attncheck.reference.step_spec import MicroBatchOptions, SplitKVOptions
 
 CUDA = torch.device("cuda", 0)
 CPU = torch.device("cpu")

@@ -19,7 +19,8 @@ from attncheck.backends.candidates.vllm.survey import declared_by
 from attncheck.backends.claims import CLAIMS
 from attncheck.backends.contract import KVCacheSpec
 from attncheck.backends.impl import set_current_vllm_config
-from attncheck.reference.spec import BatchSpec, CacheSpec, LayerSpec, RequestSpec
+from attncheck.reference.spec import LayerSpec
+from attncheck.reference.step_spec import BatchSpec, CacheSpec, RequestSpec
 
 pytestmark = [pytest.mark.vllm, pytest.mark.filterwarnings("default")]
 

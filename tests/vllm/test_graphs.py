@@ -9,7 +9,8 @@ from attncheck.harness.checks.cudagraph.check import OVER_NUMBERS
 from attncheck.harness.checks.cudagraph.emulation import EmulatedRecorder
 from attncheck.harness.checks.cudagraph.operators import passes_unseen
 from attncheck.harness.run.evaluate import Examiner, RunPlan
-from attncheck.reference.spec import BatchSpec, CacheSpec, LayerSpec, RequestSpec
+from attncheck.reference.spec import LayerSpec
+from attncheck.reference.step_spec import BatchSpec, CacheSpec, RequestSpec
 
 pytestmark = [pytest.mark.vllm, pytest.mark.filterwarnings("default")]
 

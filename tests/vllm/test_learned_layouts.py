@@ -6,7 +6,8 @@ import torch
 from attncheck.backends.caches.learned_codec import learn_codec
 from attncheck.backends.caches.placed_codec import PlacedCodec
 from attncheck.backends.dtypes import cache_dtype
-from attncheck.reference.spec import CacheSpec, LayerSpec
+from attncheck.reference.spec import LayerSpec
+from attncheck.reference.step_spec import CacheSpec
 
 pytestmark = pytest.mark.vllm
 

@@ -16,7 +16,8 @@ from attncheck.backends.contract import AttentionCGSupport, AttentionLayer, Comm
 from attncheck.backends.interpreter import TritonBackend, is_interpreted
 from attncheck.backends.latent import LatentBackend, LatentBuilder, LatentImpl, LatentMetadata
 from attncheck.backends.paged_metadata import PagedMetadata
-from attncheck.reference.spec import BatchSpec, CacheSpec, LayerSpec
+from attncheck.reference.spec import LayerSpec
+from attncheck.reference.step_spec import BatchSpec, CacheSpec
 
 LARGEST_RANK, LARGEST_ROTARY = 1024, 128
 """Maximum sizes: tiles of queries and keys must fit the memory of a multiprocessor."""

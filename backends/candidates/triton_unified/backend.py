@@ -22,7 +22,8 @@ from attncheck.backends.contract import (
 from attncheck.backends.interpreter import TritonBackend, is_interpreted
 from attncheck.backends.paged import PagedBackend, PagedImpl
 from attncheck.backends.paged_metadata import PagedBuilder, PagedMetadata
-from attncheck.reference.spec import BatchSpec, CacheSpec, LayerSpec
+from attncheck.reference.spec import LayerSpec
+from attncheck.reference.step_spec import BatchSpec, CacheSpec
 
 LARGEST_HEAD_SIZE = 256
 """Maximum head size: a tile of keys and one of values must fit the memory of a multiprocessor."""

@@ -34,7 +34,8 @@ from attncheck.backends.contract import (
     MultipleOf,
 )
 from attncheck.backends.dtypes import DTYPES
-from attncheck.reference.spec import FP8_CACHES, ROW_FORMATS, BatchSpec, CacheSpec, LayerSpec, SpecDecodeOptions
+from attncheck.reference.spec import LayerSpec
+from attncheck.reference.step_spec import FP8_CACHES, ROW_FORMATS, BatchSpec, CacheSpec, SpecDecodeOptions
 
 _UNDEFINED: Mapping[str, str] = MappingProxyType(
     {

@@ -13,7 +13,8 @@ import torch
 
 from attncheck.backends.candidates.vllm import package
 from attncheck.backends.contract import KVCacheSpec, MultipleOf
-from attncheck.reference.spec import ROW_FORMATS, AttentionType
+from attncheck.reference.spec import AttentionType
+from attncheck.reference.step_spec import ROW_FORMATS
 
 THEIR_LAYOUTS: Mapping[str, str] = MappingProxyType({"HND": "LBHNC", "NHD": "LBNHC"})
 """The contract's layouts, with vLLM's names for the order layer, block, then the rest."""

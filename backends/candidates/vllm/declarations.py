@@ -20,7 +20,8 @@ from attncheck.backends.claims import PREDICATES
 from attncheck.backends.declarations import MultipleOf
 from attncheck.backends.dtypes import DTYPES
 from attncheck.backends.impl import STATIC_FP8, LatentArguments, LayerArguments, QuantKey
-from attncheck.reference.spec import FP8_CACHES, AttentionType, BatchSpec, CacheSpec, KVCacheDType, LayerSpec
+from attncheck.reference.spec import AttentionType, LayerSpec
+from attncheck.reference.step_spec import FP8_CACHES, BatchSpec, CacheSpec, KVCacheDType
 
 _PLAIN = LayerArguments(num_heads=2, head_size=64, scale=0.125, num_kv_heads=1)
 

@@ -27,7 +27,7 @@ from attncheck.backends.impl import (
     LayerArguments,
     get_current_vllm_config,
 )
-from attncheck.reference.spec import ROW_FORMATS
+from attncheck.reference.step_spec import ROW_FORMATS
 
 
 class VLLMImpl(AttentionImpl[Any]):

@@ -26,7 +26,8 @@ from typing import Any
 import torch
 
 from attncheck.backends.interpreter import BFLOAT16_GAP, is_interpreted
-from attncheck.reference.spec import CacheSpec, LayerSpec
+from attncheck.reference.spec import LayerSpec
+from attncheck.reference.step_spec import CacheSpec
 
 _CAPABILITY = (9, 0)
 

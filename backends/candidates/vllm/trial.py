@@ -20,7 +20,8 @@ from attncheck.backends.contract import CommonAttentionMetadata, KVCacheSpec, Mu
 from attncheck.backends.dtypes import DTYPES, cache_dtype
 from attncheck.backends.impl import MLA_KEYWORDS, set_current_vllm_config
 from attncheck.errors import BackendUnavailableError
-from attncheck.reference.spec import AttentionType, CacheSpec, DType, LayerSpec, Layout
+from attncheck.reference.spec import AttentionType, DType, LayerSpec
+from attncheck.reference.step_spec import CacheSpec, Layout
 
 if TYPE_CHECKING:
     from attncheck.backends.candidates.vllm.bridge import VLLMBackend

@@ -19,7 +19,8 @@ from attncheck.backends.candidates.triton_unified.backend import LARGEST_HEAD_SI
 from attncheck.backends.contract import Conventions, MultipleOf
 from attncheck.backends.interpreter import InterpretedBackend
 from attncheck.backends.paged import PagedBackend
-from attncheck.reference.spec import BatchSpec, CacheSpec, LayerSpec
+from attncheck.reference.spec import LayerSpec
+from attncheck.reference.step_spec import BatchSpec, CacheSpec
 
 if TYPE_CHECKING:
     from attncheck.backends.candidates.xformers.impl import XFormersBuilder, XFormersImpl, XFormersMetadata

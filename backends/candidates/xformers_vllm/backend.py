@@ -16,7 +16,8 @@ from attncheck.backends import interpreter
 from attncheck.backends.candidates.xformers.backend import library_reasons, library_version
 from attncheck.backends.contract import MultipleOf
 from attncheck.backends.interpreter import InterpretedBackend
-from attncheck.reference.spec import BatchSpec, CacheSpec, LayerSpec
+from attncheck.reference.spec import LayerSpec
+from attncheck.reference.step_spec import BatchSpec, CacheSpec
 
 if TYPE_CHECKING:
     from attncheck.backends.candidates.xformers_vllm.builder import (

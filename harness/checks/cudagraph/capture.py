@@ -19,7 +19,7 @@ from attncheck.harness.driver.lending import PersistentInputs, map_tensors, zero
 from attncheck.harness.driver.session import BackendLayer, OutputBuffers
 from attncheck.harness.driver.step import ForwardCall, operand_views
 from attncheck.harness.problem.problem import Problem
-from attncheck.reference.spec import StridesSpec
+from attncheck.reference.step_spec import StridesSpec
 
 # Record where each tensor of metadata is in memory and the value of each number, at one moment.
 #

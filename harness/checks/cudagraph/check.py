@@ -46,7 +46,8 @@ from attncheck.harness.driver.foreign_code import (
 from attncheck.harness.driver.observation import Raised
 from attncheck.harness.problem.problem import Problem
 from attncheck.harness.truth.truth import TruthCache
-from attncheck.reference.spec import AttentionCGSupport, AttentionType, BatchSpec, RequestSpec
+from attncheck.reference.spec import AttentionCGSupport, AttentionType
+from attncheck.reference.step_spec import BatchSpec, RequestSpec
 from attncheck.reports.run_file.graph_levels import (
     CUDAGRAPH,
     GRAPH_LEVELS,

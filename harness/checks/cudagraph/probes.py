@@ -6,7 +6,8 @@ from dataclasses import dataclass, replace
 from itertools import combinations, cycle
 from typing import Literal
 
-from attncheck.reference.spec import AttentionCGSupport, CacheSpec, LayerSpec
+from attncheck.reference.spec import AttentionCGSupport, LayerSpec
+from attncheck.reference.step_spec import CacheSpec
 from attncheck.reports.analysis.phrases import plural
 
 # A probe as data: the graphs to capture, and the steps to run with them.

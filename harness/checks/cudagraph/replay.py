@@ -52,7 +52,7 @@ from attncheck.harness.driver.step import ForwardCall, micro_batches_of
 from attncheck.harness.problem.pages import RandomStream, key_places, lay_out
 from attncheck.harness.problem.problem import Problem, build_problem, place_requests
 from attncheck.harness.truth.truth import Truth, TruthCache
-from attncheck.reference.spec import BatchSpec, CacheSpec, PaddingSpec, PathSpec, RequestSpec, SpecDecodeOptions
+from attncheck.reference.step_spec import BatchSpec, CacheSpec, PaddingSpec, PathSpec, RequestSpec, SpecDecodeOptions
 from attncheck.reports.analysis.phrases import plural
 from attncheck.reports.analysis.reasons import named
 from attncheck.reports.run_file.causes import ALTERNATIVE, UNKNOWN, likely_causes

@@ -26,7 +26,7 @@ from attncheck.harness.driver.observation import Raised, capture_exception, pass
 from attncheck.harness.driver.session import Session
 from attncheck.harness.host import end_with, is_refused_memory
 from attncheck.harness.problem.problem import build_problem, rank_problem
-from attncheck.reference.spec import PathSpec
+from attncheck.reference.step_spec import PathSpec
 from attncheck.reports.run_file.records import OURSELVES
 
 

@@ -51,7 +51,8 @@ from attncheck.harness.driver.session import OutputBuffers, Session
 from attncheck.harness.driver.step import ForwardCall, Step
 from attncheck.harness.problem.problem import Problem, build_problem
 from attncheck.harness.truth.truth import Truth
-from attncheck.reference.spec import AttentionCGSupport, BatchSpec, PaddingSpec, RequestSpec
+from attncheck.reference.spec import AttentionCGSupport
+from attncheck.reference.step_spec import BatchSpec, PaddingSpec, RequestSpec
 from attncheck.reports.run_file.timings import (
     Ceilings,
     ClockName,

@@ -34,7 +34,8 @@ from attncheck.harness.problem.pages import Request, visible_span
 from attncheck.harness.problem.problem import request_of
 from attncheck.harness.problem.sizes import ITEMSIZES, naive_layer, num_weights
 from attncheck.reference import PrefixMask, layer_params
-from attncheck.reference.spec import ROW_FORMATS, LayerSpec, MLASpec, RequestSpec, TreeOptions
+from attncheck.reference.spec import LayerSpec, MLASpec
+from attncheck.reference.step_spec import ROW_FORMATS, RequestSpec, TreeOptions
 from attncheck.reports.run_file.timings import Ceilings
 
 

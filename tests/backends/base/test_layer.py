@@ -16,7 +16,8 @@ from attncheck.backends.candidates.triton_mla.backend import TritonMLABackend
 from attncheck.backends.candidates.triton_unified.backend import UnifiedBackend
 from attncheck.backends.contract import GroupShape, KVCacheSpec, MultipleOf, QuantKey, ScaleDesc
 from attncheck.backends.kernel import kernel_backend
-from attncheck.reference.spec import BatchSpec, CacheSpec, LayerSpec, RequestSpec
+from attncheck.reference.spec import LayerSpec
+from attncheck.reference.step_spec import BatchSpec, CacheSpec, RequestSpec
 
 CANDIDATES = [ReferenceBackend, SDPABackend, FlexBackend]
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2

@@ -22,7 +22,8 @@ from attncheck.backends.candidates.torch_mla import TorchMLABackend
 from attncheck.backends.dtypes import FP8_DTYPES
 from attncheck.backends.kernel import kernel_backend
 from attncheck.reference.attention.cache import kv_cache_views, reshape_and_cache
-from attncheck.reference.spec import AttentionType, CacheSpec, LayerSpec, MLASpec
+from attncheck.reference.spec import AttentionType, LayerSpec, MLASpec
+from attncheck.reference.step_spec import CacheSpec
 
 LAYER = LayerSpec(num_heads=6, num_kv_heads=3, head_size=8, dtype="bfloat16")
 CACHE = CacheSpec(block_size=4)

@@ -22,7 +22,8 @@ from attncheck.backends.candidates import flash_attention as backend_module
 from attncheck.backends.candidates.flash_attention import FlashAttnBackend, TorchVarlenBackend, flash_implementation
 from attncheck.backends.contract import CommonAttentionMetadata
 from attncheck.reference import AttentionParams, paged_attention, varlen_attention
-from attncheck.reference.spec import AttentionType, BatchSpec, CacheSpec, LayerSpec, RequestSpec
+from attncheck.reference.spec import AttentionType, LayerSpec
+from attncheck.reference.step_spec import BatchSpec, CacheSpec, RequestSpec
 
 
 def require(*facts):

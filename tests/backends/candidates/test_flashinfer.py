@@ -39,7 +39,8 @@ from attncheck.backends.candidates.flashinfer import (
 from attncheck.backends.contract import KVCacheSpec
 from attncheck.backends.uniform import write_slots
 from attncheck.reference import AttentionParams, paged_attention, varlen_attention
-from attncheck.reference.spec import BatchSpec, CacheSpec, LayerSpec, RequestSpec
+from attncheck.reference.spec import LayerSpec
+from attncheck.reference.step_spec import BatchSpec, CacheSpec, RequestSpec
 
 DECODE, PREFILL, RAGGED = (
     "BatchDecodeWithPagedKVCacheWrapper",

@@ -13,7 +13,8 @@ import torch
 from attncheck.backends.base import machine
 from attncheck.backends.candidates.xformers.backend import XFormersBackend, library_reasons
 from attncheck.backends.contract import AttentionCGSupport
-from attncheck.reference.spec import BatchSpec, CacheSpec, LayerSpec, RequestSpec
+from attncheck.reference.spec import LayerSpec
+from attncheck.reference.step_spec import BatchSpec, CacheSpec, RequestSpec
 
 if reasons := library_reasons("cpu"):
     pytest.skip("; ".join(reasons), allow_module_level=True)

@@ -11,7 +11,7 @@ from attncheck.harness.checks.findings import Broken, Holds, NotExamined
 from attncheck.harness.driver.foreign_code import StageError
 from attncheck.harness.problem.problem import build_problem
 from attncheck.reference import copy_blocks, reshape_and_cache, swap_blocks
-from attncheck.reference.spec import RequestSpec
+from attncheck.reference.step_spec import RequestSpec
 
 FIRST = Holds({"slots_written": 3})
 RIGHT = {"reshape_and_cache": reshape_and_cache, "copy_blocks": copy_blocks, "swap_blocks": swap_blocks}

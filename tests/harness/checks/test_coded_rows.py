@@ -13,7 +13,8 @@ from attncheck.harness.checks.findings import Broken, Holds
 from attncheck.harness.driver.session import Session
 from attncheck.harness.problem.problem import build_problem
 from attncheck.harness.problem.storage import key_storage, value_storage
-from attncheck.reference.spec import ROW_FORMATS, CacheSpec, LayerSpec
+from attncheck.reference.spec import LayerSpec
+from attncheck.reference.step_spec import ROW_FORMATS, CacheSpec
 
 CPU = torch.device("cpu")
 FORMATS = list(ROW_FORMATS)

@@ -11,7 +11,8 @@ from attncheck.backends.registry import load
 from attncheck.errors import BlindCaseError
 from attncheck.harness.problem.sizes import needed_bytes
 from attncheck.harness.run.evaluate import Examiner, RunPlan
-from attncheck.reference.spec import DCPOptions, MLASpec, OutputQuantSpec, RequestSpec, SplitKVOptions
+from attncheck.reference.spec import MLASpec, OutputQuantSpec
+from attncheck.reference.step_spec import DCPOptions, RequestSpec, SplitKVOptions
 
 CHECKS = ("numerics", "lse", "cache_write", "refusals")
 

@@ -7,7 +7,8 @@ import pytest
 from attncheck.backends.candidates.reference import ReferenceBackend, ReferenceImpl
 from attncheck.harness.checks.findings import Broken, Holds
 from attncheck.harness.checks.refusals import other_layers
-from attncheck.reference.spec import BlockTableSpec, LayerSpec
+from attncheck.reference.spec import LayerSpec
+from attncheck.reference.step_spec import BlockTableSpec
 
 
 @pytest.fixture

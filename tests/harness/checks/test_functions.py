@@ -17,7 +17,8 @@ from attncheck.harness.problem.sizes import needed_bytes
 from attncheck.harness.run.evaluate import Examiner, RunPlan
 from attncheck.harness.truth.unpaged import share_of_budget
 from attncheck.reference import causal_conv1d, merge_attn_states
-from attncheck.reference.spec import DEFAULT_CHECKS, CausalConv1dOptions
+from attncheck.reference.spec import DEFAULT_CHECKS
+from attncheck.reference.step_spec import CausalConv1dOptions
 
 CPU = torch.device("cpu")
 # The checks that do not apply to a function without an LSE.

@@ -25,7 +25,8 @@ from attncheck.harness.problem.storage import (
 from attncheck.harness.run.evaluate import Examiner, RunPlan
 from attncheck.harness.truth.truth import truth_of
 from attncheck.reference import Precision, paged_attention
-from attncheck.reference.spec import CacheSpec, LayerSpec, OutputQuantSpec, StridesSpec
+from attncheck.reference.spec import LayerSpec, OutputQuantSpec
+from attncheck.reference.step_spec import CacheSpec, StridesSpec
 
 CPU = torch.device("cpu")
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2

@@ -19,7 +19,7 @@ from attncheck.harness.driver.step import make_step
 from attncheck.harness.problem.problem import build_problem, rank_problem
 from attncheck.harness.run.evaluate import Examiner, RunPlan
 from attncheck.harness.truth.truth import truth_of
-from attncheck.reference.spec import DCPOptions
+from attncheck.reference.step_spec import DCPOptions
 
 CPU = torch.device("cpu")
 PAGE = 16

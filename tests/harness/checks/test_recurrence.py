@@ -22,7 +22,8 @@ from attncheck.harness.problem.recurrent import ABSENT, FOREIGN, UNREAD, build_r
 from attncheck.harness.problem.sizes import needed_bytes
 from attncheck.harness.run.evaluate import Examiner, RunPlan
 from attncheck.harness.truth.recurrent import Computed, mistakes, recurrent_truth, rounded_chunks, rows_of
-from attncheck.reference.spec import DEFAULT_CHECKS, RecurrenceOptions
+from attncheck.reference.spec import DEFAULT_CHECKS
+from attncheck.reference.step_spec import RecurrenceOptions
 
 CPU = torch.device("cpu")
 NOT_EXAMINED = dict.fromkeys(("lse", "features", "builder", "cudagraph"), "unsupported")

@@ -35,7 +35,8 @@ from attncheck.harness.device import Cuda, Facts, GpuModes
 from attncheck.harness.truth.shared_folder import SharedFolder
 from attncheck.reference import PrefixMask, layer_params
 from attncheck.reference.attention.params import visible
-from attncheck.reference.spec import LayerSpec, PaddingSpec, PathSpec, RequestSpec, TreeOptions
+from attncheck.reference.spec import LayerSpec
+from attncheck.reference.step_spec import PaddingSpec, PathSpec, RequestSpec, TreeOptions
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import torch
 
 from attncheck.backends.candidates.reference import ReferenceBackend, ReferenceImpl
 from attncheck.reference import paged_attention, visible
-from attncheck.reference.spec import (
+from attncheck.reference.step_spec import (
     DCPOptions,
     FastPrefillOptions,
     MicroBatchOptions,

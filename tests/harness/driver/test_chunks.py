@@ -10,7 +10,7 @@ from attncheck.harness.driver.chunks import chunks_of_rank
 from attncheck.harness.driver.session import Fill, Session
 from attncheck.harness.driver.step import forward_calls_of, make_step
 from attncheck.harness.problem.problem import build_problem
-from attncheck.reference.spec import PCPOptions
+from attncheck.reference.step_spec import PCPOptions
 
 CPU = torch.device("cpu")
 

@@ -12,7 +12,7 @@ from attncheck.harness.driver.construction import construct_builder
 from attncheck.harness.driver.session import Session
 from attncheck.harness.problem.problem import build_problem
 from attncheck.harness.truth.truth import truth_of
-from attncheck.reference.spec import (
+from attncheck.reference.step_spec import (
     DCPOptions,
     FastPrefillOptions,
     MicroBatchOptions,

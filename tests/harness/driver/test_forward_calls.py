@@ -11,8 +11,8 @@ from attncheck.backends.conventions import Conventions
 from attncheck.harness.driver.outputs import CallResult, GuardedBuffer, merged, placed
 from attncheck.harness.driver.step import ForwardCall, forward_calls_of, make_step, num_builders, operand_views
 from attncheck.harness.problem.problem import build_problem
-from attncheck.reference.spec import (
-    AttentionType,
+from attncheck.reference.spec import AttentionType
+from attncheck.reference.step_spec import (
     DCPOptions,
     FastPrefillOptions,
     MicroBatchOptions,

@@ -7,7 +7,8 @@ from attncheck.backends.candidates.reference import ReferenceBackend, ReferenceB
 from attncheck.backends.candidates.torch_mla import TorchMLABackend
 from attncheck.harness.checks.findings import Broken, Holds
 from attncheck.harness.driver.construction import LayerStub
-from attncheck.reference.spec import CacheSpec, MLASpec
+from attncheck.reference.spec import MLASpec
+from attncheck.reference.step_spec import CacheSpec
 
 SCALED = {"kv_cache_dtype": "fp8_e4m3", "k_scale": (0.375, 1.75), "v_scale": 0.3}
 

@@ -14,7 +14,7 @@ from attncheck.harness.driver.step import forward_calls_of, make_step
 from attncheck.harness.host import own_memory
 from attncheck.harness.problem.problem import build_problem
 from attncheck.harness.problem.sizes import needed_bytes, shortage
-from attncheck.reference.spec import SplitKVOptions
+from attncheck.reference.step_spec import SplitKVOptions
 from attncheck.reports.run_file.records import FALLEN_SHORT
 
 SUITE = """\

@@ -8,7 +8,8 @@ import torch
 from attncheck.harness.driver.lending import copied_calls, lend_copies
 from attncheck.harness.driver.step import forward_calls_of, make_step, refill_host
 from attncheck.harness.problem.problem import build_problem
-from attncheck.reference.spec import AttentionType, BlockTableSpec, PaddingSpec, RequestSpec
+from attncheck.reference.spec import AttentionType
+from attncheck.reference.step_spec import BlockTableSpec, PaddingSpec, RequestSpec
 
 CPU = torch.device("cpu")
 

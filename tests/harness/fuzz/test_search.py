@@ -28,7 +28,8 @@ from attncheck.harness.fuzz.search import (
     questions,
     sources_of,
 )
-from attncheck.reference.spec import PATHS, BatchSpec, CacheSpec, LayerSpec, PaddingSpec, RequestSpec
+from attncheck.reference.spec import LayerSpec
+from attncheck.reference.step_spec import PATHS, BatchSpec, CacheSpec, PaddingSpec, RequestSpec
 
 SPECS = {
     "layer.": LayerSpec,

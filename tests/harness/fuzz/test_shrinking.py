@@ -8,17 +8,8 @@ from made_cases import make_case
 from attncheck.cases.consistency import implied_path
 from attncheck.cases.loader import load_suite
 from attncheck.harness.fuzz.shrink import shrink, size_in_words
-from attncheck.reference.spec import (
-    AttentionType,
-    BatchSpec,
-    CacheSpec,
-    LayerSpec,
-    MLASpec,
-    PaddingSpec,
-    PathSpec,
-    RequestSpec,
-    SplitKVOptions,
-)
+from attncheck.reference.spec import AttentionType, LayerSpec, MLASpec
+from attncheck.reference.step_spec import BatchSpec, CacheSpec, PaddingSpec, PathSpec, RequestSpec, SplitKVOptions
 
 LARGE = make_case(
     *((1, 90), (5, 64), (40, 40), (1, 200), (2, 33)),

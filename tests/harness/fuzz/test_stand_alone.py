@@ -18,7 +18,7 @@ from attncheck.harness.fuzz.stand_alone import StandAloneAnswer, StandAloneReque
 from attncheck.harness.fuzz.stand_alone_process import NotExpressibleError, plain, written
 from attncheck.harness.fuzz.stand_alone_template import restored, wrong_results
 from attncheck.reference import AttentionParams
-from attncheck.reference.spec import BatchSpec, PaddingSpec, PathSpec, RequestSpec, SplitKVOptions
+from attncheck.reference.step_spec import BatchSpec, PaddingSpec, PathSpec, RequestSpec, SplitKVOptions
 
 FUNCTION = """\
 import torch

@@ -5,7 +5,8 @@ import torch
 
 from attncheck.harness.problem.problem import Arrangement, arranged, build_problem
 from attncheck.harness.truth.truth import truth_of
-from attncheck.reference.spec import AttentionType, DCPOptions, PaddingSpec, RequestSpec
+from attncheck.reference.spec import AttentionType
+from attncheck.reference.step_spec import DCPOptions, PaddingSpec, RequestSpec
 
 CPU = torch.device("cpu")
 

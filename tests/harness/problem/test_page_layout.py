@@ -11,7 +11,7 @@ from attncheck.errors import SpecError
 from attncheck.harness.problem.pages import RandomStream, layout_of_layer, visible_span
 from attncheck.harness.problem.problem import build_problem
 from attncheck.reference import AttentionParams, compute_slot_mapping, visible
-from attncheck.reference.spec import BlockTableSpec, DCPOptions, RequestSpec, SplitKVOptions
+from attncheck.reference.step_spec import BlockTableSpec, DCPOptions, RequestSpec, SplitKVOptions
 
 PAGE = 16
 

@@ -13,7 +13,8 @@ from attncheck.errors import SpecError
 from attncheck.harness.problem import queries as inputs
 from attncheck.harness.problem.problem import build_problem
 from attncheck.harness.problem.queries import CHANNELS, Coordinate, ancestors, decode, sign, token_tree
-from attncheck.reference.spec import AttentionType, LayerSpec, RequestSpec
+from attncheck.reference.spec import AttentionType, LayerSpec
+from attncheck.reference.step_spec import RequestSpec
 
 
 def digest(problem):

@@ -9,7 +9,8 @@ from attncheck.cases.loader import load_suite, suite_names
 from attncheck.harness.problem.problem import build_problem
 from attncheck.harness.problem.queries import decode
 from attncheck.harness.problem.storage import key_storage, truncated_code, value_storage
-from attncheck.reference.spec import AttentionType, CacheSpec, LayerSpec
+from attncheck.reference.spec import AttentionType, LayerSpec
+from attncheck.reference.step_spec import CacheSpec
 
 FP8 = st.sampled_from(["fp8", "fp8_e4m3", "fp8_e5m2"])
 DTYPES = st.sampled_from(["float16", "bfloat16", "float32"])

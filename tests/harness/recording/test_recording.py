@@ -17,7 +17,8 @@ from attncheck.errors import QuestionError
 from attncheck.harness.recording import recorder
 from attncheck.harness.recording.plugin import EngineRecording
 from attncheck.harness.recording.traffic import Batch, LayerKind, RecordingSettings, Traffic, settings_of, shared_prefix
-from attncheck.reference.spec import CacheSpec, LayerSpec, RequestSpec
+from attncheck.reference.spec import LayerSpec
+from attncheck.reference.step_spec import CacheSpec, RequestSpec
 
 
 class Attention:

@@ -9,7 +9,8 @@ from attncheck.backends.candidates.reference import ReferenceBackend, ReferenceI
 from attncheck.backends.conventions import Conventions
 from attncheck.harness.run.evaluate import Examiner, RunPlan
 from attncheck.harness.run.outcomes import not_loaded
-from attncheck.reference.spec import DEFAULT_CHECKS, OutputQuantSpec, PathSpec, SplitKVOptions, StridesSpec
+from attncheck.reference.spec import DEFAULT_CHECKS, OutputQuantSpec
+from attncheck.reference.step_spec import PathSpec, SplitKVOptions, StridesSpec
 
 WITHOUT_SINKS = ReferenceBackend.features - {"sinks"}
 NO_SINKS = "the layer has attention sinks: feature 'sinks' is not declared"

@@ -19,7 +19,8 @@ from attncheck.harness.run import evaluate
 from attncheck.harness.run.evaluate import THREAD_VARIABLES, Examiner, RunPlan, current_device
 from attncheck.harness.run.outcomes import Circumstances, record_of
 from attncheck.harness.truth.truth import truth_of
-from attncheck.reference.spec import DEFAULT_CHECKS, PathSpec, SplitKVOptions
+from attncheck.reference.spec import DEFAULT_CHECKS
+from attncheck.reference.step_spec import PathSpec, SplitKVOptions
 from attncheck.reports.run_file import records
 from attncheck.reports.run_file.bits import Bits
 from attncheck.reports.run_file.graph_levels import GraphLevels

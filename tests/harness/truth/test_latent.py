@@ -25,7 +25,8 @@ from attncheck.reference import (
     mla_params,
     mla_write_cache,
 )
-from attncheck.reference.spec import CacheSpec, MLASpec
+from attncheck.reference.spec import MLASpec
+from attncheck.reference.step_spec import CacheSpec
 
 CPU = torch.device("cpu")
 SIZES = MLASpec(kv_lora_rank=64, qk_nope_head_dim=32, qk_rope_head_dim=16, v_head_dim=24)

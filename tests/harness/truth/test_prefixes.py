@@ -9,7 +9,7 @@ from attncheck.harness.problem.problem import build_problem, foreign_slots
 from attncheck.harness.truth.faults import keys_seen, toggles
 from attncheck.harness.truth.truth import params_of, rows_of, truth_of
 from attncheck.reference import paged_attention
-from attncheck.reference.spec import RequestSpec
+from attncheck.reference.step_spec import RequestSpec
 
 CPU = torch.device("cpu")
 IMAGES = make_case(

@@ -16,7 +16,8 @@ from attncheck.harness.truth import shared_folder
 from attncheck.harness.truth import truth as truth_module
 from attncheck.harness.truth.shared_folder import SharedFolder, truths_folder, user_cache
 from attncheck.harness.truth.truth import SOURCES, TruthCache, truth_of
-from attncheck.reference.spec import FastPrefillOptions, MLASpec, OutputQuantSpec, TreeOptions
+from attncheck.reference.spec import MLASpec, OutputQuantSpec
+from attncheck.reference.step_spec import FastPrefillOptions, TreeOptions
 
 CPU = torch.device("cpu")
 SMALL = ((1, 9), (3, 20))

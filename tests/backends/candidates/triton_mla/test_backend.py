@@ -8,7 +8,8 @@ from attncheck.backends.contract import KVCacheSpec
 from attncheck.harness.driver.construction import latent_keywords
 from attncheck.harness.problem.storage import make_up_projections
 from attncheck.reference import CommonAttentionMetadata
-from attncheck.reference.spec import BatchSpec, CacheSpec, LayerSpec, MLASpec, RequestSpec
+from attncheck.reference.spec import LayerSpec, MLASpec
+from attncheck.reference.step_spec import BatchSpec, CacheSpec, RequestSpec
 
 pytest.importorskip("triton")
 

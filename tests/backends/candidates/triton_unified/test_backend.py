@@ -14,7 +14,8 @@ from attncheck.backends.candidates.triton_unified.cache import reshape_and_cache
 from attncheck.backends.candidates.triton_unified.merging import merge_attn_states
 from attncheck.backends.contract import KVCacheSpec
 from attncheck.reference import AttentionParams, CommonAttentionMetadata, quantize_fp8
-from attncheck.reference.spec import BatchSpec, CacheSpec, LayerSpec, RequestSpec
+from attncheck.reference.spec import LayerSpec
+from attncheck.reference.step_spec import BatchSpec, CacheSpec, RequestSpec
 
 pytest.importorskip("triton")
 

@@ -15,7 +15,8 @@ from attncheck.backends.candidates.vllm.selection import registered, select
 from attncheck.backends.candidates.vllm.trial import absent_part, missing_parts, names_missing_parts, refusals
 from attncheck.backends.contract import MultipleOf
 from attncheck.errors import BackendUnavailableError
-from attncheck.reference.spec import BatchSpec, CacheSpec, LayerSpec, RequestSpec
+from attncheck.reference.spec import LayerSpec
+from attncheck.reference.step_spec import BatchSpec, CacheSpec, RequestSpec
 
 
 class Base:

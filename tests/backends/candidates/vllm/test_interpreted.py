@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from attncheck.backends.candidates.vllm.interpreted import gaps, launches, launches_triton
-from attncheck.reference.spec import CacheSpec, LayerSpec, OutputQuantSpec
+from attncheck.reference.spec import LayerSpec, OutputQuantSpec
+from attncheck.reference.step_spec import CacheSpec
 
 
 def module(monkeypatch, name, source, **held):

@@ -12,16 +12,8 @@ from attncheck.backends.candidates.vllm.bridge import VLLMLatentBackend, VLLMLat
 from attncheck.backends.candidates.vllm.layers import LatentSizes, make_layer
 from attncheck.backends.contract import KVCacheSpec
 from attncheck.backends.impl import LayerArguments
-from attncheck.reference.spec import (
-    BatchSpec,
-    CacheSpec,
-    LayerSpec,
-    MLASpec,
-    PaddingSpec,
-    PathSpec,
-    RequestSpec,
-    SpecDecodeOptions,
-)
+from attncheck.reference.spec import LayerSpec, MLASpec
+from attncheck.reference.step_spec import BatchSpec, CacheSpec, PaddingSpec, PathSpec, RequestSpec, SpecDecodeOptions
 
 SIZES = MLASpec(kv_lora_rank=32, qk_nope_head_dim=16, qk_rope_head_dim=16, v_head_dim=16)
 LAYER = LayerSpec(num_heads=2, num_kv_heads=1, head_size=48, dtype="float16", mla=SIZES)

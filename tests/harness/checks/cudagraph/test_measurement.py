@@ -33,13 +33,8 @@ from attncheck.harness.driver.foreign_code import StageError
 from attncheck.harness.problem.problem import build_problem
 from attncheck.harness.run.selection import select_cases
 from attncheck.harness.truth.truth import TruthCache, truth_of
-from attncheck.reference.spec import (
-    AttentionCGSupport,
-    AttentionType,
-    BatchSpec,
-    LayerSpec,
-    RequestSpec,
-)
+from attncheck.reference.spec import AttentionCGSupport, AttentionType, LayerSpec
+from attncheck.reference.step_spec import BatchSpec, RequestSpec
 from attncheck.reports.run_file.graph_levels import GRAPH_LEVELS, GraphLevels
 
 CPU = torch.device("cpu")

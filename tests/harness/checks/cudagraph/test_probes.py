@@ -30,15 +30,8 @@ from attncheck.harness.checks.cudagraph.replay import ProbeProblems
 from attncheck.harness.driver.step import forward_calls_of, make_step
 from attncheck.harness.problem.problem import build_problem
 from attncheck.harness.truth.truth import truth_of
-from attncheck.reference.spec import (
-    AttentionCGSupport,
-    BatchSpec,
-    CacheSpec,
-    LayerSpec,
-    MLASpec,
-    OutputQuantSpec,
-    RequestSpec,
-)
+from attncheck.reference.spec import AttentionCGSupport, LayerSpec, MLASpec, OutputQuantSpec
+from attncheck.reference.step_spec import BatchSpec, CacheSpec, RequestSpec
 
 PLAIN = LayerSpec(num_heads=2, num_kv_heads=1, head_size=16)
 

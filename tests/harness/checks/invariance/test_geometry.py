@@ -17,7 +17,8 @@ from attncheck.harness.driver.foreign_code import StageError
 from attncheck.harness.driver.session import Session
 from attncheck.harness.problem.problem import build_problem
 from attncheck.harness.truth.truth import truth_of
-from attncheck.reference.spec import MLASpec, RequestSpec
+from attncheck.reference.spec import MLASpec
+from attncheck.reference.step_spec import RequestSpec
 
 UNTOUCHED = Conventions(padded_rows="untouched")
 

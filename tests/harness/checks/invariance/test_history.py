@@ -26,7 +26,8 @@ from attncheck.harness.checks.history import (
 from attncheck.harness.driver.session import Session
 from attncheck.harness.problem.problem import build_problem
 from attncheck.harness.truth.truth import truth_of
-from attncheck.reference.spec import AttentionType, MLASpec, TreeOptions
+from attncheck.reference.spec import AttentionType, MLASpec
+from attncheck.reference.step_spec import TreeOptions
 
 CPU = torch.device("cpu")
 

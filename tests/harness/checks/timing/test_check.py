@@ -29,7 +29,8 @@ from attncheck.harness.checks.timing.clock import CacheFlush, Samples, sample
 from attncheck.harness.driver.foreign_code import StageError
 from attncheck.harness.problem.problem import build_problem
 from attncheck.harness.truth.truth import truth_of
-from attncheck.reference.spec import AttentionType, RequestSpec
+from attncheck.reference.spec import AttentionType
+from attncheck.reference.step_spec import RequestSpec
 from attncheck.reports.run_file.timings import Ceilings, ClockOverhead, DeviceState
 
 CPU = torch.device("cpu")

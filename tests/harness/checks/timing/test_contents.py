@@ -23,7 +23,8 @@ from attncheck.harness.driver.outputs import GuardedBuffer
 from attncheck.harness.problem.problem import build_problem
 from attncheck.harness.problem.storage import key_storage, value_storage
 from attncheck.harness.truth.truth import truth_of
-from attncheck.reference.spec import MLASpec, OutputQuantSpec, RequestSpec
+from attncheck.reference.spec import MLASpec, OutputQuantSpec
+from attncheck.reference.step_spec import RequestSpec
 
 CPU = torch.device("cpu")
 SMALL = ((1, 21), (4, 19), (6, 6))

@@ -16,18 +16,8 @@ from attncheck.harness.checks.timing import roofline
 from attncheck.harness.checks.timing.clock import HostClock
 from attncheck.harness.checks.timing.roofline import CPU, measure_ceilings, work_of
 from attncheck.reference import layer_params, visible
-from attncheck.reference.spec import (
-    AttentionType,
-    BatchSpec,
-    CacheSpec,
-    FastPrefillOptions,
-    LayerSpec,
-    MLASpec,
-    OutputQuantSpec,
-    PathSpec,
-    RequestSpec,
-    TreeOptions,
-)
+from attncheck.reference.spec import AttentionType, LayerSpec, MLASpec, OutputQuantSpec
+from attncheck.reference.step_spec import BatchSpec, CacheSpec, FastPrefillOptions, PathSpec, RequestSpec, TreeOptions
 
 SIZES = {"num_heads": 6, "num_kv_heads": 2, "head_size": 8}
 PARENTS = (-1, 0, 0, 1)

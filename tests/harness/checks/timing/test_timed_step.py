@@ -18,7 +18,7 @@ from attncheck.harness.checks.timing.clock import EventClock
 from attncheck.harness.checks.timing.contents import FreshContents
 from attncheck.harness.driver.session import Session
 from attncheck.harness.problem.problem import build_problem
-from attncheck.reference.spec import BatchSpec, RequestSpec
+from attncheck.reference.step_spec import BatchSpec, RequestSpec
 from attncheck.reports.run_file.timings import ClockOverhead
 
 CPU = torch.device("cpu")
