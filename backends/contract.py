@@ -222,6 +222,11 @@ class AttentionBackend(ABC):
         return False
 
     @classmethod
+    def is_ssm(cls) -> bool:
+        """Return whether the backend serves only layers with a state (:mod:`attncheck.backends.state`)."""
+        return False
+
+    @classmethod
     def full_cls_name(cls) -> tuple[str, str]:
         """Return (module, qualified name), the identity by which layers are grouped."""
         return (cls.__module__, cls.__qualname__)

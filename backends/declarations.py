@@ -20,6 +20,7 @@ from attncheck.reference.step_spec import (
     CacheSpec,
     DCPOptions,
     KVCacheDType,
+    RecurrenceOptions,
     RequestSpec,
     SplitKVOptions,
 )
@@ -29,6 +30,12 @@ if TYPE_CHECKING:
 
 FUNCTION_PATHS = ("merge", "causal_conv1d")
 """Paths that call a function of the backend instead of its attention."""
+
+STATE_PATH = "recurrence"
+"""The path of layers with a state."""
+
+OTHER_PATHS = (*FUNCTION_PATHS, STATE_PATH)
+"""Paths that do not call attention."""
 
 _UNREAD: Mapping[str, str] = MappingProxyType(
     {
@@ -46,6 +53,8 @@ _UNREAD: Mapping[str, str] = MappingProxyType(
 """Declarations of vLLM's class that attncheck's classes do not read, and the declaration to write instead."""
 
 _NO_LATENT_CACHE = "the layer has no latent cache"
+_NO_STATE = "the layer has a KV cache, not a state"
+_HAS_STATE = "the layer has a state, not a KV cache"
 
 
 @dataclass(frozen=True)
@@ -74,6 +83,8 @@ class Declarations(Protocol):
     supported_sinks_dtypes: tuple[str, ...]
 
     def is_mla(self) -> bool: ...
+
+    def is_ssm(self) -> bool: ...
 
     def get_supported_dtypes(self) -> "list[torch.dtype]": ...
 
@@ -134,8 +145,10 @@ def required_features(
     Encoder and cross attention are attention types, not features. Scales on a 16-bit or 32-bit cache need no feature,
     since they must be ignored. If the backend does not declare ``local`` or ``cascade``, those paths are run through
     ``forward`` where that is possible. They then need the features which that requires, as ``split_kv`` and ``dcp``
-    always do.
+    always do. A layer with a state needs none: its backends declare rules and dtypes instead.
     """
+    if batch.path.name == STATE_PATH:
+        return frozenset()
     layer_needs = frozenset(_layer_needs(layer))
     if is_chunked(layer, cache, batch, declared):
         layer_needs -= {"local"}
@@ -147,11 +160,15 @@ def needs_of(layer: LayerSpec, cache: CacheSpec, batch: BatchSpec, declared: fro
     """Return what a case needs, as the labels by which reports count.
 
     The labels are its :func:`required_features`, then ``key=value`` labels: the sizes and forms of the layer (and of
-    the cache, if it has one), ``group_size`` (query heads per KV head), and ``path``.
+    the cache, if it has one), ``group_size`` (query heads per KV head), and ``path``. A layer with a state has ``rule``
+    and ``state_dtype``, too.
     """
-    specs = (layer, cache) if layer.has_cache else (layer,)
+    has_cache = layer.has_cache and batch.path.name != STATE_PATH
+    specs = (layer, cache) if has_cache else (layer,)
     forms = [f"{name}={getattr(spec, name)}" for spec in specs for name in FORMS if hasattr(spec, name)]
-    derived = (f"group_size={layer.num_heads // layer.num_kv_heads}", f"path={batch.path.name}")
+    derived = [f"group_size={layer.num_heads // layer.num_kv_heads}", f"path={batch.path.name}"]
+    if isinstance(batch.path.options, RecurrenceOptions):
+        derived += [f"rule={batch.path.options.rule}", f"state_dtype={batch.path.options.state_dtype}"]
     return (*sorted(required_features(layer, cache, batch, declared)), *forms, *derived)
 
 
@@ -175,9 +192,13 @@ def undeclared(backend: Declarations, layer: LayerSpec, cache: CacheSpec, batch:
     The backend must give the right result for the case if the list is empty.
     """
     dtype = _not_among("dtype", layer.dtype, [str(d).removeprefix("torch.") for d in backend.get_supported_dtypes()])
+    path = batch.path.name
+    if path == STATE_PATH or (backend.is_ssm() and path not in FUNCTION_PATHS):
+        of_kind = "" if backend.is_ssm() and path == STATE_PATH else _NO_STATE if backend.is_ssm() else _HAS_STATE
+        return [reason for reason in (dtype, of_kind) if reason]
     if backend.is_mla() and layer.mla is None:
         # Other reasons would not concern this backend. A function that it offers has no cache at all.
-        return [reason for reason in [dtype] if reason] if batch.path.name in FUNCTION_PATHS else [_NO_LATENT_CACHE]
+        return [reason for reason in [dtype] if reason] if path in FUNCTION_PATHS else [_NO_LATENT_CACHE]
     reasons = [
         dtype,
         _not_among("attn_type", str(layer.attn_type), [str(t) for t in backend.supported_attn_types]),

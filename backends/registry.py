@@ -42,6 +42,8 @@ BUILTIN: Mapping[str, str] = MappingProxyType(
         "reference_mla": "attncheck.backends.candidates.reference_mla:ReferenceMLABackend",
         "torch_mla": "attncheck.backends.candidates.torch_mla:TorchMLABackend",
         "triton_mla": "attncheck.backends.candidates.triton_mla.backend:TritonMLABackend",
+        "reference_state": "attncheck.backends.candidates.reference_state:ReferenceStateBackend",
+        "torch_state": "attncheck.backends.candidates.torch_state:TorchStateBackend",
         "xformers_vllm": "attncheck.backends.candidates.xformers_vllm.backend:XFormersAttentionBackend",
         "vllm": "attncheck.backends.candidates.vllm.bridge:VLLMBackend",
         "hf": "attncheck.backends.candidates.hub:HubBackend",

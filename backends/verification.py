@@ -15,11 +15,15 @@ from attncheck.backends.contract import AttentionBackend, AttentionImpl, Attenti
 from attncheck.backends.conventions import Conventions
 from attncheck.backends.declarations import unread_declarations
 from attncheck.backends.impl import MLA_KEYWORDS, LayerArguments
+from attncheck.backends.state import StateBackend, StateImpl
 from attncheck.errors import UnknownNameError
 from attncheck.reference.spec import FEATURES, AttentionCGSupport, AttentionType, DType
 from attncheck.reference.step_spec import KVCacheDType, Layout
 
 _FORWARD = ("layer", "query", "key", "value", "kv_cache", "attn_metadata")
+
+_STATE_LAYER = ("rule", "num_heads", "num_kv_heads", "head_size", "head_size_v", "scale", "qk_l2norm")
+_STATE_FORWARD = ("layer", "inputs", "states", "attn_metadata", "output")
 
 _CONVOLUTION = ("x", "weight", "bias", "conv_states", "query_start_loc", "cache_indices", "has_initial_state")
 _FUNCTIONS: Mapping[str, tuple[Sequence[str], Sequence[str]]] = {
@@ -100,9 +104,14 @@ def _function_problems(backend: type[AttentionBackend]) -> Iterator[str]:
 def _part_problems(backend: type[AttentionBackend]) -> Iterator[str]:
     """Yield problems of the impl and the builder, as far as the factories return them."""
     features = _declared_features(backend)
-    impl = _part(backend, "get_impl_cls", AttentionImpl)
+    base = StateImpl if issubclass(backend, StateBackend) else AttentionImpl
+    impl = _part(backend, "get_impl_cls", base)
     if isinstance(impl, str):
         yield impl
+    elif impl is not None and base is StateImpl:
+        yield from _missing(impl, "impl")
+        yield from _uncallable(impl.__init__, f"{impl.__name__}.__init__", ("self",), _STATE_LAYER)
+        yield from _uncallable(impl.forward, f"{impl.__name__}.forward", ("self", *_STATE_FORWARD))
     elif impl is not None:
         yield from _missing(impl, "impl")
         positional = ["self", *(argument.name for argument in fields(LayerArguments) if not argument.kw_only)]
@@ -126,6 +135,7 @@ def _part_problems(backend: type[AttentionBackend]) -> Iterator[str]:
         arguments = ("self", "kv_cache_spec", "layer_names", "vllm_config", "device")
         yield from _uncallable(builder.__init__, f"{builder.__name__}.__init__", arguments)
         options = ["common_prefix_len", "common_attn_metadata", "fast_build"]
+        options += ["num_accepted_tokens"] if base is StateImpl else []
         yield from _uncallable(builder.build, f"{builder.__name__}.build", ("self",), options)
         name = f"{builder.__name__}.get_cudagraph_support"
         yield from _uncallable(builder.get_cudagraph_support, name, ("vllm_config", "kv_cache_spec"))

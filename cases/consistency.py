@@ -4,6 +4,7 @@ Each spec checks itself; this module checks what depends on two of them. Errors 
 a dotted path from the case (``batch.requests.2.shared_prefix``).
 """
 
+import dataclasses
 import itertools
 import math
 from collections.abc import Collection
@@ -22,6 +23,7 @@ from attncheck.reference.step_spec import (
     PaddingSpec,
     PathSpec,
     PCPOptions,
+    RecurrenceOptions,
     RequestSpec,
     SpecDecodeOptions,
     TreeOptions,
@@ -85,6 +87,8 @@ def check_path(layer: LayerSpec, cache: CacheSpec, batch: BatchSpec) -> None:
             )
         case MicroBatchOptions(cuts=cuts):
             _check_micro_batch(layer, batch, cuts)
+        case RecurrenceOptions():
+            _check_recurrence(layer, batch, path.options)
         case _:
             pass
 
@@ -109,6 +113,47 @@ def _check_against_layer(layer: LayerSpec, path: str) -> None:
             value=path,
             allowed="leave path out, or leave layer.mla out",
         )
+
+
+def _check_recurrence(layer: LayerSpec, batch: BatchSpec, options: RecurrenceOptions) -> None:
+    """Raise for a layer whose sizes the rule does not have, or whose features belong to attention."""
+    sizes: dict[str, int] = {}
+    if options.rule == "mamba1":
+        sizes = {"num_kv_heads": 1, "head_size_v": 1}
+    elif options.rule == "linear":
+        sizes = {"num_kv_heads": layer.num_heads}
+    for name, size in sizes.items():
+        if getattr(layer, name) != size:
+            raise SpecError(
+                f"a layer of the rule {options.rule} has {name} {size}",
+                field=f"layer.{name}",
+                value=getattr(layer, name),
+                allowed=f"give {name}: {size}",
+            )
+    plain = LayerSpec(
+        num_heads=layer.num_heads,
+        num_kv_heads=layer.num_kv_heads,
+        head_size=layer.head_size,
+        head_size_v=layer.head_size_v,
+        dtype=layer.dtype,
+        scale=None if options.rule in ("mamba1", "mamba2") else layer.scale,
+    )
+    for each in dataclasses.fields(LayerSpec):
+        if getattr(layer, each.name) != getattr(plain, each.name):
+            raise SpecError(
+                f"a layer of the rule {options.rule} has no {each.name}",
+                field=f"layer.{each.name}",
+                value=getattr(layer, each.name),
+                allowed=f"leave {each.name} out",
+            )
+    for index, request in enumerate(batch.requests):
+        if request.context_len < 0:
+            raise SpecError(
+                f"the {request.query_len} new tokens count as tokens of the request",
+                field=f"batch.requests.{index}.seq_len",
+                value=request.seq_len,
+                allowed=f"give {request.query_len} or more",
+            )
 
 
 def _check_rows(batch: BatchSpec, least: int, most: int, reason: str) -> None:

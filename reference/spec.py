@@ -255,6 +255,8 @@ FORMS: tuple[str, ...] = (
     "kv_cache_dtype",
     "group_size",
     "path",
+    "rule",
+    "state_dtype",
 )
 """Sizes and forms of a layer and its cache by which cases are counted, besides the features they need."""
 

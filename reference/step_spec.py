@@ -89,6 +89,27 @@ class CausalConv1dOptions:
     bias: bool = option(True, "whether a bias is added")
 
 
+RecurrenceRule = Literal["mamba1", "mamba2", "gdn", "kda", "linear"]
+StateDType = Literal["float32", "bfloat16"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecurrenceOptions:
+    """``recurrence``: a layer with a state for each request instead of a KV cache.
+
+    The layer has ``num_heads`` heads with a state of ``head_size_v`` times ``head_size`` numbers each, and
+    ``num_kv_heads`` heads of keys. Mamba calls the latter groups, and has one head for each channel.
+    """
+
+    __pydantic_config__: ClassVar = STRICT
+    rule: RecurrenceRule = field(metadata={"description": "how a row changes the state"})
+    state_dtype: StateDType = option("float32", "dtype of the states in the cache")
+    qk_l2norm: bool = option(True, "gdn and kda: whether the layer divides queries and keys by their 2-norm")
+    num_speculative_tokens: int = option(
+        0, "most draft tokens of a decode; each request has a slot more for each", ge=0
+    )
+
+
 PathOptions = (
     FastPrefillOptions
     | SpecDecodeOptions
@@ -98,6 +119,7 @@ PathOptions = (
     | PCPOptions
     | MicroBatchOptions
     | CausalConv1dOptions
+    | RecurrenceOptions
 )
 
 PATH_OPTIONS: Mapping[str, type[PathOptions] | None] = {
@@ -117,6 +139,7 @@ PATH_OPTIONS: Mapping[str, type[PathOptions] | None] = {
     "micro_batch": MicroBatchOptions,
     "merge": None,
     "causal_conv1d": CausalConv1dOptions,
+    "recurrence": RecurrenceOptions,
 }
 """The class of the options of every path, or None if it has none."""
 

@@ -9,7 +9,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Protocol
 
-from attncheck.backends.declarations import FUNCTION_PATHS
+from attncheck.backends.declarations import OTHER_PATHS
 from attncheck.cases.model import Case
 from attncheck.harness.checks.findings import Finding, FindingError, NotExamined
 from attncheck.harness.checks.interface import Check, CheckedCase, dump_case
@@ -35,25 +35,25 @@ def find_check(name: str) -> Check:
 
 
 def import_checks(checks: Iterable[str] = BACKEND_CHECKS, *, functions: bool = True) -> None:
-    """Import the modules of these checks and, if ``functions``, the one that examines functions of a backend.
+    """Import the modules of these checks and, if ``functions``, those of paths that do not call attention.
 
     Call this before loading a backend, because a backend may replace what these modules import from torch or Python.
     """
     for check in checks:
         find_check(check)
-    if functions:
-        import_module("attncheck.harness.checks.functions")
+    for name in ("functions", "recurrence") if functions else ():
+        import_module(f"attncheck.harness.checks.{name}")
 
 
 def not_applicable(check: str, case: Case, features: frozenset[str]) -> NotExamined | None:
     """Return why ``check`` does not apply to a backend with these features, or None if it applies."""
-    if case.batch.path.name in FUNCTION_PATHS:
+    if case.batch.path.name in OTHER_PATHS:
         return None
     return find_check(check).not_applicable(case, features)
 
 
 class CaseChecks(Protocol):
-    """What the checks of one case examine: attention, one function of a backend, or its metadata builder alone."""
+    """What the checks of one case examine: attention, a layer with a state, a function, or a builder alone."""
 
     def find(self, check: str) -> Callable[[], Finding] | NotExamined:
         """Return the function that runs a check, or why it examines nothing."""

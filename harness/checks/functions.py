@@ -17,8 +17,8 @@ from attncheck.harness.checks.convolution import CONVOLUTION, Convolution
 from attncheck.harness.checks.findings import Broken, Finding, FindingError, Holds, NotExamined
 from attncheck.harness.checks.interface import Function, as_tensor, call, dump_tensors, is_answer
 from attncheck.harness.checks.numerics import lse_shares, rows_in_words, summarize
-from attncheck.harness.checks.refusals import failure_of_declared
-from attncheck.harness.driver.foreign_code import StageError, call_backend
+from attncheck.harness.checks.refusals import check_declared
+from attncheck.harness.driver.foreign_code import call_backend
 from attncheck.harness.problem.pages import RandomStream
 from attncheck.harness.problem.problem import planted_inputs
 from attncheck.harness.truth.unpaged import Budget, K, allowed_errors, float32_bracket, share_of_budget
@@ -402,7 +402,7 @@ class FunctionChecks:
             "lse": first.lse,
             "cache_write": first.cache_write,
             "containment": first.containment,
-            "refusals": partial(_refusals, first),
+            "refusals": partial(check_declared, first.run),
         }
         reason = f"the path examines {self._name}, to which {check} does not apply"
         return examined.get(check, NotExamined((reason,), "attncheck"))
@@ -426,14 +426,3 @@ class FunctionChecks:
             "something is kept from an earlier call, or the function is not deterministic",
             second.details,
         )
-
-
-def _refusals(examination: Merging | Convolution) -> Finding:
-    """Judge whether an offered function can be called as documented. Other checks judge its result."""
-    try:
-        examination.run()
-    except StageError as failure:
-        return failure_of_declared(failure.raised)
-    except FindingError:
-        pass
-    return Holds()

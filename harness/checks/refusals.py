@@ -1,6 +1,6 @@
 """The checks ``refusals`` and ``features``: what a backend does with layers and caches, declared or not."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any, assert_never, get_args
 
@@ -13,7 +13,7 @@ from attncheck.cases.model import Case
 from attncheck.cases.outline import shape_of
 from attncheck.errors import BackendUnavailableError, BlindCaseError, QuestionError, SpecError
 from attncheck.harness.checks.again import RightRows, later_fault
-from attncheck.harness.checks.findings import Broken, Finding, Holds, NotExamined
+from attncheck.harness.checks.findings import Broken, Finding, FindingError, Holds, NotExamined
 from attncheck.harness.checks.interface import Check, CheckedCase, SelectedCases
 from attncheck.harness.checks.numerics import (
     EarlierCauses,
@@ -198,6 +198,17 @@ def failure_of_declared(raised: Raised) -> Broken:
         details=(raised.trace,),
         finding=_cause(raised),  # of the checks that raised as well
     )
+
+
+def check_declared(run: Callable[[], object]) -> Finding:
+    """Judge whether a declared case runs. Other checks judge its result."""
+    try:
+        run()
+    except StageError as failure:
+        return failure_of_declared(failure.raised)
+    except FindingError:
+        pass
+    return Holds()
 
 
 def _cause(raised: Raised) -> str:

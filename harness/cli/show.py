@@ -180,7 +180,7 @@ def case_lines(case: "Case", width: int) -> list[str]:
     path = case.batch.path
     about = {
         "layer": _fields(case.layer),
-        "cache": _fields(case.cache) if case.layer.has_cache else "none",
+        "cache": _fields(case.cache) if _has_pages(case) else "none",
         "path": " ".join(part for part in (path.name, _fields(path.options) if path.options else "") if part),
         "padding": _fields(case.batch.padding),
         "table": _fields(case.batch.block_table),
@@ -221,17 +221,25 @@ def _requests(case: "Case") -> list[str]:
         pages = f"{-(-keys // size)}, {(keys - 1) % size + 1} of {size} in the last" if keys else "none"
         lengths = (request.count, request.query_len, request.context_len, request.total_len)
         others = [str(getattr(request, name)) for name in extras]
-        rows.append([*map(str, lengths), *others, *([pages] if case.layer.has_cache else [])])
-    headings = ["requests", "query_len", "context", "seq_len", *extras, *(["pages"] if case.layer.has_cache else [])]
+        rows.append([*map(str, lengths), *others, *([pages] if _has_pages(case) else [])])
+    headings = ["requests", "query_len", "context", "seq_len", *extras, *(["pages"] if _has_pages(case) else [])]
     lines = table([headings, *rows[:SHOWN_REQUESTS]]).splitlines()
     left_out = len(rows) - SHOWN_REQUESTS
     return [*lines, *([f"and {left_out} more rows"] if left_out > 0 else [])]
 
 
+def _has_pages(case: "Case") -> bool:
+    from attncheck.backends.declarations import STATE_PATH
+
+    return case.layer.has_cache and case.batch.path.name != STATE_PATH
+
+
 def _masks(case: "Case", width: int) -> list[str]:
     """Return a picture of the mask for up to :data:`SHOWN_MASKS` distinct requests, largest first."""
+    from attncheck.backends.declarations import OTHER_PATHS
+
     path = case.batch.path
-    if path.name in ("merge", "causal_conv1d"):
+    if path.name in OTHER_PATHS:
         return []
 
     def size(request: "RequestSpec") -> tuple[int, int]:

@@ -2,5 +2,5 @@
 
 Begin with ``session.py``, which constructs a backend and makes its calls. ``step.py`` makes the inputs, ``pool.py`` the
 cache and ``outputs.py`` the output buffers. ``foreign_code.py`` enters the backend's code, and ``observation.py`` holds
-the result.
+the result. ``recurrent.py`` drives layers with a state.
 """

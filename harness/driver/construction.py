@@ -23,6 +23,7 @@ from attncheck.reference.step_spec import (
     DCPOptions,
     FastPrefillOptions,
     PathSpec,
+    RecurrenceOptions,
     SpecDecodeOptions,
     TreeOptions,
 )
@@ -114,6 +115,8 @@ def _speculative_config(path: PathSpec) -> ConfigNode | None:
     """Return the config of a path that verifies drafts, with the tree of drafts if it has one; None for other paths."""
     match path.options:
         case SpecDecodeOptions(num_speculative_tokens=drafts):
+            tree = None
+        case RecurrenceOptions(num_speculative_tokens=drafts) if drafts:
             tree = None
         case TreeOptions(parents=parents):
             drafts, tree = len(parents) - 1, token_tree(parents)

@@ -24,7 +24,7 @@ from torch import Tensor
 
 import attncheck
 from attncheck.backends.contract import AttentionBackend
-from attncheck.backends.declarations import FUNCTION_PATHS
+from attncheck.backends.declarations import OTHER_PATHS
 from attncheck.cases.yaml_text import case_yaml
 from attncheck.errors import QuestionError, SpecError
 from attncheck.harness.driver.foreign_code import StageError
@@ -320,8 +320,8 @@ def written(request: StandAloneRequest) -> StandAloneAnswer:
     loaded = load_backend(request.ref)
     if isinstance(loaded, BackendDescription):
         return StandAloneAnswer(False, loaded.reason)
-    if request.case.batch.path.name in FUNCTION_PATHS:
-        return StandAloneAnswer(False, f"the path {request.case.batch.path.name} calls a function of the backend")
+    if request.case.batch.path.name in OTHER_PATHS:
+        return StandAloneAnswer(False, f"the path {request.case.batch.path.name} does not call attention")
     if request.case.batch.path.name == "ranks":
         return StandAloneAnswer(False, "the path ranks has a process for each rank")
     if request.check == CUDAGRAPH:

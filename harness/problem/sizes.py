@@ -11,6 +11,7 @@ from attncheck.reference.step_spec import (
     BatchSpec,
     CausalConv1dOptions,
     DCPOptions,
+    RecurrenceOptions,
     SplitKVOptions,
     row_format_of,
 )
@@ -81,6 +82,9 @@ def judging_device(case: Case, device: "torch.device") -> "torch.device":
 _ROW_COPIES = 12
 """Float64 tensors of the output's size alive at once: truth, low-precision run, weights, errors, altered truths."""
 
+_LARGEST_CHUNK = 64
+"""Rows of the longest chunk of a low-precision run of a recurrence."""
+
 _WEIGHT_COPIES = 3
 """Float64 tensors of the size of the up-projections alive at once."""
 
@@ -106,6 +110,12 @@ def needed_bytes(case: Case, *, reserves: bool = False) -> int:
     if isinstance(batch.path.options, CausalConv1dOptions):
         columns = batch.num_tokens + 2 * batch.num_requests * (batch.path.options.width + 3)
         return _ROW_COPIES * columns * batch.path.options.channels * 8
+    if isinstance(batch.path.options, RecurrenceOptions):
+        slots = 2 * batch.num_requests * (1 + batch.path.options.num_speculative_tokens) + 4
+        states = slots * layer.num_heads * layer.head_size * layer.value_head_size
+        rows = (batch.num_tokens + batch.padding.tokens) * layer.num_heads * (layer.head_size + layer.value_head_size)
+        chunk = _LARGEST_CHUNK**2 * layer.num_heads * layer.head_size
+        return (_ROW_COPIES * (states + 2 * rows) + chunk) * 8
     if batch.path.name == "merge":
         return 2 * _ROW_COPIES * batch.num_tokens * layer.num_heads * layer.value_head_size * 8
     keys = sum(request.count * request.num_keys(layer) for request in batch.requests)

@@ -66,15 +66,14 @@ def describe_backend(backend: Backend, device: str) -> BackendDescription:
     """Return the description of ``backend`` for a run on ``device``.
 
     Raises:
-        BackendLoadError: ``required_environment``, ``is_mla`` or ``default_suite`` raises, or returns no dict of valid
-            names and values, no bool, or none of :data:`DEFAULT_SUITES`.
+        BackendLoadError: ``required_environment``, ``is_mla``, ``is_ssm`` or ``default_suite`` raises, or returns no
+            dict of valid names and values, no bool, or none of :data:`DEFAULT_SUITES`.
     """
     if isinstance(backend, BackendDescription):
         return backend
     declared = backend.backend
-    is_mla = _declared(backend, "is_mla", declared.is_mla)
-    if not isinstance(is_mla, bool):
-        raise _fault(backend, f"is_mla answered {is_mla!r}, neither True nor False")
+    is_mla = _declared_bool(backend, "is_mla", declared.is_mla)
+    is_ssm = _declared_bool(backend, "is_ssm", declared.is_ssm)
     suite = _declared(backend, "default_suite", lambda: declared.default_suite(device))
     if not isinstance(suite, str) or suite not in DEFAULT_SUITES:
         raise _fault(backend, f"default_suite answered {suite!r}, none of {', '.join(DEFAULT_SUITES)}")
@@ -92,6 +91,7 @@ def describe_backend(backend: Backend, device: str) -> BackendDescription:
     return BackendDescription(
         info=info,
         is_mla=is_mla,
+        is_ssm=is_ssm,
         default_suite=suite,
         page_sizes=page_sizes,
         page_multiples=page_multiples,
@@ -199,6 +199,13 @@ def _declared(backend: LoadedBackend, name: str, call: Callable[[], object]) -> 
         return call_backend(name, call)
     except StageError as failure:
         raise _fault(backend, failure.raised.in_words, failure.raised.error_type) from failure
+
+
+def _declared_bool(backend: LoadedBackend, name: str, call: Callable[[], object]) -> bool:
+    value = _declared(backend, name, call)
+    if not isinstance(value, bool):
+        raise _fault(backend, f"{name} answered {value!r}, neither True nor False")
+    return value
 
 
 def _fault(backend: LoadedBackend, reason: str, raised: str = BackendLoadError.__name__) -> BackendLoadError:

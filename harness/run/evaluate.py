@@ -12,7 +12,7 @@ import torch
 
 import attncheck
 from attncheck.backends.contract import AttentionBackend
-from attncheck.backends.declarations import FUNCTION_PATHS
+from attncheck.backends.declarations import FUNCTION_PATHS, STATE_PATH
 from attncheck.backends.registry import LoadedBackend
 from attncheck.cases.model import Case
 from attncheck.errors import BackendUnavailableError, QuestionError
@@ -316,6 +316,10 @@ class Examiner:
             from attncheck.harness.checks.functions import FunctionChecks
 
             return FunctionChecks(backend.backend, case, self.plan.seed, self.device, reasons)
+        if case.batch.path.name == STATE_PATH or backend.backend.is_ssm():  # its impl takes no step of attention
+            from attncheck.harness.checks.recurrence import RecurrenceChecks
+
+            return RecurrenceChecks(backend.backend, case, self.plan.seed, self.device, reasons)
         if case.batch.path.name == "ranks":
             from attncheck.harness.checks.ranks.check import RankChecks
 

@@ -274,6 +274,7 @@ class BackendDescription(BaseModel):
     info: BackendInfo
     is_loaded: bool = True
     is_mla: bool = False
+    is_ssm: bool = False
     default_suite: str = "smoke"
     page_sizes: tuple[int, ...] = ()
     page_multiples: tuple[int, ...] = ()

@@ -3,8 +3,10 @@
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Literal
 
 from attncheck.backends import registry
+from attncheck.backends.declarations import STATE_PATH
 from attncheck.cases.model import Case, Suite
 from attncheck.errors import BackendUnavailableError, DeviceError, QuestionError, SelectionError
 from attncheck.harness.device import KINDS, accelerator_of, accepted_devices
@@ -180,14 +182,32 @@ def _serving(
     descriptions: Sequence[BackendDescription], cases: Sequence[Case]
 ) -> tuple[list[BackendDescription], list[str]]:
     """Return the backends that serve the kinds of layers in ``cases``, and notes on the others."""
-    kinds = {case.layer.mla is not None for case in cases} or {True, False}
+    kinds = {_kind_of(case) for case in cases} or set(_KINDS)
     notes = []
-    for is_mla in (True, False):
-        names = [each.name for each in descriptions if each.is_mla == is_mla and is_mla not in kinds]
+    for kind, words in _KINDS.items():
+        names = [each.name for each in descriptions if _served_by(each) == kind and kind not in kinds]
         if names:
-            what = "no case has" if is_mla else "every case has"
-            notes.append(f"not examined, since {what} a latent cache: {', '.join(names)}")
-    return [each for each in descriptions if each.is_mla in kinds], notes
+            what = f"every case has {' or '.join(_KINDS[each] for each in _KINDS if each in kinds)}"
+            what = what if kind == "attention" else f"no case has {words}"
+            notes.append(f"not examined, since {what}: {', '.join(names)}")
+    return [each for each in descriptions if _served_by(each) in kinds], notes
+
+
+_Kind = Literal["latent", "state", "attention"]
+_KINDS: Mapping[_Kind, str] = {"latent": "a latent cache", "state": "a state", "attention": "keys and values"}
+"""The kinds of layers that a backend serves, with what such a layer has."""
+
+
+def _kind_of(case: Case) -> _Kind:
+    if case.batch.path.name == STATE_PATH:
+        return "state"
+    return "attention" if case.layer.mla is None else "latent"
+
+
+def _served_by(backend: BackendDescription) -> _Kind:
+    if backend.is_ssm:
+        return "state"
+    return "latent" if backend.is_mla else "attention"
 
 
 def _or_not_loaded(ref: str, found: BackendDescription | QuestionError) -> BackendDescription:

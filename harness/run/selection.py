@@ -9,7 +9,7 @@ from pathlib import Path
 from shlex import quote
 from typing import Literal, TypeVar
 
-from attncheck.backends.declarations import FUNCTION_PATHS, needs_of
+from attncheck.backends.declarations import OTHER_PATHS, needs_of
 from attncheck.cases.keys import with_defaults
 from attncheck.cases.loader import load_suite, select, suite_names, telling_ranks
 from attncheck.cases.model import Case, Suite
@@ -196,7 +196,7 @@ def _cost(cases: Sequence[Case]) -> float:
 #
 # The command line, the pytest plugin and `attncheck.examine` all select here, so that they report the same errors.
 
-DEFAULT_SUITES = ("smoke", "interpreted")
+DEFAULT_SUITES = ("smoke", "interpreted", "state")
 """Suites of a run that names none; each backend gets the one that its ``default_suite`` returns."""
 
 ALL_SUITES = "all"
@@ -512,7 +512,7 @@ class RunPlan:
         return checks_of(case, self.checks, self.device)
 
     def cases_with(self, ref: str, check: str) -> tuple[Case, ...]:
-        """Return the cases on which this backend runs ``check``, except those of function paths.
+        """Return the cases on which this backend runs ``check``, except those of paths that do not call attention.
 
         Empty if cases do not share probes.
         """
@@ -522,7 +522,7 @@ class RunPlan:
             case
             for case in self.cases_of(ref)
             if check in self.checks_of(case)
-            and case.batch.path.name not in FUNCTION_PATHS
+            and case.batch.path.name not in OTHER_PATHS
             and not unanswered_reasons(case)
         )
 

@@ -216,6 +216,9 @@ class UnpagedAttention:
 K = 3.0
 """``k`` of the formula: the multiple of an honest low-precision run's loss that is allowed."""
 
+USUAL = 4.0
+"""The multiple of the usual loss of a recurrence that is allowed. It exceeds ``K``, because rows differ."""
+
 ROUNDINGS = 2
 """Roundings of the output that are always allowed; latent attention has more, since it rounds more results."""
 
@@ -311,6 +314,22 @@ def allowed_errors(
         for size in (_norm, _peak)
     )
     return norm, peak
+
+
+def usual_errors(losses: Sequence[Tensor], spread: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the least allowed 2-norm and max norm of an error of a recurrence, float64 ``[T, H]`` each.
+
+    The loss of one run is small in some rows by chance, as where few summands matter. So each row may at least lose
+    ``USUAL`` times what is usual for its ``spread [T, H, D]``, the root of the sum of the squares of its summands. That
+    is the root mean square, over all rows of the head, of the quotient of loss and spread.
+    """
+
+    def least(size: Callable[[Tensor], Tensor]) -> Tensor:
+        of_spread = size(spread)
+        quotient = torch.stack([size(loss) for loss in losses]).amax(0) / of_spread.clamp(min=1e-30)
+        return USUAL * quotient.square().mean(dim=0, keepdim=True).sqrt() * of_spread
+
+    return least(_norm), least(_peak)
 
 
 def float32_bracket(reach: Tensor, terms: int) -> Tensor:

@@ -8,7 +8,7 @@ from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
-from attncheck.backends.declarations import FUNCTION_PATHS
+from attncheck.backends.declarations import OTHER_PATHS
 from attncheck.errors import BackendLoadError, QuestionError
 from attncheck.harness.driver.observation import Raised
 from attncheck.harness.host import free_host_bytes, usable_cores
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 def imports_of(selection: "Selection") -> Imports:
     """Return what a backend's process imports before the backend."""
-    functions = any(case.batch.path.name in FUNCTION_PATHS for case in selection.cases)
+    functions = any(case.batch.path.name in OTHER_PATHS for case in selection.cases)
     return Imports(checks=selection.selected_checks, functions=functions)
 
 

@@ -93,7 +93,15 @@ def test_built_in_backends_load_by_name():
         assert loaded.backend.accept_output_buffer
         assert loaded.version
         names.add(name)
-    assert names >= {"reference", "torch_sdpa", "flex_attention", "reference_mla", "torch_mla"}
+    assert names >= {
+        "reference",
+        "torch_sdpa",
+        "flex_attention",
+        "reference_mla",
+        "torch_mla",
+        "reference_state",
+        "torch_state",
+    }
     assert load("reference").version == attncheck.__version__
     assert load("torch_sdpa").version == f"torch {torch.__version__}"
 

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from attncheck.backends.declarations import FUNCTION_PATHS
+from attncheck.backends.declarations import OTHER_PATHS
 from attncheck.backends.dtypes import DTYPES
 from attncheck.cases.model import Case
 from attncheck.errors import SpecError
@@ -63,7 +63,7 @@ class VisibleKeys:
 
 def work_of(case: Case) -> Work:
     """Return the least work of a step of ``case``, including the cache write. Raise SpecError if it is no attention."""
-    if case.batch.path.name in FUNCTION_PATHS:
+    if case.batch.path.name in OTHER_PATHS:
         raise SpecError(
             "only the work of attention is counted",
             field="path",

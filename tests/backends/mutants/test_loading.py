@@ -68,8 +68,8 @@ def test_copies_are_private_and_all_other_modules_the_real_ones(mutant):
 def test_a_copy_without_a_fault_is_right(base, mutant):
     """Of every patched module at once, since each patch copies what leads to its own."""
     patches = {each.file: each for each in catalogue() if each.base == base and each.old}
-    suite = "interpreted" if "triton" in base else "smoke"
-    ids = ("decode", "decode.float16", "latent", "mla-decode")
+    suite = "interpreted" if "triton" in base else "state" if base == "torch_state" else "smoke"
+    ids = ("decode", "decode.float16", "latent", "mla-decode", "gdn-decode")
     cases = tuple(case for case in load_suite(suite).cases if case.id in ids)
     for file, each in patches.items():
         name = f"right-{Path(file).stem.replace('_', '-')}"

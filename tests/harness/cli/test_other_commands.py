@@ -453,7 +453,7 @@ def test_modules_beside_the_new_ones_are_not_hidden(tmp_path):
 
 
 def test_names_are_completed(folder):
-    assert backends("torch_") == ["torch_sdpa", "torch_varlen", "torch_mla"]
+    assert backends("torch_") == ["torch_sdpa", "torch_varlen", "torch_mla", "torch_state"]
     assert suites("smo") == ["smoke"]
     assert suites("smoke,dec") == ["smoke,decode"]
     assert checks("num") == ["numerics"]

@@ -41,15 +41,18 @@ from attncheck.reports.run_file.header import BackendInfo
 
 BUILTIN = [*registry.builtin_names()]
 LATENT = ["reference_mla", "torch_mla", "triton_mla"]
-PLAIN = [name for name in BUILTIN if name not in LATENT]
+STATE = ["reference_state", "torch_state"]
+PLAIN = [name for name in BUILTIN if name not in LATENT + STATE]
 GONE = not_loaded("flex_attention", ("no library",))
 
 
 def describe(refs):
     """Of the built-in backends flex_attention lacks its library; another reference names nothing."""
-    known = {ref: BackendDescription(info=BackendInfo(name=ref, ref=ref), is_mla=ref in LATENT) for ref in BUILTIN} | {
-        "flex_attention": GONE
+    known = {
+        ref: BackendDescription(info=BackendInfo(name=ref, ref=ref), is_mla=ref in LATENT, is_ssm=ref in STATE)
+        for ref in BUILTIN
     }
+    known |= {"flex_attention": GONE}
     return [known.get(ref, UnknownNameError("backend", ref, ["torch_sdpa"])) for ref in refs]
 
 
@@ -167,12 +170,17 @@ def test_the_backends_are_those_of_the_user_else_of_the_suite_else_the_built_in_
 
 
 def test_by_default_backends_of_the_other_kind_are_left_out_and_named():
-    plain, latent = (load_suite(name).cases[:1] for name in ("decode", "mla"))
-    note = f"not examined, since no case has a latent cache: {', '.join(LATENT)}"
-    assert choose([], [], plain) == (PLAIN, (note,))
-    note = f"not examined, since every case has a latent cache: {', '.join(PLAIN)}"
-    assert choose([], [], latent) == (LATENT, (note,))
-    assert choose([], [], [*plain, *latent]) == (BUILTIN, ())
+    plain, latent, state = (load_suite(name).cases[:1] for name in ("decode", "mla", "state"))
+    no_latent = f"not examined, since no case has a latent cache: {', '.join(LATENT)}"
+    no_state = f"not examined, since no case has a state: {', '.join(STATE)}"
+    assert choose([], [], plain) == (PLAIN, (no_latent, no_state))
+    only_latent = f"not examined, since every case has a latent cache: {', '.join(PLAIN)}"
+    assert choose([], [], latent) == (LATENT, (no_state, only_latent))
+    only_state = f"not examined, since every case has a state: {', '.join(PLAIN)}"
+    assert choose([], [], state) == (STATE, (no_latent, only_state))
+    either = f"not examined, since every case has a latent cache or a state: {', '.join(PLAIN)}"
+    assert choose([], [], [*latent, *state]) == (LATENT + STATE, (either,))
+    assert choose([], [], [*plain, *latent, *state]) == (BUILTIN, ())
     assert choose(["torch_mla"], [], plain) == (["torch_mla"], ())
 
 

@@ -126,7 +126,7 @@ def test_a_run_that_names_nothing_is_short():
     (note,) = run.notes
     assert re.search(r"triton_unified.*: 9 of 80 cases of suite interpreted; ", note)
     assert note == snapshot(
-        "reference, torch_sdpa, flex_attention, torch_varlen, flash_attn, flashinfer: suite smoke; triton_unified, xformers: 9 of 80 cases of suite interpreted; reference_mla, torch_mla: 4 of 101 cases of suite smoke; triton_mla: 1 of 80 cases of suite interpreted; --case '*' selects all"
+        "reference, torch_sdpa, flex_attention, torch_varlen, flash_attn, flashinfer: suite smoke; triton_unified, xformers: 9 of 80 cases of suite interpreted; reference_mla, torch_mla: 4 of 101 cases of suite smoke; triton_mla: 1 of 80 cases of suite interpreted; reference_state, torch_state: suite state; --case '*' selects all"
     )
 
 
@@ -152,9 +152,9 @@ def test_a_backend_that_cannot_run_here_is_refused_or_kept():
 def test_what_is_wrong_is_refused_before_anything_is_examined(mine):
     with pytest.raises(SelectionError, match=r"^no such case in interpreted, the default suite; give --suite smoke$"):
         opened(select_cases([], ["decode.float16"]), [f"{mine}:Slow", f"{mine}:Slower"])
-    with pytest.raises(QuestionError, match="default_suite answered 'decode', none of smoke, interpreted"):
+    with pytest.raises(QuestionError, match="default_suite answered 'decode', none of smoke, interpreted, state"):
         attncheck.examine(f"{mine}:Odd")
-    assert DEFAULT_SUITES == ("smoke", "interpreted")
+    assert DEFAULT_SUITES == ("smoke", "interpreted", "state")
     with pytest.raises(SelectionError, match="seed -1"):
         Run.open(select_cases(["smoke"]), RunOptions(backends=("reference",), device="cpu", seed=-1), ThisProcess())
 

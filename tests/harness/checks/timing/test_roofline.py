@@ -7,6 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from attncheck.backends.declarations import OTHER_PATHS
 from attncheck.cases.consistency import check_meaning
 from attncheck.cases.loader import load_suite, suite_names
 from attncheck.cases.model import Case
@@ -155,15 +156,15 @@ def test_a_latent_prefill_is_counted_in_its_naive_form():
     assert work_of(case).flops == 2 * (1000 * WEIGHTS + 128 * 500_500 * (192 + 128))
 
 
-@pytest.mark.parametrize("path", ["merge", "causal_conv1d"])
-def test_functions_beside_attention_are_refused(path):
+@pytest.mark.parametrize("path", OTHER_PATHS)
+def test_paths_beside_attention_are_refused(path):
     with pytest.raises(SpecError, match=path):
         work_of(case_of((1, 1), path=PathSpec(name=path)))
 
 
 def test_every_built_in_case_of_attention_has_work():
     cases = [case for name in suite_names() for case in load_suite(name)]
-    attention_cases = [case for case in cases if case.batch.path.name not in ("merge", "causal_conv1d")]
+    attention_cases = [case for case in cases if case.batch.path.name not in OTHER_PATHS]
     assert len(attention_cases) > 200
     for case in attention_cases:
         work = work_of(case)

@@ -1,0 +1,47 @@
+"""The recurrence of the reference as a candidate: float64 inside, rounded once at the end."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+
+from attncheck.backends.state import NULL_BLOCK_ID, WEIGHTS, StateBackend, StateImpl, as_matrices
+from attncheck.reference.attention.recurrence import recurrence, recurrent_rows
+
+
+class ReferenceStateBackend(StateBackend):
+    """Backend of every rule and dtype of states."""
+
+    get_name = staticmethod(lambda: "REFERENCE_STATE")
+    get_impl_cls = staticmethod(lambda: ReferenceStateImpl)
+
+
+class ReferenceStateImpl(StateImpl):
+    """One layer."""
+
+    def forward(
+        self, layer: Any, inputs: Mapping[str, Tensor], states: Tensor, attn_metadata: Any, output: Tensor
+    ) -> None:
+        matrices = as_matrices(self.rule, states)
+        weights = {name: getattr(layer, name).double() for name in WEIGHTS[self.rule]}
+        starts = attn_metadata.query_start_loc.tolist()
+        accepted = attn_metadata.num_accepted_tokens.tolist()
+        for request, slots in enumerate(attn_metadata.state_indices_tensor.tolist()):
+            first, end = starts[request], starts[request + 1]
+            if first == end or slots[0] == NULL_BLOCK_ID:
+                continue
+            rows = recurrent_rows(
+                self.rule,
+                {name: tensor[first:end].double() for name, tensor in inputs.items()},
+                weights,
+                scale=self.scale,
+                qk_l2norm=self.qk_l2norm,
+            )
+            is_decode = request < attn_metadata.num_decodes
+            has_state = bool(attn_metadata.has_initial_states[request])
+            state = matrices[slots[accepted[request] - 1]].double() if has_state else None
+            kept = range(end - first) if is_decode else [end - first - 1]
+            out, after = recurrence(rows, state, keep=kept)
+            output[first:end] = out.to(output.dtype).view_as(output[first:end])
+            for column, row in enumerate(kept):
+                matrices[slots[column]] = after[row].to(states.dtype)

@@ -1,0 +1,291 @@
+"""A case of a layer with a state as tensors: inputs, weights, states, and their slots, bitwise equal on every machine.
+
+The requests are those of the batch, decodes first. A request with context has a state. It has one slot of the pool, and
+one more for each draft token. All other slots hold stale states, as do those of requests without a state.
+
+The numbers are such that each part of a rule decides: heads forget within a row, or hardly in the whole prompt; betas
+reach 0 and 1, and keys recur, so that the delta rule has something to correct; states are as large as what rows add.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from attncheck.backends.dtypes import DTYPES
+from attncheck.backends.state import INPUTS, NULL_BLOCK_ID, as_stored
+from attncheck.cases.model import Case
+from attncheck.errors import InternalError
+from attncheck.harness.problem.pages import RandomStream
+from attncheck.reference.spec import LayerSpec
+from attncheck.reference.step_spec import RecurrenceOptions
+
+FOREIGN, ABSENT, UNREAD = "slots of no request", "slots of requests without a state", "slots of rejected drafts"
+PADDING = "padding rows"
+
+_FLOAT32_INPUTS = ("g", "beta")
+
+_DECAYS = (0.02, 6.0, 0.25, 1.0)
+"""``-A`` of Mamba's heads in turn; ``dt`` is about 1."""
+
+_LOG_DECAYS = (0.004, 4.0, 0.05, 0.5)
+"""The mean of ``-g`` of the heads of a delta rule, in turn, and the slopes of linear attention."""
+
+_DT_BIASES = (-1.0, 0.5, -3.0)
+
+_LARGE_DT, _LARGE_DT_EVERY = 4.0, 7
+_LENGTHS = (1.0, 0.5, 0.75)
+"""Lengths of queries and keys that a layer does not normalise. Longer keys would let the state grow."""
+
+_RECURS_EVERY, _RECURS_AFTER = 3, 2
+"""Every third row has the key of the row two before it."""
+
+
+@dataclass(frozen=True)
+class StateRequest:
+    """One request of a step.
+
+    number, position: its number in the case, and the position of its first row in it. inputs: ``[rows, ...]`` each.
+    initial: its state ``[H, V, K]`` before the first row, in the dtype of states; None if it has none.
+    slots: its slots in the pool. accepted: the state is in ``slots[accepted - 1]``.
+    """
+
+    number: int
+    position: int
+    inputs: Mapping[str, Tensor]
+    initial: Tensor | None
+    slots: tuple[int, ...]
+    accepted: int = 1
+
+    @property
+    def num_rows(self) -> int:
+        """Number of new tokens."""
+        return len(next(iter(self.inputs.values())))
+
+    @property
+    def is_decode(self) -> bool:
+        """Whether each row has a slot for the state after it."""
+        return self.initial is not None and self.num_rows <= len(self.slots)
+
+    @property
+    def written(self) -> dict[int, int]:
+        """The row after which the state is stored, by slot."""
+        if self.is_decode:
+            return dict(zip(self.slots, range(self.num_rows), strict=False))
+        return {self.slots[0]: self.num_rows - 1}
+
+    def rows(self, first: int, end: int) -> "StateRequest":
+        """Return the request with some of its rows alone; its state is the one before ``first``."""
+        inputs = {name: tensor[first:end] for name, tensor in self.inputs.items()}
+        return replace(self, position=self.position + first, inputs=inputs)
+
+
+@dataclass(frozen=True)
+class RecurrentProblem:
+    """The tensors of one step on the CPU. ``requests``: in the order of the step.
+
+    weights: float32, by name. padding: inputs of the padding rows. padding_requests: their number; each has one of
+    these rows, while there are any.
+    stale: ``[num_slots, H, V, K]`` in the dtype of states: what slots hold that have no state of a request.
+    """
+
+    case: Case
+    weights: Mapping[str, Tensor]
+    requests: tuple[StateRequest, ...]
+    padding: Mapping[str, Tensor]
+    padding_requests: int
+    stale: Tensor
+
+    @property
+    def layer(self) -> LayerSpec:
+        """The layer."""
+        return self.case.layer
+
+    @property
+    def options(self) -> RecurrenceOptions:
+        """The options of the path."""
+        return recurrence_options(self.case)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The layer's dtype."""
+        return DTYPES[self.layer.dtype]
+
+    @property
+    def num_padding_rows(self) -> int:
+        """Number of rows behind those of the requests."""
+        return len(next(iter(self.padding.values())))
+
+    @property
+    def positions(self) -> list[tuple[int, int]]:
+        """(request of the case, position) of each row."""
+        return [(each.number, each.position + row) for each in self.requests for row in range(each.num_rows)]
+
+    @property
+    def places(self) -> list[tuple[StateRequest, int]]:
+        """The request and the slot of each state that the step stores."""
+        return [(request, slot) for request in self.requests for slot in request.written]
+
+    def row_name(self, row: int) -> str:
+        """Return a readable name for a row."""
+        request, position = self.positions[row]
+        return f"request {request}, position {position}"
+
+    def slot_name(self, slot: int) -> str:
+        """Return a readable name for a slot of the pool."""
+        owner = "the null block" if slot == NULL_BLOCK_ID else "no request"
+        for request in self.requests:
+            if slot in request.slots:
+                column = f", column {request.slots.index(slot)}" if len(request.slots) > 1 else ""
+                owner = f"request {request.number}{column}"
+        return f"slot {slot} of {len(self.stale)} ({owner})"
+
+    def ordered(self, requests: Sequence[StateRequest]) -> "RecurrentProblem":
+        """Return a step of other requests, decodes first."""
+        return replace(self, requests=tuple(sorted(requests, key=lambda each: not each.is_decode)))
+
+    def regions(self) -> dict[str, Tensor]:
+        """Return int64 slots by name, of the regions whose content must not influence the result."""
+        owned = {slot for request in self.requests for slot in request.slots}
+        foreign = set(range(len(self.stale))) - owned
+        absent, unread = set[int](), set[int]()
+        for request in self.requests:
+            if request.initial is None:
+                absent.update(request.slots)
+            else:
+                unread.update(request.slots)
+                unread.remove(request.slots[request.accepted - 1])
+        found = {FOREIGN: foreign, ABSENT: absent, UNREAD: unread}
+        return {name: torch.tensor(sorted(slots)) for name, slots in found.items() if slots}
+
+    def pool(self) -> Tensor:
+        """Return the states before the step, ``[num_slots, H, V, K]``."""
+        pool = self.stale.clone()
+        for request in self.requests:
+            if request.initial is not None:
+                pool[request.slots[request.accepted - 1]] = request.initial
+        return pool
+
+    def packed(self, name: str) -> Tensor:
+        """Return an input of all rows: those of the requests, then padding."""
+        return torch.cat([*(request.inputs[name] for request in self.requests), self.padding[name]])
+
+
+def recurrence_options(case: Case) -> RecurrenceOptions:
+    """Return the options of the path ``recurrence``."""
+    options = case.batch.path.options
+    if not isinstance(options, RecurrenceOptions):
+        raise InternalError(f"case {case.key} has the path {case.batch.path.name}")
+    return options
+
+
+def build_recurrent(case: Case, seed: int) -> RecurrentProblem:
+    """Return the tensors of ``case`` under ``seed``."""
+    stream = RandomStream(seed, case.hash, "recurrence")
+    layer, options = case.layer, recurrence_options(case)
+    specs = list(case.batch)
+    ends = torch.tensor([spec.query_len for spec in specs]).cumsum(0).tolist()
+    total = ends[-1] + case.batch.padding.tokens
+    inputs = _draw_inputs(stream, layer, options, total)
+    columns = 1 + options.num_speculative_tokens
+    # The null block is the first slot, and the last one is what an index of -1 would select.
+    num_slots = columns * (len(specs) + len(specs) // 2) + 4
+    slots = (stream.permutation(num_slots - 2)[: columns * len(specs)] + 1).view(-1, columns).tolist()
+    shape = layer.num_heads, layer.value_head_size, layer.head_size
+    stale = _states(stream, options, num_slots, shape)
+    initial = _states(stream, options, len(specs), shape)
+    accepted = (stream.integers(len(specs), columns) + 1).tolist()
+    requests = []
+    for number, (spec, end) in enumerate(zip(specs, ends, strict=True)):
+        request = StateRequest(
+            number=number,
+            position=spec.context_len,
+            inputs={name: tensor[end - spec.query_len : end] for name, tensor in inputs.items()},
+            initial=initial[number] if spec.context_len else None,
+            slots=tuple(slots[number]),
+        )
+        requests.append(replace(request, accepted=accepted[number]) if request.is_decode else request)
+    problem = RecurrentProblem(
+        case=case,
+        weights=_draw_weights(stream, layer, options),
+        requests=(),
+        padding={name: tensor[ends[-1] :] for name, tensor in inputs.items()},
+        padding_requests=case.batch.padding.requests,
+        stale=stale,
+    )
+    return problem.ordered(requests)
+
+
+def stored_pool(problem: RecurrentProblem) -> Tensor:
+    """Return the states before the step in the shape of the cache, ``[num_slots, *state_shape]``."""
+    return as_stored(problem.options.rule, problem.pool())
+
+
+def _states(stream: RandomStream, options: RecurrenceOptions, count: int, shape: tuple[int, ...]) -> Tensor:
+    return (stream.uniform(count, *shape) / 2).to(DTYPES[options.state_dtype])
+
+
+def _draw_inputs(stream: RandomStream, layer: LayerSpec, options: RecurrenceOptions, total: int) -> dict[str, Tensor]:
+    dtype = DTYPES[layer.dtype]
+    drawn = dict(zip(INPUTS[options.rule], _inputs_of(stream, layer, options, total), strict=True))
+    return {name: tensor.to(torch.float32 if name in _FLOAT32_INPUTS else dtype) for name, tensor in drawn.items()}
+
+
+def _inputs_of(stream: RandomStream, layer: LayerSpec, options: RecurrenceOptions, total: int) -> Iterator[Tensor]:
+    """Yield the inputs of the rule in float64, in the order of :data:`INPUTS`."""
+    heads, groups, size = layer.num_heads, layer.num_kv_heads, layer.head_size
+    rule = options.rule
+    if rule in ("mamba1", "mamba2"):
+        values = () if rule == "mamba1" else (layer.value_head_size,)
+        keys = (size,) if rule == "mamba1" else (groups, size)
+        yield stream.uniform(total, heads, *values) / 2
+        dt = stream.uniform(total, heads)
+        dt[::_LARGE_DT_EVERY] += _LARGE_DT
+        yield dt
+        yield stream.uniform(total, *keys) / 2
+        yield stream.uniform(total, *keys) / 2
+        return
+    query, key = (stream.uniform(total, groups, size) / 2 for _ in range(2))
+    if rule == "linear":
+        yield from (query, key, stream.uniform(total, heads, layer.value_head_size) / 2)
+        return
+    key[_RECURS_AFTER::_RECURS_EVERY] = key[:-_RECURS_AFTER:_RECURS_EVERY]
+    yield query if options.qk_l2norm else _short(query)
+    yield key if options.qk_l2norm else _short(key)
+    yield stream.uniform(total, heads, layer.value_head_size) / 2
+    mean = _in_turn(_LOG_DECAYS, heads)
+    noise = stream.uniform(total, heads).abs()
+    if rule == "gdn":
+        yield -mean * noise
+    else:
+        channels = _in_turn(_LOG_DECAYS, heads * size).view(heads, size)
+        yield -channels * stream.uniform(total, heads, size).abs()
+    beta = (stream.uniform(total, heads) + 2) / 4
+    beta[::5], beta[1::5] = 1 - beta[::5] / 64, beta[1::5] / 64
+    yield beta
+
+
+def _draw_weights(stream: RandomStream, layer: LayerSpec, options: RecurrenceOptions) -> dict[str, Tensor]:
+    heads = layer.num_heads
+    weights: dict[str, Tensor] = {}
+    if options.rule in ("mamba1", "mamba2"):
+        count = heads * (layer.head_size if options.rule == "mamba1" else 1)
+        decay = _in_turn(_DECAYS, count) * (1 + stream.uniform(count) / 8)
+        weights["A"] = -decay.view(heads, -1) if options.rule == "mamba1" else -decay
+        weights["dt_bias"] = _in_turn(_DT_BIASES, heads) + stream.uniform(heads) / 8
+    elif options.rule == "linear":
+        weights["slopes"] = _in_turn(_LOG_DECAYS, heads) * (1 + stream.uniform(heads) / 8)
+    return {name: tensor.float() for name, tensor in weights.items()}
+
+
+def _in_turn(values: Sequence[float], count: int) -> Tensor:
+    """Return float64 ``[count]``: the values in turn."""
+    return torch.tensor(values, dtype=torch.float64).repeat(-(-count // len(values)))[:count]
+
+
+def _short(rows: Tensor) -> Tensor:
+    """Return rows of lengths up to 1. They are rounded first, so that the sum of their squares is exact."""
+    rounded = rows.to(torch.bfloat16).double()
+    lengths = _in_turn(_LENGTHS, len(rows))[:, None, None]
+    return rounded / rounded.square().sum(-1, keepdim=True).sqrt() * lengths

@@ -1,0 +1,347 @@
+"""The float64 truth of a layer with a state, the error budget around it, and layers with one fault each.
+
+The truth is the loop of :mod:`attncheck.reference.attention.recurrence`, request by request. The budget has the formula
+of ``unpaged``. Its honest low-precision runs are:
+
+- the loop in float32;
+- the form in chunks of :func:`rounded_chunks`, of 1, 16 and 64 rows. Its operands and intermediate results are rounded
+  to the layer's dtype, as kernels for matrix units round them. The state is rounded to its dtype after each chunk. For
+  decodes, chunks have one row, because a kernel may read again the state that it stored after each row.
+
+An error enters the state and decays with it, in these runs as in a kernel. So no bound of its own is needed for decay.
+``mamba1`` has no form in chunks: its kernels are loops in float32.
+
+A stored state has the same budget in the dtype of states: each row of its matrix counts as one head of an output.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from attncheck.backends.dtypes import DTYPES
+from attncheck.errors import BlindCaseError
+from attncheck.harness.problem.recurrent import RecurrentProblem, StateRequest
+from attncheck.harness.truth.truth import NOTICEABLE
+from attncheck.harness.truth.unpaged import Budget, allowed_errors, float32_bracket, share_of_budget, usual_errors
+from attncheck.reference.attention.recurrence import RecurrentRows, recurrence, recurrent_rows
+
+_CHUNKS = (1, 16, 64)
+_NARROW = 8
+_LONGEST_CHUNK = 256
+"""Rows over which kernels sum the logarithms of decays in float32."""
+
+
+@dataclass(frozen=True)
+class Computed:
+    """Outputs ``[T, H, V]`` of a step, and the states that it stores, ``[S, H, V, K]``, in the order of ``places``."""
+
+    out: Tensor
+    states: Tensor
+
+    @property
+    def judged_out(self) -> Tensor:
+        """The outputs ``[T, heads, columns]`` as they are judged. Channels of ``mamba1`` are columns of one head."""
+        return self.out.transpose(1, 2) if self.out.shape[2] < _NARROW else self.out
+
+    @property
+    def judged_states(self) -> Tensor:
+        """The states ``[S * V, H, K]``: each row of a matrix is judged by itself."""
+        return self.states.transpose(1, 2).flatten(0, 1)
+
+
+@dataclass(frozen=True)
+class RecurrentTruth:
+    """The right result in float64, and the budgets of outputs and states in their judged shapes."""
+
+    right: Computed
+    budget: Budget
+    state_budget: Budget
+
+    def shares(self, seen: Computed) -> Tensor:
+        """Return the errors of the outputs in budgets, ``[T, heads]``."""
+        return share_of_budget(seen.judged_out - self.right.judged_out, self.budget)
+
+    def state_shares(self, seen: Computed) -> Tensor:
+        """Return the errors of the stored states in budgets, ``[S, V * H]``."""
+        shares = share_of_budget(seen.judged_states - self.right.judged_states, self.state_budget)
+        return shares.reshape(len(self.right.states), -1)
+
+
+def recurrent_truth(problem: RecurrentProblem, *, refuse_blindness: bool = True) -> RecurrentTruth:
+    """Return the truth of a step.
+
+    Raises:
+        BlindCaseError: a fault of :func:`mistakes` changes the outputs, but by less than a kernel may err.
+    """
+    right = computed(problem)
+    steps = [(request, rows_of(problem, request)) for request in problem.requests]
+    runs = list(_honest_runs(problem, steps))
+    weighted = _joined([_sizes(request, rows, 1) for request, rows in steps])
+    spread = _joined([_sizes(request, rows, 2) for request, rows in steps])
+    reach = torch.cat([_reach(rows) for _, rows in steps])
+    ends = torch.tensor([request.num_rows for request in problem.requests]).cumsum(0) - 1
+    bracket = float32_bracket(reach, problem.layer.head_size)
+    of_state = bracket[ends].repeat_interleave(torch.tensor([len(each.written) for each in problem.requests]), dim=0)
+    budget = _budget(
+        [run.judged_out - right.judged_out for run in runs],
+        right.judged_out,
+        bracket if right.judged_out is right.out else bracket.amax(dim=1, keepdim=True),
+        weighted.judged_out,
+        spread.judged_out.sqrt(),
+        problem.dtype,
+    )
+    state_budget = _budget(
+        [run.judged_states - right.judged_states for run in runs],
+        right.judged_states,
+        of_state.repeat_interleave(right.states.shape[2], dim=0),
+        weighted.judged_states,
+        spread.judged_states.sqrt(),
+        DTYPES[problem.options.state_dtype],
+    )
+    if problem.case.tolerance is not None:
+        budget, state_budget = (each.scaled(problem.case.tolerance.factor) for each in (budget, state_budget))
+    truth = RecurrentTruth(right, budget, state_budget)
+    if refuse_blindness:
+        _refuse_blindness(problem, truth)
+    return truth
+
+
+def rows_of(problem: RecurrentProblem, request: StateRequest, **changes: object) -> RecurrentRows:
+    """Return the rows of a request in float64. ``changes``: arguments of :func:`recurrent_rows` to replace."""
+    arguments: dict[str, object] = {
+        "rule": problem.options.rule,
+        "inputs": {name: tensor.double() for name, tensor in request.inputs.items()},
+        "weights": {name: tensor.double() for name, tensor in problem.weights.items()},
+        "scale": problem.layer.scale,
+        "qk_l2norm": problem.options.qk_l2norm,
+    }
+    rows: RecurrentRows = recurrent_rows(**{**arguments, **changes})  # type: ignore[arg-type]
+    return rows
+
+
+def state_of(_problem: RecurrentProblem, request: StateRequest) -> Tensor | None:
+    """Return the state before the first row, float64 ``[H, V, K]``; None if there is none."""
+    return None if request.initial is None else request.initial.double()
+
+
+@dataclass(frozen=True)
+class Mistake:
+    """A fault of a layer. ``meaning``: in words. ``rows``, ``state``: what it takes for those of a request."""
+
+    meaning: str
+    rows: Callable[[RecurrentProblem, StateRequest], RecurrentRows] = rows_of
+    state: Callable[[RecurrentProblem, StateRequest], Tensor | None] = state_of
+
+
+_NONE = Mistake("")
+
+
+def computed(problem: RecurrentProblem, mistake: Mistake = _NONE) -> Computed:
+    """Return the exact result of a layer with a fault, or without."""
+    return _joined(
+        [
+            _loop(request, mistake.rows(problem, request), mistake.state(problem, request))
+            for request in problem.requests
+        ]
+    )
+
+
+def _loop(request: StateRequest, rows: RecurrentRows, state: Tensor | None) -> Computed:
+    out, after = recurrence(rows, state, keep=request.written.values())
+    return Computed(out.double(), torch.stack([after[row] for row in request.written.values()]).double())
+
+
+def _joined(parts: list[Computed]) -> Computed:
+    return Computed(torch.cat([part.out for part in parts]), torch.cat([part.states for part in parts]))
+
+
+def _budget(
+    losses: list[Tensor], right: Tensor, bracket: Tensor, weighted: Tensor, spread: Tensor, dtype: torch.dtype
+) -> Budget:
+    """Return the budget around ``right [T, H, D]``. ``spread``: root of the sum of the squares of all summands."""
+    norm, peak = allowed_errors(losses, right, bracket, weighted, dtype)
+    usual_norm, usual_peak = usual_errors(losses, spread)
+    return Budget(torch.maximum(norm, usual_norm), torch.maximum(peak, usual_peak), torch.zeros_like(norm))
+
+
+# Honest runs in low precision, and the sizes of what is summed.
+
+
+def _honest_runs(problem: RecurrentProblem, steps: list[tuple[StateRequest, RecurrentRows]]) -> Iterator[Computed]:
+    in_float32 = [(request, rows.to(torch.float32), request.initial) for request, rows in steps]
+    yield _joined([_loop(*each) for each in in_float32])
+    for size in _CHUNKS:
+        yield _joined([_rounded(problem, size, *each) for each in in_float32])
+
+
+def _rounded(
+    problem: RecurrentProblem, size: int, request: StateRequest, rows: RecurrentRows, state: Tensor | None
+) -> Computed:
+    stored = DTYPES[problem.options.state_dtype]
+    if problem.options.rule == "mamba1":
+        out, after = rounded_chunks(rows, state, 1, torch.float32, stored if request.is_decode else torch.float32)
+    else:
+        out, after = rounded_chunks(rows, state, 1 if request.is_decode else size, problem.dtype, stored)
+    kept = after if request.is_decode else after[-1:]
+    return Computed(out.double(), torch.stack(kept).to(stored).double())
+
+
+def rounded_chunks(
+    rows: RecurrentRows, state: Tensor | None, size: int, dtype: torch.dtype, stored: torch.dtype
+) -> tuple[Tensor, list[Tensor]]:
+    """Return the outputs ``[T, H, V]``, and the state after each chunk of ``size`` rows, in float32.
+
+    Operands and results of each matrix product are rounded to ``dtype``, and the state to ``stored`` after each chunk.
+    ``rows``: float32. With a delta rule, the corrected values are ``T (beta V) - T (beta K exp(G)) S``. ``T`` is the
+    inverse of a unit lower triangular matrix (Gated DeltaNet, arXiv 2412.06464, section 3.3).
+    """
+
+    def low(x: Tensor) -> Tensor:
+        return x.to(dtype).float()
+
+    now = torch.zeros(rows.state_shape) if state is None else state.float()
+    now = now.to(rows.query.device)
+    outputs, states = [], []
+    for first in range(0, len(rows.query), size):
+        at = slice(first, first + size)
+        query, key, value = low(rows.query[at]), low(rows.key[at]), low(rows.value[at])
+        total = rows.log_decay[at].cumsum(0)
+        sees = torch.ones(len(total), len(total), dtype=torch.bool, device=total.device).tril()
+        between = (total[:, None] - total[None]).masked_fill(~sees[:, :, None, None], -torch.inf).exp()
+        if rows.beta is not None:
+            beta = rows.beta[at]
+            overlap = beta.t()[:, :, None] * torch.einsum("thk,tihk,ihk->hti", key, between, key).tril(-1)
+            unit = torch.eye(len(total), device=total.device).expand_as(overlap)
+            inverse = low(torch.linalg.solve_triangular(overlap + unit, unit, upper=False, unitriangular=True))
+            from_state = low(torch.einsum("hti,ihk->thk", inverse, low(beta[:, :, None] * key * total.exp())))
+            from_values = low(torch.einsum("hti,ihv->thv", inverse, low(beta[:, :, None] * value)))
+            value = low(from_values - torch.einsum("thk,hvk->thv", from_state, low(now)))
+        scores = low(torch.einsum("thk,tihk,ihk->hti", query, between, key))
+        out = torch.einsum("hti,ihv->thv", scores, value)
+        outputs.append(out + torch.einsum("thk,hvk->thv", low(query * total.exp()), low(now)))
+        kept = now * total[-1].exp()[:, None]
+        now = kept + torch.einsum("thk,thv->hvk", low(key * (total[-1] - total).exp()), value)
+        now = now.to(stored).float()
+        states.append(now)
+    return torch.cat(outputs), states
+
+
+def _sizes(request: StateRequest, rows: RecurrentRows, power: int) -> Computed:
+    """Return the sums of the magnitudes of all summands, to a power. A delta rule has those that it takes, too."""
+    values = rows.value.abs()
+    if rows.beta is not None:
+        known = _loop(request, replace(rows, query=rows.key), _double(request.initial)).out
+        values = rows.beta[:, :, None] * (values + known.abs())
+    initial = None if request.initial is None else request.initial.double().abs() ** power
+    query, key, values = (each.abs() ** power for each in (rows.query, rows.key, values))
+    return _loop(request, RecurrentRows(query, key, values, power * rows.log_decay), initial)
+
+
+def _double(state: Tensor | None) -> Tensor | None:
+    return None if state is None else state.double()
+
+
+def _reach(rows: RecurrentRows) -> Tensor:
+    """Return ``[T, H]``: the largest sum of logarithms of decays within a chunk that ends at the row."""
+    total = -rows.log_decay.cumsum(0)
+    before = torch.cat([torch.zeros_like(total[:_LONGEST_CHUNK]), total[:-_LONGEST_CHUNK]])[: len(total)]
+    return (total - before).amax(dim=2)
+
+
+# Faults of layers, by which a wrong output is explained, and each of which a case must be able to show.
+
+
+def mistakes(problem: RecurrentProblem) -> Iterator[Mistake]:
+    """Yield the commonest faults that the rule of the problem can have."""
+    rule, layer, options = problem.options.rule, problem.layer, problem.options
+    yield Mistake("the decay is missing", rows=_without_decay)
+    yield Mistake("the initial state is ignored", state=_no_state)
+    yield Mistake("states are used where has_initial_states is False", state=_stale_state)
+    yield Mistake("the state of another request is read", state=_state_of_next)
+    if options.num_speculative_tokens:
+        yield Mistake("the state is read from column 0, not num_accepted_tokens - 1", state=_state_of_first_column)
+    if rule in ("mamba1", "mamba2"):
+        yield Mistake("dt_bias is missing", rows=_without_dt_bias)
+    else:
+        yield Mistake("the scale is missing", rows=partial(rows_of, scale=1.0))
+    if rule in ("gdn", "kda"):
+        yield Mistake("the delta rule is missing: nothing is taken from the state", rows=_without_delta)
+        yield Mistake("beta is missing", rows=_without_beta)
+        other = not options.qk_l2norm
+        words = "queries and keys are normalised, and the case has qk_l2norm false" if other else ""
+        yield Mistake(words or "queries and keys are not normalised", rows=partial(rows_of, qk_l2norm=other))
+    else:
+        yield Mistake("the decay follows the row's key and value instead of preceding them", rows=_late_decay)
+    if 1 < layer.num_kv_heads < layer.num_heads:
+        yield Mistake("head h reads the keys of head h % num_kv_heads", rows=_keys_in_turn)
+
+
+def _without_decay(problem: RecurrentProblem, request: StateRequest) -> RecurrentRows:
+    rows = rows_of(problem, request)
+    return replace(rows, log_decay=torch.zeros_like(rows.log_decay))
+
+
+def _late_decay(problem: RecurrentProblem, request: StateRequest) -> RecurrentRows:
+    rows = rows_of(problem, request)
+    return replace(rows, key=rows.key * rows.log_decay.exp())
+
+
+def _without_dt_bias(problem: RecurrentProblem, request: StateRequest) -> RecurrentRows:
+    weights = {name: tensor.double() for name, tensor in problem.weights.items()}
+    weights["dt_bias"] = torch.zeros_like(weights["dt_bias"])
+    return rows_of(problem, request, weights=weights)
+
+
+def _without_delta(problem: RecurrentProblem, request: StateRequest) -> RecurrentRows:
+    rows = rows_of(problem, request)
+    factor = 1.0 if rows.beta is None else rows.beta[:, :, None]
+    return replace(rows, value=rows.value * factor, beta=None)
+
+
+def _without_beta(problem: RecurrentProblem, request: StateRequest) -> RecurrentRows:
+    rows = rows_of(problem, request)
+    return replace(rows, beta=None if rows.beta is None else torch.ones_like(rows.beta))
+
+
+def _keys_in_turn(problem: RecurrentProblem, request: StateRequest) -> RecurrentRows:
+    rows, layer = rows_of(problem, request), problem.layer
+    group_size = layer.num_heads // layer.num_kv_heads
+    in_turn = torch.arange(layer.num_heads) % layer.num_kv_heads * group_size
+    return replace(rows, query=rows.query[:, in_turn], key=rows.key[:, in_turn])
+
+
+def _no_state(_problem: RecurrentProblem, _request: StateRequest) -> Tensor | None:
+    return None
+
+
+def _stale_state(problem: RecurrentProblem, request: StateRequest) -> Tensor | None:
+    return problem.pool()[request.slots[request.accepted - 1]].double()
+
+
+def _state_of_next(problem: RecurrentProblem, request: StateRequest) -> Tensor | None:
+    if request.initial is None:
+        return None
+    having = [each for each in problem.requests if each.initial is not None]
+    place = [each.number for each in having].index(request.number)
+    return state_of(problem, having[(place + 1) % len(having)])
+
+
+def _state_of_first_column(problem: RecurrentProblem, request: StateRequest) -> Tensor | None:
+    return None if request.initial is None else problem.pool()[request.slots[0]].double()
+
+
+def _refuse_blindness(problem: RecurrentProblem, truth: RecurrentTruth) -> None:
+    for mistake in mistakes(problem):
+        wrong = computed(problem, mistake)
+        if torch.equal(wrong.out, truth.right.out):
+            continue  # it cannot act on these requests
+        most = float(truth.shares(wrong).max())
+        if most < NOTICEABLE:
+            raise BlindCaseError(
+                problem.case.key,
+                mistake.meaning,
+                f"no row moves by {NOTICEABLE:g} times the allowed error (largest: {most:.3g}); use longer requests",
+            )

@@ -1,0 +1,357 @@
+"""Layers with a state: their problems, truths and budgets, and the findings about backends."""
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from inline_snapshot import snapshot
+
+from attncheck.backends.candidates.reference_state import ReferenceStateBackend, ReferenceStateImpl
+from attncheck.backends.candidates.torch_sdpa import SDPABackend
+from attncheck.backends.candidates.torch_state import TorchStateBackend, TorchStateImpl
+from attncheck.backends.registry import LoadedBackend
+from attncheck.backends.state import NULL_BLOCK_ID, StateMetadataBuilder
+from attncheck.backends.verification import contract_problems
+from attncheck.cases.consistency import check_meaning
+from attncheck.cases.loader import load_suite
+from attncheck.cases.model import Tolerance
+from attncheck.errors import SpecError
+from attncheck.harness.driver.recurrent import StatePool, StateSession
+from attncheck.harness.problem.recurrent import ABSENT, FOREIGN, UNREAD, build_recurrent
+from attncheck.harness.problem.sizes import needed_bytes
+from attncheck.harness.run.evaluate import Examiner, RunPlan
+from attncheck.harness.truth.recurrent import Computed, mistakes, recurrent_truth, rounded_chunks, rows_of
+from attncheck.reference.spec import DEFAULT_CHECKS
+from attncheck.reference.step_spec import RecurrenceOptions
+
+CPU = torch.device("cpu")
+NOT_EXAMINED = dict.fromkeys(("lse", "features", "builder", "cudagraph"), "unsupported")
+MIXED = ((1, 20), (1, 9), (12, 30), (2, 2), (21, 21), (1, 1))
+DRAFTS = ((3, 20), (2, 9), (1, 9), (12, 30), (9, 9))
+LAYERS = {
+    "mamba1": {"num_heads": 12, "num_kv_heads": 1, "head_size": 8, "head_size_v": 1},
+    "linear": {"num_heads": 4, "num_kv_heads": 4, "head_size": 16, "head_size_v": 8},
+}
+DEFAULT = {"num_heads": 4, "num_kv_heads": 2, "head_size": 16, "head_size_v": 8}
+RULES = ("gdn", "kda", "mamba2", "mamba1", "linear")
+
+
+@pytest.fixture
+def state_case(make_case):
+    """Return a function to a case of a rule; ``options`` are the path's."""
+
+    def make(rule, *requests, options=None, padding=(2, 3), **fields):
+        sizes = LAYERS.get(rule, DEFAULT)
+        given = RecurrenceOptions(rule=rule, **(options or {}))
+        return make_case(*requests, path="recurrence", options=given, padding=padding, **(sizes | fields))
+
+    return make
+
+
+def loaded(backend):
+    return LoadedBackend(name="mine", ref="./x.py:Mine", backend=backend, version="", origin="test")
+
+
+def examine(backend, case, **plan):
+    examiner = Examiner(RunPlan(cases=(case,), backends=(loaded(backend),), **plan))
+    records = {record.check: record for record in examiner.run()}
+    assert examiner.blind == []
+    return records
+
+
+def outcomes(records):
+    return {check: record.outcome for check, record in records.items()}
+
+
+def changed(base=TorchStateImpl, **members):
+    """Return a backend whose impl has other members."""
+    impl = type("Impl", (base,), members)
+    return type("Mine", (TorchStateBackend,), {"get_impl_cls": staticmethod(lambda: impl)})
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("drafts", [0, 2])
+def test_right_backends_pass_every_check(state_case, rule, drafts):
+    case = state_case(rule, *(DRAFTS if drafts else MIXED), options={"num_speculative_tokens": drafts})
+    for backend in (ReferenceStateBackend, TorchStateBackend):
+        records = examine(backend, case)
+        assert outcomes(records) == dict.fromkeys(DEFAULT_CHECKS, "passed") | NOT_EXAMINED
+        assert records["numerics"].figures["budget_share"] < 0.8
+        assert ("after a roll-back of drafts" in records["invariance"].notes) == bool(drafts)
+        assert "with prompts in two pieces" in records["invariance"].notes
+
+
+@pytest.mark.parametrize("rule", ["gdn", "kda", "mamba2", "linear"])
+@pytest.mark.parametrize("state_dtype", ["float32", "bfloat16"])
+def test_a_kernel_that_rounds_each_product_is_within_the_budget(state_case, rule, state_dtype):
+    """Chunks of other sizes than those of the budget's own runs."""
+    shares = []
+    for seed in range(3):
+        case = state_case(rule, (70, 70), (40, 60), options={"state_dtype": state_dtype})
+        problem = build_recurrent(case, seed)
+        truth = recurrent_truth(problem)
+        for size in (8, 32, 128):
+            parts = []
+            for request in problem.requests:
+                rows = rows_of(problem, request).to(torch.float32)
+                out, after = rounded_chunks(rows, request.initial, size, torch.bfloat16, torch.float32)
+                parts.append((out.bfloat16(), after[-1].to(problem.stale.dtype)))
+            seen = Computed(
+                torch.cat([out for out, _ in parts]).double(), torch.stack([state for _, state in parts]).double()
+            )
+            shares += [float(truth.shares(seen).max()), float(truth.state_shares(seen).max())]
+    assert 0.2 < max(shares) < 1
+
+
+def test_an_error_of_a_few_roundings_is_seen(state_case):
+    """An output that is off by one percent, and a state that is off by as much."""
+
+    def forward(self, layer, inputs, states, attn_metadata, output):
+        TorchStateImpl.forward(self, layer, inputs, states, attn_metadata, output)
+        output[5, 1] *= 1.1
+        states[attn_metadata.state_indices_tensor[0, 0], 2] *= 1.02
+
+    records = examine(changed(forward=forward), state_case("gdn", *MIXED))
+    assert records["numerics"].figures["rows_wrong"] == records["numerics"].figures["heads_wrong"] == 1
+    assert records["numerics"].summary.startswith("1 of 38 rows is wrong, the first is row 5 (request 2, position 21)")
+    assert records["cache_write"].outcome == "failed"
+    assert "1 of 6 stored states are wrong" in records["cache_write"].summary
+
+
+def test_problems_are_the_same_bits_on_every_machine(state_case):
+    problem = build_recurrent(state_case("gdn", *MIXED, dtype="float32"), 0)
+    assert [request.slots for request in problem.requests] == [(8,), (9,), (11,), (4,), (7,), (10,)]
+    first = problem.requests[0].inputs["value"][0, 0, :2].tolist()
+    assert [math.floor(value * 2**10) for value in first] == [-450, -551]
+
+
+def test_slots_are_distinct_and_decodes_come_first(state_case):
+    case = state_case("mamba2", (9, 9), (3, 20), (5, 30), (2, 9), options={"num_speculative_tokens": 3})
+    problem = build_recurrent(case, 0)
+    assert [request.number for request in problem.requests] == [1, 3, 0, 2]
+    assert [request.is_decode for request in problem.requests] == [True, True, False, False]
+    slots = [slot for request in problem.requests for slot in request.slots]
+    assert len(set(slots)) == 16
+    assert not {NULL_BLOCK_ID, len(problem.stale) - 1} & set(slots)
+    assert list(problem.requests[0].written.values()) == [0, 1, 2]
+    assert problem.requests[3].written == {problem.requests[3].slots[0]: 4}
+    regions = problem.regions()
+    assert set(regions[ABSENT].tolist()) == set(problem.requests[2].slots)
+    assert not set(regions[FOREIGN].tolist()) & set(slots)
+    read = {request.slots[request.accepted - 1] for request in problem.requests if request.initial is not None}
+    assert set(regions[UNREAD].tolist()) == set(slots) - read - set(problem.requests[2].slots)
+
+
+def test_metadata_is_that_of_the_batch(state_case):
+    built = {}
+
+    def forward(self, layer, inputs, states, attn_metadata, output):
+        built.update(vars(attn_metadata), rows=len(output), stride=states.stride(0), size=states[0].numel())
+        ReferenceStateImpl.forward(self, layer, inputs, states, attn_metadata, output)
+
+    case = state_case("kda", *DRAFTS, options={"num_speculative_tokens": 2})
+    problem = build_recurrent(case, 0)
+    backend = changed(ReferenceStateImpl, forward=forward)
+    StateSession(backend, problem, CPU).run(problem)
+    counts = (built["num_decodes"], built["num_decode_tokens"], built["num_prefills"], built["num_prefill_tokens"])
+    assert counts == (3, 6, 2, 21)
+    assert built["query_start_loc"].tolist() == [0, 3, 5, 6, 18, 27, 27, 27]
+    assert built["has_initial_states"].tolist() == [True] * 4 + [False] * 3
+    assert built["state_indices_tensor"].tolist() == [list(each.slots) for each in problem.requests] + [[0] * 3] * 2
+    assert built["num_accepted_tokens"].tolist() == [each.accepted for each in problem.requests] + [1, 1]
+    assert built["rows"] == 30
+    assert built["stride"] > built["size"]
+
+
+def test_a_pool_keeps_states_in_the_shape_of_vllm(state_case):
+    shapes = {rule: StatePool(build_recurrent(state_case(rule, (3, 9)), 0), CPU).states.shape[1:] for rule in RULES}
+    delta = (4, 8, 16)
+    assert shapes == {"gdn": delta, "kda": delta, "mamba2": delta, "mamba1": (12, 8), "linear": (4, 16, 8)}
+
+
+@pytest.mark.parametrize(
+    ("rule", "members", "check", "summary", "meaning"),
+    [
+        (
+            "gdn",
+            {"forward": lambda self, layer, inputs, states, attn_metadata, output: None},
+            "numerics",
+            "38 of 38 rows are wrong, the first is row 0 (request 0, position 19), in all heads; the error is NaN",
+            None,
+        ),
+        (
+            "gdn",
+            {"forward": lambda self, layer, inputs, states, attn_metadata, output: states[0].fill_(1.0)},
+            "cache_write",
+            "1 slot that the step must leave alone changed, the first is slot 0 of 13 (the null block)",
+            "the null block was written",
+        ),
+        (
+            "mamba2",
+            {"forward": lambda self, layer, inputs, states, attn_metadata, output: None},
+            "cache_write",
+            "6 of 6 stored states are wrong, the first is in slot",
+            "the new state is not stored",
+        ),
+    ],
+)
+def test_findings_name_place_and_cause(state_case, rule, members, check, summary, meaning):
+    record = examine(changed(**members), state_case(rule, *MIXED), checks=(check,))[check]
+    assert record.outcome == "failed"
+    assert record.summary.startswith(summary)
+    assert meaning is None or meaning in record.meaning
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_zeros_are_wrong_in_every_row_of_every_rule(state_case, rule):
+    def forward(self, layer, inputs, states, attn_metadata, output):
+        output.zero_()
+
+    record = examine(changed(forward=forward), state_case(rule, *MIXED), checks=("numerics",))["numerics"]
+    assert record.figures["rows_wrong"] == 38
+
+
+def test_what_is_beside_states_and_output_must_stay(state_case):
+    def gaps(self, layer, inputs, states, attn_metadata, output):
+        TorchStateImpl.forward(self, layer, inputs, states, attn_metadata, output)
+        states.as_strided((1,), (1,), states.stride(0) - 1).zero_()
+
+    def beside(self, layer, inputs, states, attn_metadata, output):
+        TorchStateImpl.forward(self, layer, inputs, states, attn_metadata, output)
+        output.as_strided((1,), (1,), 0).zero_()
+
+    case = state_case("mamba2", *MIXED)
+    assert examine(changed(forward=gaps), case)["cache_write"].summary == "memory between the slots changed"
+    found = examine(changed(forward=beside), case)
+    assert found["containment"].summary == "memory beside the output was written"
+    assert found["numerics"].outcome == "passed"
+
+    def weights(self, layer, inputs, states, attn_metadata, output):
+        TorchStateImpl.forward(self, layer, inputs, states, attn_metadata, output)
+        inputs["dt"][-1] = 0
+        layer.A.mul_(2)
+
+    assert examine(changed(forward=weights), case)["numerics"].summary == "arguments were changed: dt, A"
+
+
+def test_poison_is_traced_to_its_region(state_case):
+    def forward(self, layer, inputs, states, attn_metadata, output):
+        read = 0 * states[attn_metadata.state_indices_tensor[3, 0]].sum()  # request 3 has no state
+        TorchStateImpl.forward(self, layer, inputs, states, attn_metadata, output)
+        output[0] += read
+        output[1] += 0 * inputs["query"][-1].sum()
+
+    record = examine(changed(forward=forward), state_case("linear", *MIXED), checks=("containment",))["containment"]
+    assert record.summary == snapshot(
+        "NaN in slots of requests without a state, padding rows reaches 2 of 38 rows, the first is row 0 (request 0, position 19)"
+    )
+
+
+def test_a_backend_that_declares_less_is_examined_less(state_case, make_case):
+    narrow = type(
+        "Narrow",
+        (TorchStateBackend,),
+        {"supported_rules": ("gdn",), "supported_state_dtypes": ("float32",), "max_speculative_tokens": 1},
+    )
+    for case, reason in (
+        (state_case("kda", (3, 9)), "rule kda: supported are gdn"),
+        (state_case("gdn", (3, 9), options={"state_dtype": "bfloat16"}), "state_dtype bfloat16: supported are float32"),
+        (
+            state_case("gdn", (3, 9), options={"num_speculative_tokens": 2}),
+            "num_speculative_tokens 2: at most 1 are supported",
+        ),
+        (make_case((3, 9)), "the layer has a KV cache, not a state"),
+    ):
+        for record in examine(narrow, case).values():
+            assert (record.outcome, record.reasons, record.by) == ("unsupported", (reason,), "backend")
+    record = examine(SDPABackend, state_case("gdn", (3, 9)))["numerics"]
+    assert (record.outcome, record.reasons) == ("unsupported", ("the layer has a state, not a KV cache",))
+
+
+def test_a_declared_case_that_raises_is_a_broken_declaration(state_case):
+    def forward(self, layer, inputs, states, attn_metadata, output):
+        return layer.D
+
+    records = examine(changed(forward=forward), state_case("gdn", (3, 9)))
+    assert records["numerics"].outcome == "errored"
+    assert records["refusals"].summary == snapshot(
+        "declared, but raised at forward: AttributeError: layer has no 'D': the contract provides"
+    )
+
+
+def test_a_case_that_cannot_show_a_fault_is_refused(state_case):
+    examiner = Examiner(RunPlan(cases=(state_case("gdn", (9, 9), scale=1.001),), backends=(loaded(TorchStateBackend),)))
+    assert list(examiner.run()) == []
+    (fault,) = examiner.blind
+    assert "blind to the scale is missing: no row moves by 10 times the allowed error" in str(fault)
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_each_mistake_of_a_rule_is_another_output(state_case, rule):
+    options = {"num_speculative_tokens": 2}
+    problem = build_recurrent(state_case(rule, *DRAFTS, options=options), 0)
+    meanings = [mistake.meaning for mistake in mistakes(problem)]
+    assert len(set(meanings)) == len(meanings) >= 7
+
+
+@pytest.mark.parametrize(
+    ("rule", "fields", "words"),
+    [
+        ("mamba1", {"num_kv_heads": 2}, "a layer of the rule mamba1 has num_kv_heads 1"),
+        ("mamba1", {"head_size_v": 2}, "a layer of the rule mamba1 has head_size_v 1"),
+        ("linear", {"num_kv_heads": 2}, "a layer of the rule linear has num_kv_heads 4"),
+        ("mamba2", {"scale": 0.5}, "a layer of the rule mamba2 has no scale"),
+        ("gdn", {"sliding_window": 4}, "a layer of the rule gdn has no sliding_window"),
+    ],
+)
+def test_a_layer_has_the_sizes_of_its_rule(state_case, rule, fields, words):
+    case = state_case(rule, (3, 9), **fields)
+    with pytest.raises(SpecError, match=words):
+        check_meaning(case.layer, case.cache, case.batch)
+
+
+def test_more_new_tokens_than_tokens_are_refused(state_case):
+    case = state_case("gdn", (9, 3))
+    with pytest.raises(SpecError, match="the 9 new tokens count as tokens of the request"):
+        check_meaning(case.layer, case.cache, case.batch)
+
+
+def test_the_form_of_a_class_is_checked():
+    assert contract_problems(TorchStateBackend) == []
+    wrong = changed(forward=lambda self, query, key, value: None)
+    (problem,) = contract_problems(wrong)
+    assert "cannot be called with (layer, inputs, states, attn_metadata, output)" in problem
+
+
+def test_what_does_not_fit_is_unavailable_before_anything_is_made(state_case):
+    records = examine(TorchStateBackend, state_case("gdn", (10**6, 10**6), num_heads=1024))
+    assert set(outcomes(records).values()) == {"unavailable"}
+    assert needed_bytes(state_case("gdn", (1, 10**6))) < 2**26
+
+
+def test_a_builder_counts_a_prompt_of_one_token_as_a_prompt(state_case):
+    problem = build_recurrent(state_case("gdn", (1, 9), (1, 1)), 0)
+    seen = []
+
+    class Builder(StateMetadataBuilder):
+        def build(self, *args, **kwargs):
+            seen.append(super().build(*args, **kwargs))
+            return seen[-1]
+
+    backend = type("Mine", (TorchStateBackend,), {"get_builder_cls": staticmethod(lambda: Builder)})
+    StateSession(backend, problem, CPU).run(problem)
+    assert (seen[0].num_decodes, seen[0].num_prefills) == (1, 1)
+
+
+def test_the_suite_has_every_rule_and_dtype():
+    found = {(case.batch.path.options.rule, case.batch.path.options.state_dtype) for case in load_suite("state")}
+    assert found == {(rule, dtype) for rule in RULES for dtype in ("float32", "bfloat16")}
+
+
+def test_a_tolerance_widens_both_budgets(state_case):
+    case = state_case("mamba1", *MIXED)
+    wider = replace(case, tolerance=Tolerance(factor=4.0, reason="a test"))
+    one, four = (recurrent_truth(replace(build_recurrent(case, 0), case=each)) for each in (case, wider))
+    assert torch.equal(one.budget.norm * 4, four.budget.norm)
+    assert torch.equal(one.state_budget.peak * 4, four.state_budget.peak)
