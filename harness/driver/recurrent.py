@@ -90,6 +90,7 @@ class StateSession:
             layer,
             problem.case.cache,
             problem.dtype,
+            passed_cache_dtype=problem.case.cache.kv_cache_dtype,
             max_model_len=batch.max_seq_len + batch.max_query_len,
             max_num_seqs=batch.num_requests + batch.padding.requests,
             max_tokens=batch.num_tokens + batch.padding.tokens,
