@@ -45,7 +45,7 @@ _AT_ONCE = 32
 def comparable_mutants() -> list[Mutant]:
     """Return the mutants that every compared test can run on a CPU; those tests call attention alone."""
     fast = [each for each in catalogue() if not each.is_provider and not each.base.startswith("triton")]
-    return [each for each in fast if each.area != "functions"]
+    return [each for each in fast if each.area not in ("functions", "state")]
 
 
 def measure(jobs: int) -> dict[str, Any]:
