@@ -99,7 +99,8 @@ def test_nothing_is_found_without_a_fault(found, engine):
     line = found[f"none-{engine}"]
     assert (line["findings"], line["not_followed"], line["failure"], line["raised"]) == ([], {}, None, "")
     assert min(line["checks"][kind] for kind in ("output", "token", "position", "count", "write")) > 100
-    assert line["counts"]["requests resumed after preemption"] > 0
+    if engine != "hybrid":  # whose pool has room for all requests
+        assert line["counts"]["requests resumed after preemption"] > 0
 
 
 @pytest.mark.parametrize("fault", sorted(EXPECTED))
