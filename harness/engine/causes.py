@@ -7,9 +7,20 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from attncheck.harness.engine.history import ZERO_ROW, Block, History, Numbers, StepRows, first_seen
+from attncheck.harness.engine.history import (
+    ZERO_ROW,
+    Block,
+    History,
+    Numbers,
+    StepRows,
+    block_in_words,
+    first_seen,
+    positions_in_words,
+    requests_in_words,
+)
 from attncheck.harness.truth.unpaged import Budget, UnpagedAttention, share_of_budget
 from attncheck.reference import AttentionParams
+from attncheck.reports.analysis.phrases import plural
 
 _KEYS_AT_ONCE, _MOST_KEYS = 2**16, 2**21
 """Keys of readings that are computed together, and of all that are tried for one row."""
@@ -146,7 +157,7 @@ def _wrong_contents(wrong: WrongRows, history: History, row: int) -> Iterator[Re
             for what, content in _contents(wrong, history, own, low, high):
                 numbers = base.copy()
                 numbers[low:high] = content
-                meaning = f"block {block_id} (number {index}) holds {what} from position {low}"
+                meaning = f"from position {low} on, {block_in_words(block_id, index)} holds {what}"
                 same = (what, index, low)
                 yield Reading(same, Cause(meaning, block_id, index), numbers[_from(wrong.params, first) :])
 
@@ -170,17 +181,17 @@ def _contents(
     yield "zeros", np.full(high - low, ZERO_ROW)
     if own is not None and (own.earlier[slots] >= 0).all():
         earlier = own.earlier[slots]
-        owners = {history.numbers.owners[number] for number in earlier.tolist()}
-        is_draft = owners == {wrong.request.request_id}
+        owners = [history.numbers.owners[number] for number in earlier.tolist()]
+        is_draft = set(owners) == {wrong.request.request_id}
         is_draft = is_draft and np.array_equal(history.numbers.positions[earlier], np.arange(low, high))
-        yield "a rejected draft" if is_draft else f"old content of {' and '.join(sorted(owners))}", earlier
+        yield "a rejected draft" if is_draft else f"old content of {requests_in_words(owners)}", earlier
     for other in wrong.others:
         numbers = other.keys[wrong.group]
         if numbers is None:
             continue
         for start in range(other.position, other.position + other.num_rows - (high - low) + 1):
-            what = f"positions {start}..{start + high - low - 1} of {other.request_id}"
-            yield what, numbers[start : start + high - low]
+            positions = positions_in_words(range(start, start + high - low))
+            yield f"keys of {requests_in_words([other.request_id])}, {positions}", numbers[start : start + high - low]
 
 
 def _wrong_lengths(wrong: WrongRows, history: History, row: int) -> Iterator[Reading]:
@@ -200,11 +211,12 @@ def _wrong_lengths(wrong: WrongRows, history: History, row: int) -> Iterator[Rea
             yield Reading(("window", keys), Cause(f"the window is {words} ({keys} keys)"), base, window=keys - 1)
     for fewer in range(1, min(2 * size, num_keys - 1) + 1):
         first_of_fewer = _from(wrong.params, first_seen(wrong.params, position - fewer))
-        meaning = f"the row sees {num_keys - fewer} keys of {num_keys}"
-        yield Reading(("fewer", fewer), Cause(meaning), base[first_of_fewer : num_keys - fewer])
+        cause = Cause(f"the row sees {plural(fewer, 'key')} too few")
+        yield Reading(("fewer", fewer), cause, base[first_of_fewer : num_keys - fewer])
     for more in range(1, len(wrong.keys) - num_keys + 1):
         numbers = wrong.keys[_from(wrong.params, first_seen(wrong.params, position + more)) : num_keys + more]
-        yield Reading(("more", more), Cause(f"the row sees {more} keys behind its own"), numbers)
+        cause = Cause(f"the row sees {plural(more, 'key')} too many, behind its own")
+        yield Reading(("more", more), cause, numbers)
 
 
 def _unwritten_slots(wrong: WrongRows, history: History, row: int) -> Iterator[Reading]:
@@ -223,7 +235,7 @@ def _unwritten_slots(wrong: WrongRows, history: History, row: int) -> Iterator[R
         yield Reading(("early", is_zero), cause, keys[_from(wrong.params, first_seen(wrong.params, position)) :])
         if behind == len(wrong.keys) and behind // wrong.block_size < len(wrong.table):
             held = ZERO_ROW if is_zero else _held_at(wrong, history, behind, is_earlier=False)
-            cause = Cause("the row sees 1 key behind its own, from a slot that is not written yet")
+            cause = Cause("the row sees 1 key too many, from a slot that is not written yet")
             keys = np.append(wrong.keys, held)[_from(wrong.params, first_seen(wrong.params, behind)) :]
             yield Reading(("more", 1), cause, keys)
 
@@ -248,7 +260,8 @@ def _late_pages(wrong: WrongRows, history: History, row: int) -> Iterator[Readin
             for at, block_id in enumerate([*wrong.table[index + 1 : last + 1], end], start=index):
                 low, high = at * size, min(position + 1, (at + 1) * size)
                 numbers[low:high] = _held_by(history.blocks.get(block_id), high - low)
-            cause = Cause(f"blocks are read one page late from number {index} on", wrong.table[index], index)
+            meaning = f"from number {index} of the table on, blocks are read one page late"
+            cause = Cause(meaning, wrong.table[index], index)
             yield Reading(("late", index, end), cause, numbers[_from(wrong.params, first) :])
 
 
@@ -275,8 +288,8 @@ def _wrong_pages(wrong: WrongRows, history: History, row: int) -> Iterator[Readi
             numbers = base.copy()
             numbers[low:high] = found
             meaning = (
-                f"block {block_id}, which holds {history.contents(block_id)}, is read in place of block "
-                f"{wrong.table[index]} (number {index})"
+                f"block {block_id}, which holds {history.contents(block_id)}, is read in place of "
+                f"{block_in_words(wrong.table[index], index)}"
             )
             cause = Cause(meaning, wrong.table[index], index)
             yield Reading(("page", block_id, index), cause, numbers[_from(wrong.params, first) :])

@@ -1,6 +1,6 @@
 """Follows the requests of an engine: tokens, positions, and which computed row is the key of each position."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -165,6 +165,26 @@ def first_seen(params: AttentionParams, position: int) -> int:
     return first
 
 
+def block_in_words(block_id: int, index: int) -> str:
+    """Return ``block 12 (number 0 of the table)``."""
+    return f"block {block_id} (number {index} of the table)"
+
+
+def positions_in_words(positions: Sequence[int]) -> str:
+    """Return ``position 32``, ``positions 32 to 35``, or ``2 of positions 32 to 35``; in increasing order."""
+    first, last = positions[0], positions[-1]
+    if first == last:
+        return f"position {first}"
+    some = "" if len(positions) == last - first + 1 else f"{len(positions)} of "
+    return f"{some}positions {first} to {last}"
+
+
+def requests_in_words(request_ids: Iterable[str]) -> str:
+    """Return ``request 4``, or ``requests 3 and 4``."""
+    names = sorted(set(request_ids))
+    return f"request{'' if len(names) == 1 else 's'} {' and '.join(names)}"
+
+
 class History:
     """The requests of an engine. ``settings``: those of the layers of each group."""
 
@@ -326,11 +346,10 @@ class History:
         if block is None:
             return "nothing that was written"
         rows = block.rows[block.rows >= 0]
-        owners = {self.numbers.owners[row] for row in rows.tolist()}
-        positions = self.numbers.positions[rows]
         if not len(rows):
             return "nothing that was written"
-        return f"positions {positions.min()}..{positions.max()} of {' and '.join(sorted(owners))}"
+        owners = requests_in_words(self.numbers.owners[row] for row in rows.tolist())
+        return f"keys of {owners}, {positions_in_words(np.unique(self.numbers.positions[rows]).tolist())}"
 
     def _continue(self, continued: ContinuedRequest) -> None:
         request = self._request(continued.request_id)

@@ -10,7 +10,15 @@ from torch import Tensor
 
 from attncheck.harness.engine.causes import WrongRows, cause_of
 from attncheck.harness.engine.events import EngineFinding, KVGroup, LayerFacts, ObserverSettings, Tally
-from attncheck.harness.engine.history import History, Numbers, StepInputs, StepRows, first_seen
+from attncheck.harness.engine.history import (
+    History,
+    Numbers,
+    StepInputs,
+    StepRows,
+    block_in_words,
+    first_seen,
+    positions_in_words,
+)
 from attncheck.harness.engine.pages import KeptKeys, PageChecks
 from attncheck.harness.truth.faults import LATENT_ROUNDINGS, CacheRows, absorbed_rows, latent_answers
 from attncheck.harness.truth.unpaged import ROUNDINGS, Budget, UnpagedAttention, budget_of, share_of_budget
@@ -343,10 +351,9 @@ class Judge:
         if not len(lacking):
             return "the pages hold the right keys and values, but are read wrongly or the attention is wrong"
         size = self._groups[pending.group].block_size
-        parts = []
-        for index, positions in groupby(lacking.tolist(), key=lambda position: position // size):
-            block, some = request.block_ids[pending.group][index], list(positions)
-            parts.append(f"block {block} (number {index}) lacks positions {some[0]}..{some[-1]}")
+        table = request.block_ids[pending.group]
+        by_block = groupby(lacking.tolist(), key=lambda position: position // size)
+        parts = [_lacks(table[index], index, list(positions)) for index, positions in by_block]
         return "; ".join(parts[:3])
 
     # Pages.
@@ -408,9 +415,13 @@ class Judge:
                     block_id=block_id,
                     block_index=index,
                     num_rows=len(some),
-                    note=f"block {block_id} (number {index}) lacks positions {some[0]}..{some[-1]}",
+                    note=_lacks(block_id, index, some),
                 )
                 self._tally.find(finding)
+
+
+def _lacks(block_id: int, index: int, positions: Sequence[int]) -> str:
+    return f"{block_in_words(block_id, index)} lacks {positions_in_words(positions)}"
 
 
 def _latent_truth(

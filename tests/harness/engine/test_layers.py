@@ -101,7 +101,7 @@ def test_a_wrong_reading_of_a_latent_cache_is_explained():
     output[9] = attend(query[1:10], key[:9], value[:9], facts.params)[8]
     [finding] = observed({"mla": facts}, ("mla", query, kv_c, k_pe, output)).findings
     assert (finding.kind, finding.position, finding.num_rows) == ("output", 9, 1)
-    assert finding.cause == "the row sees 9 keys of 10"
+    assert finding.cause == "the row sees 1 key too few"
 
 
 def test_no_cause_is_named_that_holds_for_one_of_two_wrong_rows():
@@ -109,7 +109,7 @@ def test_no_cause_is_named_that_holds_for_one_of_two_wrong_rows():
     output = attend(query, key, value, PLAIN)
     output[10] = attend(query[1:], key[:10], value[:10], PLAIN)[9]  # sees one key less than it must
     [finding] = observed({"own": LayerFacts(PLAIN)}, ("own", query, key, value, output)).findings
-    assert (finding.num_rows, finding.cause) == (1, "the row sees 10 keys of 11")
+    assert (finding.num_rows, finding.cause) == (1, "the row sees 1 key too few")
     output[9] = attend(query[2:10], key[:8], value[:8], PLAIN)[7]  # sees two less
     [finding] = observed({"own": LayerFacts(PLAIN)}, ("own", query, key, value, output)).findings
     assert (finding.num_rows, finding.cause) == (2, None)
