@@ -281,6 +281,7 @@ class Judge:
             group=pending.group,
             num_rows=len(bad),
             budget_share=float(shares.max()),
+            note=_not_finite(pending.output[at + torch.from_numpy(bad).to(pending.output.device)]),
         )
         if self._tally.counts["explained findings"] < self._settings.max_explained:
             self._tally.counts["explained findings"] += 1
@@ -297,7 +298,8 @@ class Judge:
         """
         lacking = self._compare_pages(pending, [request], whole=True)
         if lacking is not None:
-            finding = replace(finding, note=self._words_of_pages(pending, request, lacking))
+            notes = (finding.note, self._words_of_pages(pending, request, lacking))
+            finding = replace(finding, note="; ".join(filter(None, notes)))
             if len(lacking):
                 index = int(lacking[0]) // self._groups[pending.group].block_size
                 finding = replace(finding, block_index=index, block_id=request.block_ids[pending.group][index])
@@ -418,6 +420,12 @@ class Judge:
                     note=_lacks(block_id, index, some),
                 )
                 self._tally.find(finding)
+
+
+def _not_finite(output: Tensor) -> str:
+    if bool(output.isnan().any()):
+        return "the output is NaN"
+    return "the output is infinite" if bool(output.isinf().any()) else ""
 
 
 def _lacks(block_id: int, index: int, positions: Sequence[int]) -> str:

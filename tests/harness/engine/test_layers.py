@@ -5,6 +5,7 @@ import torch
 
 from attncheck.backends.caches.codecs import Coding
 from attncheck.harness.engine.events import KVGroup, LayerFacts, StartedRequest, StepPlan
+from attncheck.harness.engine.findings import grouped
 from attncheck.harness.engine.observer import EngineObserver
 from attncheck.harness.problem.storage import UpProjections
 from attncheck.reference import AttentionParams, Precision, varlen_attention
@@ -113,6 +114,17 @@ def test_no_cause_is_named_that_holds_for_one_of_two_wrong_rows():
     output[9] = attend(query[2:10], key[:8], value[:8], PLAIN)[7]  # sees two less
     [finding] = observed({"own": LayerFacts(PLAIN)}, ("own", query, key, value, output)).findings
     assert (finding.num_rows, finding.cause) == (2, None)
+
+
+@pytest.mark.parametrize(("spoilt", "words"), [(torch.nan, "NaN"), (-torch.inf, "infinite")])
+def test_an_output_that_is_not_finite_is_named(spoilt, words):
+    query, key, value = drawn(ROWS, 4, 16), drawn(ROWS, 2, 16, seed=1), drawn(ROWS, 2, 16, seed=2)
+    output = attend(query, key, value, PLAIN)
+    output[7, 1, 3] = spoilt
+    [finding] = observed({"own": LayerFacts(PLAIN)}, ("own", query, key, value, output)).findings
+    assert (finding.position, finding.cause, finding.note) == (7, None, f"the output is {words}")
+    [group] = grouped([finding])
+    assert "the largest error is NaN or infinite; first in step 1" in group.lines(shown=None)[0]
 
 
 def test_fp8_keys_are_judged_by_the_values_of_their_codes():
