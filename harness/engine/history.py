@@ -212,7 +212,15 @@ class History:
     def add(
         self, request_id: str, tokens: Sequence[int], prefix_key: str = "", not_followed: str | None = None
     ) -> None:
-        """Follow a new request. ``prefix_key``: what besides tokens decides whether two prefixes are equal."""
+        """Follow a request. ``prefix_key``: what besides tokens decides whether two prefixes are equal.
+
+        One that is added again starts with these tokens; whether it is followed does not change.
+        """
+        known = self.requests.get(request_id)
+        if known is not None:
+            not_followed = not_followed or known.never_followed
+            self.requests[request_id] = Request(request_id, list(map(int, tokens)), known.prefix_key, not_followed)
+            return
         if all(group.not_followed for group in self.groups):
             not_followed = not_followed or next((group.not_followed for group in self.groups), "engines without keys")
         if not_followed is None and self._added % self._follow_one_of:

@@ -65,6 +65,15 @@ class EngineObserver:
         """Whether :meth:`engine_starts` was called."""
         return self._history is not None
 
+    def knows(self, request_id: str) -> bool:
+        """Return whether a request was added, and is not finished."""
+        return self._history is not None and request_id in self._history.requests
+
+    def may_follow(self, request_id: str) -> bool:
+        """Return whether a request is followed now, or may be from a later step on."""
+        request = None if self._history is None else self._history.requests.get(request_id)
+        return request is None or request.never_followed is None
+
     def fail(self, error: BaseException) -> None:
         """Stop observing because of an error of ours, or of what translates an engine's calls."""
         self.failure = f"{type(error).__name__}: {error}"

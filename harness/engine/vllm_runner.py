@@ -183,7 +183,7 @@ class Hooks:
             return
         for request_id in scheduler_output.finished_req_ids:
             self._known.discard(request_id)
-            self.steps.request_changes(functools.partial(self.observer.request_finished, request_id))
+            self.steps.request_finished(request_id)
         resumed = self._requests_start(scheduler_output)
         self._preempted |= scheduler_output.preempted_req_ids or set()
         if scheduler_output.total_num_scheduled_tokens:
@@ -199,19 +199,18 @@ class Hooks:
             request = added_request(new)
             if new.req_id not in self._known:
                 self._known.add(new.req_id)
-                self._add(*request)
+                self.steps.request_added(*request)
             elif new.req_id in self._preempted:
                 resumed[new.req_id] = new.prefill_token_ids
             else:
-                self._add(*request[:-1], "requests whose prompt is streamed")
+                self.steps.request_added(*request[:-1], "requests whose prompt is streamed")
         for request_id, tokens in resumed.items():
             self._preempted.discard(request_id)
             if tokens is not None and self.steps.is_in_flight(request_id):
-                self._add(request_id, list(tokens))  # the scheduler drops what the steps in flight sample
+                self.steps.request_added(
+                    request_id, list(tokens)
+                )  # the scheduler drops what the steps in flight sample
         return set(resumed)
-
-    def _add(self, *request: Any) -> None:
-        self.steps.request_changes(functools.partial(self.observer.request_added, *request))
 
     def _inputs_v1(
         self, runner: Any, input_ids: Tensor | None = None, positions: Tensor | None = None, *_: Any, **__: Any

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 from toy_engine import BLOCK, VOCAB, ToyEngine, serve
 
-from attncheck.harness.engine.events import ObserverSettings
+from attncheck.harness.engine.events import KVGroup, ObserverSettings
 from attncheck.harness.engine.observer import EngineObserver
 
 
@@ -254,6 +254,15 @@ def test_one_of_three_requests_is_followed_and_the_others_are_counted():
     assert result.not_followed["one of 3 requests is followed"] > 0
     left_out = sum(result.not_followed.values())
     assert result.checks["output"] == 2 * (result.counts["rows"] - left_out) > 0
+
+
+def test_a_request_that_is_added_again_is_followed_as_before():
+    observer = EngineObserver(ObserverSettings(follow_one_of=2))
+    observer.engine_starts([KVGroup(BLOCK, ("full.0",))], {})
+    for _ in range(2):
+        for name in ("first", "second", "third"):
+            observer.request_added(name, [1, 2, 3])
+    assert [observer.may_follow(name) for name in ("first", "second", "third")] == [True, False, True]
 
 
 def test_every_third_step_is_judged_and_all_are_followed():
