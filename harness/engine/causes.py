@@ -14,6 +14,7 @@ from attncheck.harness.engine.history import (
     Numbers,
     StepRows,
     block_in_words,
+    first_needed,
     first_seen,
     positions_in_words,
     requests_in_words,
@@ -53,9 +54,7 @@ class WrongRows:
     @property
     def keys(self) -> Numbers:
         """The right row numbers, from position 0 on."""
-        own = self.request.keys[self.group]
-        assert own is not None
-        return own
+        return self.request.keys_of(self.group)
 
     @property
     def table(self) -> Sequence[int]:
@@ -159,7 +158,7 @@ def _wrong_contents(wrong: WrongRows, history: History, row: int) -> Iterator[Re
                 numbers[low:high] = content
                 meaning = f"from position {low} on, {block_in_words(block_id, index)} holds {what}"
                 same = (what, index, low)
-                yield Reading(same, Cause(meaning, block_id, index), numbers[_from(wrong.params, first) :])
+                yield Reading(same, Cause(meaning, block_id, index), numbers[first_needed(wrong.params, position) :])
 
 
 def _spans(wrong: WrongRows, low: int, high: int) -> Iterator[tuple[int, int]]:
@@ -210,11 +209,11 @@ def _wrong_lengths(wrong: WrongRows, history: History, row: int) -> Iterator[Rea
         for keys, words in ((left, "one key too short"), (left + 2, "one key too long")):
             yield Reading(("window", keys), Cause(f"the window is {words} ({keys} keys)"), base, window=keys - 1)
     for fewer in range(1, min(2 * size, num_keys - 1) + 1):
-        first_of_fewer = _from(wrong.params, first_seen(wrong.params, position - fewer))
+        first_of_fewer = first_needed(wrong.params, position - fewer)
         cause = Cause(f"the row sees {plural(fewer, 'key')} too few")
         yield Reading(("fewer", fewer), cause, base[first_of_fewer : num_keys - fewer])
     for more in range(1, len(wrong.keys) - num_keys + 1):
-        numbers = wrong.keys[_from(wrong.params, first_seen(wrong.params, position + more)) : num_keys + more]
+        numbers = wrong.keys[first_needed(wrong.params, position + more) : num_keys + more]
         cause = Cause(f"the row sees {plural(more, 'key')} too many, behind its own")
         yield Reading(("more", more), cause, numbers)
 
@@ -232,11 +231,11 @@ def _unwritten_slots(wrong: WrongRows, history: History, row: int) -> Iterator[R
         ]
         keys = np.append(wrong.keys[:begin], earlier)
         cause = Cause("the keys of the step are read before they are written")
-        yield Reading(("early", is_zero), cause, keys[_from(wrong.params, first_seen(wrong.params, position)) :])
+        yield Reading(("early", is_zero), cause, keys[first_needed(wrong.params, position) :])
         if behind == len(wrong.keys) and behind // wrong.block_size < len(wrong.table):
             held = ZERO_ROW if is_zero else _held_at(wrong, history, behind, is_earlier=False)
             cause = Cause("the row sees 1 key too many, from a slot that is not written yet")
-            keys = np.append(wrong.keys, held)[_from(wrong.params, first_seen(wrong.params, behind)) :]
+            keys = np.append(wrong.keys, held)[first_needed(wrong.params, behind) :]
             yield Reading(("more", 1), cause, keys)
 
 
@@ -262,7 +261,7 @@ def _late_pages(wrong: WrongRows, history: History, row: int) -> Iterator[Readin
                 numbers[low:high] = _held_by(history.blocks.get(block_id), high - low)
             meaning = f"from number {index} of the table on, blocks are read one page late"
             cause = Cause(meaning, wrong.table[index], index)
-            yield Reading(("late", index, end), cause, numbers[_from(wrong.params, first) :])
+            yield Reading(("late", index, end), cause, numbers[first_needed(wrong.params, position) :])
 
 
 def _held_by(block: Block | None, count: int) -> Numbers:
@@ -292,9 +291,4 @@ def _wrong_pages(wrong: WrongRows, history: History, row: int) -> Iterator[Readi
                 f"{block_in_words(wrong.table[index], index)}"
             )
             cause = Cause(meaning, wrong.table[index], index)
-            yield Reading(("page", block_id, index), cause, numbers[_from(wrong.params, first) :])
-
-
-def _from(params: AttentionParams, first: int) -> int:
-    """Return the first key of a reading; chunks count positions from 0, so none may be left out."""
-    return 0 if params.attn_chunk_size is not None else first
+            yield Reading(("page", block_id, index), cause, numbers[first_needed(wrong.params, position) :])

@@ -68,6 +68,12 @@ class StepRows:
         own = next(keys for keys in self.keys if keys is not None)
         return own[self.position :]
 
+    def keys_of(self, group: int) -> Numbers:
+        """The row numbers of a group that is followed."""
+        keys = self.keys[group]
+        assert keys is not None
+        return keys
+
 
 @dataclass(frozen=True)
 class StepInputs:
@@ -148,9 +154,7 @@ class RowNumbers:
         self._free = np.flatnonzero(~is_held)
 
     def _grow(self) -> None:
-        size = 2 * self.capacity
-        if self.max_capacity is not None:
-            size = max(self.capacity, min(size, self.max_capacity))
+        size = min(2 * self.capacity, self.max_capacity or 2 * self.capacity)
         self.owners += [""] * (size - self.capacity)
         self.positions = np.concatenate([self.positions, np.zeros(size - self.capacity, dtype=np.int64)])
         self.capacity = size
@@ -163,6 +167,11 @@ def first_seen(params: AttentionParams, position: int) -> int:
         chunk = position // params.attn_chunk_size - params.attn_chunk_lookback
         first = max(first, chunk * params.attn_chunk_size)
     return first
+
+
+def first_needed(params: AttentionParams, position: int) -> int:
+    """Return the first key for a truth; chunks count positions from 0, so none may be left out."""
+    return 0 if params.attn_chunk_size is not None else first_seen(params, position)
 
 
 def block_in_words(block_id: int, index: int) -> str:

@@ -16,6 +16,7 @@ from attncheck.harness.engine.history import (
     StepInputs,
     StepRows,
     block_in_words,
+    first_needed,
     first_seen,
     positions_in_words,
 )
@@ -196,7 +197,7 @@ class Judge:
         part: list[StepRows] = []
         num_keys = 0
         for request in self._followed:
-            keys = request.position + request.num_rows - _first_kept(params, request.position)
+            keys = request.position + request.num_rows - first_needed(params, request.position)
             if part and size * (num_keys + keys) > _JUDGED_BYTES:
                 yield tuple(part)
                 part, num_keys = [], 0
@@ -208,8 +209,8 @@ class Judge:
     # Outputs.
 
     def _judge(self, together: Sequence[Pending], requests: Sequence[StepRows]) -> None:
-        budget, truth = self._truth(together, requests)
         begin = next(at for at, each in _starts(self._followed) if each is requests[0])
+        budget, truth = self._truth(together, requests, begin)
         own = slice(begin, begin + len(truth))
         got = torch.cat([each.output[own] for each in together], dim=1).double()
         share = share_of_budget(got - truth, budget).unflatten(1, (len(together), -1))
@@ -221,7 +222,7 @@ class Judge:
         self._tally.checks["output"] += num_finite
         self._tally.not_followed["rows for which a good kernel overflows"] += worst.numel() - num_finite
         self.worst_share = max(self.worst_share, float(worst.max()))
-        if self.worst_share <= 1 or not bool((worst > 1).any()):
+        if not bool((worst > 1).any()):
             return
         shares = worst.cpu().numpy()
         heads = together[0].facts.params.num_heads
@@ -234,15 +235,17 @@ class Judge:
                     allowed = Budget(*(part[of_request, of_layer] for part in (budget.norm, budget.peak, budget.lse)))
                     self._find(each, request, bad, shares[of_request, index], begin + at, allowed)
 
-    def _truth(self, together: Sequence[Pending], requests: Sequence[StepRows]) -> tuple[Budget, Tensor]:
-        """Return the right output, float64 ``[T, H, Dv]``, and its budget, of all layers as heads of one."""
+    def _truth(self, together: Sequence[Pending], requests: Sequence[StepRows], begin: int) -> tuple[Budget, Tensor]:
+        """Return the budget and the right output, float64 ``[T, H, Dv]``, of all layers as heads of one.
+
+        ``begin``: the first row of the requests.
+        """
         first = together[0]
         params, group, facts = _as_heads([each.facts.params for each in together]), first.group, first.facts
-        begin = next(at for at, each in _starts(self._followed) if each is requests[0])
         num_rows = [each.num_rows for each in requests]
         query = torch.cat([each.query[begin : begin + sum(num_rows)] for each in together], dim=1)
         keys = [
-            _keys(each, group)[_first_kept(facts.params, each.position) : each.position + each.num_rows]
+            each.keys_of(group)[first_needed(facts.params, each.position) : each.position + each.num_rows]
             for each in requests
         ]
         numbers = torch.from_numpy(np.concatenate(keys)).to(query.device)
@@ -375,7 +378,7 @@ class Judge:
             return None
         size = self._groups[pending.group].block_size
         spans = [self._span(pending, request, whole=whole) for request in requests]
-        numbers = [_keys(request, pending.group)[span] for request, span in zip(requests, spans, strict=True)]
+        numbers = [request.keys_of(pending.group)[span] for request, span in zip(requests, spans, strict=True)]
         tables = [np.array(request.block_ids[pending.group], dtype=np.int64) for request in requests]
         slots = [table[span // size] * size + span % size for table, span in zip(tables, spans, strict=True)]
         key, value = self.store.rows(pending.layer, torch.from_numpy(np.concatenate(numbers)).to(cache.device))
@@ -475,17 +478,6 @@ def _as_heads(params: Sequence[AttentionParams]) -> AttentionParams:
         sinks=None if first.sinks is None else tuple(sink for each in params for sink in each.sinks or ()),
         alibi_slopes=None if first.alibi_slopes is None else first.alibi_slopes * len(params),
     )
-
-
-def _first_kept(params: AttentionParams, position: int) -> int:
-    """Return the first key of a truth; chunks count positions from 0, so none may be left out."""
-    return 0 if params.attn_chunk_size is not None else first_seen(params, position)
-
-
-def _keys(request: StepRows, group: int) -> Numbers:
-    keys = request.keys[group]
-    assert keys is not None
-    return keys
 
 
 def _starts(requests: Sequence[StepRows]) -> Iterator[tuple[int, StepRows]]:

@@ -103,7 +103,8 @@ class EngineObserver:
     ) -> None:
         """Take a new request.
 
-        ``prefix_key``: what besides its tokens its keys depend on, such as a LoRA adapter. ``not_followed``: why it cannot be followed.
+        ``prefix_key``: what besides its tokens its keys depend on, such as a LoRA adapter.
+        ``not_followed``: why it cannot be followed.
         """
         if self._history is None:
             self._waiting.append((request_id, prompt_token_ids, prefix_key, not_followed))

@@ -420,7 +420,8 @@ def layer_facts(layer: Any, dtype: torch.dtype, page_size: int | None = None) ->
     reasons = [words for attribute, words in _NOT_JUDGED.items() if getattr(layer, attribute, None)]
     if getattr(layer.impl, "chunk_lookback", -1) > -1:
         reasons.append("layers whose chunks look back")
-    attn_type = str(getattr(getattr(layer, "attn_type", "decoder"), "value", getattr(layer, "attn_type", "decoder")))
+    attn_type = getattr(layer, "attn_type", "decoder")
+    attn_type = str(getattr(attn_type, "value", attn_type))
     if attn_type != "decoder":
         reasons.append(f"layers of the type {attn_type}")
     facts = _latent_facts(layer, reasons) if name == "MLAAttention" else _paged_facts(layer, dtype, reasons)
@@ -465,7 +466,10 @@ def _writer(layer: Any) -> WritePages | None:
         return None
 
     def write(key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor) -> None:
-        update(layer, key, value, kv_cache, slot_mapping)
+        if type(layer).__name__ == "MLAAttention":
+            update(key, value, kv_cache, slot_mapping, layer.kv_cache_dtype, layer._k_scale)
+        else:
+            update(layer, key, value, kv_cache, slot_mapping)
 
     return write
 
@@ -503,16 +507,5 @@ def _latent_facts(layer: Any, reasons: list[str]) -> LayerFacts:
         params=params,
         up_projections=projections,
         not_judged=reasons[0] if reasons else None,
-        write=_latent_writer(layer),
+        write=_writer(layer),
     )
-
-
-def _latent_writer(layer: Any) -> WritePages | None:
-    update = getattr(layer.impl, "do_kv_cache_update", None)
-    if update is None:
-        return None
-
-    def write(key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor) -> None:
-        update(key, value, kv_cache, slot_mapping, layer.kv_cache_dtype, layer._k_scale)
-
-    return write
