@@ -73,7 +73,7 @@ class Cause:
 
 @dataclass(frozen=True)
 class Reading:
-    """The row numbers that a faulty engine may have read for one row, which is at the end of them.
+    """The row numbers that a faulty engine may have read for one row, from position 0 up to the row itself.
 
     same: what the reading is, equal for rows that are read wrongly in the same way. window: the window to the left, -1
     for none; None: that of the layer.
@@ -103,9 +103,8 @@ def cause_of(wrong: WrongRows, history: History) -> Cause | None:
 
 def _misses(wrong: WrongRows, row: int, readings: Iterator[Reading]) -> Iterator[tuple[Reading, float]]:
     """Yield each reading with its distance from the output, in budgets."""
-    for part in _parts(readings):
-        window = part[0].window
-        params = wrong.params if window is None else replace(wrong.params, window=(window, wrong.params.window[1]))
+    for part in _parts(_needed(wrong, reading) for reading in readings):
+        params = _params_of(wrong, part[0])
         key, value = wrong.rows_of(np.concatenate([each.numbers for each in part]))
         ends = torch.tensor([0, *(len(each.numbers) for each in part)]).cumsum(0).to(key.device)
         query = wrong.query[row : row + 1].expand(len(part), -1, -1)
@@ -113,6 +112,18 @@ def _misses(wrong: WrongRows, row: int, readings: Iterator[Reading]) -> Iterator
         out, _ = UnpagedAttention(query, key, value, one_each, ends).attend(params)
         missed = share_of_budget(wrong.output[row].double() - out, wrong.budget.of_rows(slice(row, row + 1)))
         yield from zip(part, missed.amax(dim=1).tolist(), strict=True)
+
+
+def _params_of(wrong: WrongRows, reading: Reading) -> AttentionParams:
+    if reading.window is None:
+        return wrong.params
+    return replace(wrong.params, window=(reading.window, wrong.params.window[1]))
+
+
+def _needed(wrong: WrongRows, reading: Reading) -> Reading:
+    """Return the reading without the keys before the window of its row."""
+    first = first_needed(_params_of(wrong, reading), len(reading.numbers) - 1)
+    return replace(reading, numbers=reading.numbers[first:])
 
 
 def _parts(readings: Iterator[Reading]) -> Iterator[list[Reading]]:
@@ -158,7 +169,7 @@ def _wrong_contents(wrong: WrongRows, history: History, row: int) -> Iterator[Re
                 numbers[low:high] = content
                 meaning = f"from position {low} on, {block_in_words(block_id, index)} holds {what}"
                 same = (what, index, low)
-                yield Reading(same, Cause(meaning, block_id, index), numbers[first_needed(wrong.params, position) :])
+                yield Reading(same, Cause(meaning, block_id, index), numbers)
 
 
 def _spans(wrong: WrongRows, low: int, high: int) -> Iterator[tuple[int, int]]:
@@ -209,13 +220,11 @@ def _wrong_lengths(wrong: WrongRows, history: History, row: int) -> Iterator[Rea
         for keys, words in ((left, "one key too short"), (left + 2, "one key too long")):
             yield Reading(("window", keys), Cause(f"the window is {words} ({keys} keys)"), base, window=keys - 1)
     for fewer in range(1, min(2 * size, num_keys - 1) + 1):
-        first_of_fewer = first_needed(wrong.params, position - fewer)
         cause = Cause(f"the row sees {plural(fewer, 'key')} too few")
-        yield Reading(("fewer", fewer), cause, base[first_of_fewer : num_keys - fewer])
+        yield Reading(("fewer", fewer), cause, base[: num_keys - fewer])
     for more in range(1, len(wrong.keys) - num_keys + 1):
-        numbers = wrong.keys[first_needed(wrong.params, position + more) : num_keys + more]
         cause = Cause(f"the row sees {plural(more, 'key')} too many, behind its own")
-        yield Reading(("more", more), cause, numbers)
+        yield Reading(("more", more), cause, wrong.keys[: num_keys + more])
 
 
 def _unwritten_slots(wrong: WrongRows, history: History, row: int) -> Iterator[Reading]:
@@ -231,12 +240,11 @@ def _unwritten_slots(wrong: WrongRows, history: History, row: int) -> Iterator[R
         ]
         keys = np.append(wrong.keys[:begin], earlier)
         cause = Cause("the keys of the step are read before they are written")
-        yield Reading(("early", is_zero), cause, keys[first_needed(wrong.params, position) :])
+        yield Reading(("early", is_zero), cause, keys)
         if behind == len(wrong.keys) and behind // wrong.block_size < len(wrong.table):
             held = ZERO_ROW if is_zero else _held_at(wrong, history, behind, is_earlier=False)
             cause = Cause("the row sees 1 key too many, from a slot that is not written yet")
-            keys = np.append(wrong.keys, held)[first_needed(wrong.params, behind) :]
-            yield Reading(("more", 1), cause, keys)
+            yield Reading(("more", 1), cause, np.append(wrong.keys, held))
 
 
 def _held_at(wrong: WrongRows, history: History, position: int, *, is_earlier: bool) -> int:
@@ -261,7 +269,7 @@ def _late_pages(wrong: WrongRows, history: History, row: int) -> Iterator[Readin
                 numbers[low:high] = _held_by(history.blocks.get(block_id), high - low)
             meaning = f"from number {index} of the table on, blocks are read one page late"
             cause = Cause(meaning, wrong.table[index], index)
-            yield Reading(("late", index, end), cause, numbers[first_needed(wrong.params, position) :])
+            yield Reading(("late", index, end), cause, numbers)
 
 
 def _held_by(block: Block | None, count: int) -> Numbers:
@@ -291,4 +299,4 @@ def _wrong_pages(wrong: WrongRows, history: History, row: int) -> Iterator[Readi
                 f"{block_in_words(wrong.table[index], index)}"
             )
             cause = Cause(meaning, wrong.table[index], index)
-            yield Reading(("page", block_id, index), cause, numbers[first_needed(wrong.params, position) :])
+            yield Reading(("page", block_id, index), cause, numbers)

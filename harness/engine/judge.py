@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from attncheck.harness.engine.causes import WrongRows, cause_of
-from attncheck.harness.engine.events import EngineFinding, KVGroup, LayerFacts, ObserverSettings, Tally
+from attncheck.harness.engine.events import EngineFinding, KVGroup, LayerFacts, LayerRows, ObserverSettings, Tally
 from attncheck.harness.engine.history import (
     History,
     Numbers,
@@ -121,16 +121,9 @@ class Judge:
         self._input_rows = torch.from_numpy(np.concatenate([empty, *spans]))
         self._numbers = torch.from_numpy(np.concatenate([empty, *(rows.numbers for rows in inputs.followed)]))
 
-    def take(
-        self,
-        layer: str,
-        query: Tensor,
-        key: Tensor | None,
-        value: Tensor | None,
-        output: Tensor,
-        kv_cache: Tensor | None,
-    ) -> None:
+    def take(self, given: LayerRows) -> None:
         """Keep a layer's keys and values, and in a judged step its query and output."""
+        layer, query, key, value, output, kv_cache = given
         facts, num_rows = self._layers.get(layer), len(self._input_rows)
         group = self._group_of.get(layer)
         if not num_rows or facts is None or group is None:

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from attncheck.harness.engine.events import ContinuedRequest, StepPlan
+from attncheck.harness.engine.events import ContinuedRequest, LayerRows, StepPlan
 from attncheck.harness.engine.observer import EngineObserver
 
 # With async scheduling, an engine starts a step before it has the tokens that the step before sampled. They are on the
@@ -152,31 +152,23 @@ class LateSteps:
                 step.inputs = _Inputs(tuple(request_ids), *copies)
                 step.copied_rows = self._rows_to_copy(step, request_ids)
 
-    def layer_rows(
-        self,
-        layer: str,
-        query: Tensor,
-        key: Tensor | None,
-        value: Tensor | None,
-        output: Tensor,
-        kv_cache: Tensor | None = None,
-    ) -> None:
-        """Take the arguments and the output of a layer in the step that began last."""
+    def layer_rows(self, rows: LayerRows) -> None:
+        """Take what a layer computes in the step that began last."""
         with self.lock:
             if not self._is_in_forward or not self._steps:
                 return  # a dummy batch, or a drafter
             step = self._steps[-1]
             if step.is_observed:
-                self._observer.layer_rows(layer, query, key, value, output, None if self.is_async else kv_cache)
+                self._observer.layer_rows(rows._replace(kv_cache=None) if self.is_async else rows)
                 return
-            step.copied_rows = step.copied_rows.to(query.device)  # copied once, since this waits for the device
+            step.copied_rows = step.copied_rows.to(rows.query.device)  # copied once, since this waits for the device
             is_judged = self._num_steps % self._judge_every == 0
             copies = _LayerCopies(
-                layer=layer,
-                query=_copy(step, query, is_needed=is_judged),
-                key=None if key is None else _copy(step, key),
-                value=None if value is None else _copy(step, value),
-                output=_copy(step, output, is_needed=is_judged),
+                layer=rows.layer,
+                query=_copy(step, rows.query, is_needed=is_judged),
+                key=None if rows.key is None else _copy(step, rows.key),
+                value=None if rows.value is None else _copy(step, rows.value),
+                output=_copy(step, rows.output, is_needed=is_judged),
             )
             step.layers.append(copies)
 
@@ -211,7 +203,8 @@ class LateSteps:
         self._observer.inputs(*step.inputs)
         for each in step.layers:
             key, value = (None if copy is None else copy.spread() for copy in (each.key, each.value))
-            self._observer.layer_rows(each.layer, each.query.spread(), key, value, each.output.spread())
+            rows = LayerRows(each.layer, each.query.spread(), key, value, each.output.spread())
+            self._observer.layer_rows(rows)
         step.layers.clear()
         if step is not self._steps[-1] or not self._is_in_forward:
             self._observer.forward_ends()

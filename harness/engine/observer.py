@@ -14,6 +14,7 @@ from attncheck.harness.engine.events import (
     EngineFinding,
     KVGroup,
     LayerFacts,
+    LayerRows,
     ObserverResult,
     ObserverSettings,
     StepPlan,
@@ -170,21 +171,10 @@ class EngineObserver:
                 self._tally.find(finding)
 
     @_never_raises
-    def layer_rows(
-        self,
-        layer: str,
-        query: Tensor,
-        key: Tensor | None,
-        value: Tensor | None,
-        output: Tensor,
-        kv_cache: Tensor | None = None,
-    ) -> None:
-        """Take the arguments and the output of a layer's ``impl.forward``; without ``kv_cache``, no page is compared.
-
-        For a latent layer, ``query`` is not absorbed, ``key`` is ``kv_c_normed`` and ``value`` is ``k_pe``.
-        """
+    def layer_rows(self, rows: LayerRows) -> None:
+        """Take what a layer computes in the step."""
         if self._is_in_step and self._judge is not None:
-            self._judge.take(layer, query, key, value, output, kv_cache)
+            self._judge.take(rows)
 
     @_never_raises
     def forward_ends(self) -> None:

@@ -18,6 +18,7 @@ from attncheck.harness.engine.events import (
     EngineFacts,
     KVGroup,
     LayerFacts,
+    LayerRows,
     StartedRequest,
     StepPlan,
     WritePages,
@@ -148,7 +149,7 @@ class Hooks:
         **__: Any,
     ) -> None:
         if attn_metadata is not None:
-            self._graphs.layer_rows(name, query, key, value, output, kv_cache)
+            self._graphs.layer_rows(LayerRows(name, query, key, value, output, kv_cache))
 
     def _latent_rows(
         self,
@@ -163,7 +164,7 @@ class Hooks:
         **__: Any,
     ) -> None:
         if attn_metadata is not None:
-            self._graphs.layer_rows(name, q, k_c_normed, k_pe, output, kv_cache)
+            self._graphs.layer_rows(LayerRows(name, q, k_c_normed, k_pe, output, kv_cache))
 
     # A step.
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from toy_engine import ToyEngine, serve
 
-from attncheck.harness.engine.events import ContinuedRequest, ObserverSettings, StartedRequest, StepPlan
+from attncheck.harness.engine.events import ContinuedRequest, LayerRows, ObserverSettings, StartedRequest, StepPlan
 from attncheck.harness.engine.late_steps import LateSteps
 
 
@@ -40,7 +40,8 @@ class Observer:
     def inputs(self, request_ids, input_ids, positions):
         self.calls.append(("inputs", tuple(request_ids), input_ids.tolist(), positions.tolist()))
 
-    def layer_rows(self, layer, query, key, value, output, kv_cache=None):
+    def layer_rows(self, rows):
+        layer, query, key, _, _, kv_cache = rows
         self.calls.append((layer, query.tolist(), key if key is None else key.tolist(), kv_cache))
 
     def forward_ends(self):
@@ -72,9 +73,9 @@ def forward(steps, number, num_rows=1, buffer=None):
     """The model's inputs and one layer, in buffers that the engine uses again; the last row is padding."""
     rows = torch.full((num_rows + 1,), number) if buffer is None else buffer.fill_(number)
     steps.inputs(["a"], rows, rows)
-    steps.layer_rows("layer", rows, None, None, rows, kv_cache=torch.zeros(1))
+    steps.layer_rows(LayerRows("layer", rows, None, None, rows, kv_cache=torch.zeros(1)))
     steps.forward_ends()
-    steps.layer_rows("layer of a drafter", rows, None, None, rows)
+    steps.layer_rows(LayerRows("layer of a drafter", rows, None, None, rows))
 
 
 def test_a_step_whose_tokens_are_known_is_observed_at_once(steps, observer):
@@ -111,9 +112,9 @@ def test_tokens_that_arrive_during_a_step_let_its_rest_be_observed_at_once(steps
     forward(steps, 1)
     steps.step_begins(plan(1))
     steps.inputs(["a"], torch.tensor([2]), torch.tensor([1]))
-    steps.layer_rows("first", torch.tensor([2]), None, None, torch.tensor([2]))
+    steps.layer_rows(LayerRows("first", torch.tensor([2]), None, None, torch.tensor([2])))
     steps.step_ends(first, {"a": (5,)})
-    steps.layer_rows("second", torch.tensor([2]), None, None, torch.tensor([2]))
+    steps.layer_rows(LayerRows("second", torch.tensor([2]), None, None, torch.tensor([2])))
     assert observer.calls[4:] == [
         ("ends", {"a": (5,)}),
         "begins",
@@ -170,7 +171,7 @@ def test_rows_of_requests_that_are_not_followed_are_not_copied(steps, observer):
     observer.not_followed = {"b"}
     rows = torch.arange(1.0, 6.0)[:, None]
     steps.inputs(["a", "b", "c"], torch.zeros(5), torch.zeros(5))
-    steps.layer_rows("layer", rows, rows, rows, rows)
+    steps.layer_rows(LayerRows("layer", rows, rows, rows, rows))
     copies = late.layers[0][1:]
     assert [copy.copied.flatten().tolist() for copy in copies] == [[1.0, 4.0]] * 4
     assert [copy.spread().flatten().tolist() for copy in copies] == [[1.0, 0.0, 0.0, 4.0]] * 4

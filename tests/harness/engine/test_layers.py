@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from attncheck.backends.caches.codecs import Coding
-from attncheck.harness.engine.events import KVGroup, LayerFacts, StartedRequest, StepPlan
+from attncheck.harness.engine.events import KVGroup, LayerFacts, LayerRows, StartedRequest, StepPlan
 from attncheck.harness.engine.findings import grouped
 from attncheck.harness.engine.observer import EngineObserver
 from attncheck.harness.problem.storage import UpProjections
@@ -26,14 +26,14 @@ def attend(query, key, value, params):
 
 
 def observed(layers, *calls):
-    """Return the result of one step of one request of 11 tokens; ``calls``: arguments of ``layer_rows``."""
+    """Return the result of one step of one request of 11 tokens; ``calls``: those of ``LayerRows``."""
     observer = EngineObserver()
     observer.engine_starts([KVGroup(BLOCK, tuple(layers))], layers)
     observer.request_added("r", list(range(ROWS)))
     observer.step_begins(StepPlan((StartedRequest("r", ((1, 2, 3),), 0),), (), {"r": ROWS}))
     observer.inputs(["r"], torch.arange(ROWS), torch.arange(ROWS))
     for call in calls:
-        observer.layer_rows(*call)
+        observer.layer_rows(LayerRows(*call))
     observer.step_ends({"r": (5,)})
     result = observer.result()
     assert result.failure is None

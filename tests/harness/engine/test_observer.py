@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 from toy_engine import BLOCK, VOCAB, ToyEngine, serve
 
-from attncheck.harness.engine.events import KVGroup, ObserverSettings
+from attncheck.harness.engine.events import KVGroup, LayerRows, ObserverSettings
 from attncheck.harness.engine.observer import EngineObserver
 
 
@@ -292,7 +292,7 @@ def test_a_failure_of_the_observer_is_stated_and_the_engine_goes_on(caplog):
         def run_layer(self, layer, group, batch, ids):
             super().run_layer(layer, group, batch, ids)
             if self.step == 4:
-                self.observer.layer_rows(layer, None, None, None, None)
+                self.observer.layer_rows(LayerRows(layer, None, None, None, None))
 
     result, _ = serve(Breaks, blocks=40)
     assert result.failure is not None
