@@ -129,7 +129,8 @@ class StepPlan:
 class LayerRows(NamedTuple):
     """The arguments and the output of a layer's ``impl.forward``, ``[T, ...]`` each.
 
-    Without ``kv_cache``, no page is compared. Of a latent layer, ``query`` is not absorbed, ``key`` is ``kv_c_normed`` and ``value`` is ``k_pe``.
+    Without ``kv_cache``, no page is compared. Of a latent layer, ``query`` is not absorbed, ``key`` is ``kv_c_normed``
+    and ``value`` is ``k_pe``.
     """
 
     layer: str
