@@ -99,20 +99,19 @@ class LateSteps:
         followed.
         """
         with self.lock:
-            change = partial(self._observer.request_added, request_id, *request)
-            if self._steps and (self._observer.knows(request_id) or self._changes(request_id)):
-                self._requests.append((request_id, change))
-            else:
-                change()
+            is_late = bool(self._steps) and (self._observer.knows(request_id) or self._changes(request_id))
+            self._change(request_id, self._observer.request_added, *request, is_late=is_late)
 
     def request_finished(self, request_id: str) -> None:
         """Let the observer forget a request after the steps that have begun."""
         with self.lock:
-            change = partial(self._observer.request_finished, request_id)
-            if self._steps:
-                self._requests.append((request_id, change))
-            else:
-                change()
+            self._change(request_id, self._observer.request_finished, is_late=bool(self._steps))
+
+    def _change(self, request_id: str, change: Callable[..., None], *arguments: Any, is_late: bool) -> None:
+        if is_late:
+            self._requests.append((request_id, partial(change, request_id, *arguments)))
+        else:
+            change(request_id, *arguments)
 
     def _changes(self, request_id: str) -> bool:
         """Return whether a request is added or ended before a step that is not observed yet."""
