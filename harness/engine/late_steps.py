@@ -99,7 +99,7 @@ class LateSteps:
         followed.
         """
         with self.lock:
-            is_late = bool(self._steps) and (self._observer.knows(request_id) or self._changes(request_id))
+            is_late = bool(self._steps) and (self._observer.knows(request_id) or self._is_changing(request_id))
             self._change(request_id, self._observer.request_added, *request, is_late=is_late)
 
     def request_finished(self, request_id: str) -> None:
@@ -113,7 +113,7 @@ class LateSteps:
         else:
             change(request_id, *arguments)
 
-    def _changes(self, request_id: str) -> bool:
+    def _is_changing(self, request_id: str) -> bool:
         """Return whether a request is added or ended before a step that is not observed yet."""
         waiting = [*self._requests, *(change for step in self._steps for change in step.requests)]
         return any(request_id == changed for changed, _ in waiting)
@@ -123,7 +123,7 @@ class LateSteps:
         spans, first = [torch.zeros(0, dtype=torch.int64)], 0
         for request_id in request_ids:
             end = first + step.plan.num_scheduled_tokens[request_id]
-            if self._changes(request_id) or self._observer.may_follow(request_id):
+            if self._is_changing(request_id) or self._observer.may_follow(request_id):
                 spans.append(torch.arange(first, end))
             first = end
         return torch.cat(spans)
