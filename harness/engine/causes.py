@@ -7,9 +7,21 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from attncheck.harness.engine.history import ZERO_ROW, Block, History, Numbers, StepRows, first_seen
+from attncheck.harness.engine.history import (
+    ZERO_ROW,
+    Block,
+    History,
+    Numbers,
+    StepRows,
+    block_in_words,
+    first_needed,
+    first_seen,
+    positions_in_words,
+    requests_in_words,
+)
 from attncheck.harness.truth.unpaged import Budget, UnpagedAttention, share_of_budget
 from attncheck.reference import AttentionParams
+from attncheck.reports.analysis.phrases import plural
 
 _KEYS_AT_ONCE, _MOST_KEYS = 2**16, 2**21
 """Keys of readings that are computed together, and of all that are tried for one row."""
@@ -42,9 +54,7 @@ class WrongRows:
     @property
     def keys(self) -> Numbers:
         """The right row numbers, from position 0 on."""
-        own = self.request.keys[self.group]
-        assert own is not None
-        return own
+        return self.request.keys_of(self.group)
 
     @property
     def table(self) -> Sequence[int]:
@@ -63,7 +73,7 @@ class Cause:
 
 @dataclass(frozen=True)
 class Reading:
-    """The row numbers that a faulty engine may have read for one row, which is at the end of them.
+    """The row numbers that a faulty engine may have read for one row, from position 0 up to the row itself.
 
     same: what the reading is, equal for rows that are read wrongly in the same way. window: the window to the left, -1
     for none; None: that of the layer.
@@ -93,9 +103,8 @@ def cause_of(wrong: WrongRows, history: History) -> Cause | None:
 
 def _misses(wrong: WrongRows, row: int, readings: Iterator[Reading]) -> Iterator[tuple[Reading, float]]:
     """Yield each reading with its distance from the output, in budgets."""
-    for part in _parts(readings):
-        window = part[0].window
-        params = wrong.params if window is None else replace(wrong.params, window=(window, wrong.params.window[1]))
+    for part in _parts(_needed(wrong, reading) for reading in readings):
+        params = _params_of(wrong, part[0])
         key, value = wrong.rows_of(np.concatenate([each.numbers for each in part]))
         ends = torch.tensor([0, *(len(each.numbers) for each in part)]).cumsum(0).to(key.device)
         query = wrong.query[row : row + 1].expand(len(part), -1, -1)
@@ -103,6 +112,18 @@ def _misses(wrong: WrongRows, row: int, readings: Iterator[Reading]) -> Iterator
         out, _ = UnpagedAttention(query, key, value, one_each, ends).attend(params)
         missed = share_of_budget(wrong.output[row].double() - out, wrong.budget.of_rows(slice(row, row + 1)))
         yield from zip(part, missed.amax(dim=1).tolist(), strict=True)
+
+
+def _params_of(wrong: WrongRows, reading: Reading) -> AttentionParams:
+    if reading.window is None:
+        return wrong.params
+    return replace(wrong.params, window=(reading.window, wrong.params.window[1]))
+
+
+def _needed(wrong: WrongRows, reading: Reading) -> Reading:
+    """Return the reading without the keys before the window of its row."""
+    first = first_needed(_params_of(wrong, reading), len(reading.numbers) - 1)
+    return replace(reading, numbers=reading.numbers[first:])
 
 
 def _parts(readings: Iterator[Reading]) -> Iterator[list[Reading]]:
@@ -146,9 +167,9 @@ def _wrong_contents(wrong: WrongRows, history: History, row: int) -> Iterator[Re
             for what, content in _contents(wrong, history, own, low, high):
                 numbers = base.copy()
                 numbers[low:high] = content
-                meaning = f"block {block_id} (number {index}) holds {what} from position {low}"
+                meaning = f"from position {low} on, {block_in_words(block_id, index)} holds {what}"
                 same = (what, index, low)
-                yield Reading(same, Cause(meaning, block_id, index), numbers[_from(wrong.params, first) :])
+                yield Reading(same, Cause(meaning, block_id, index), numbers)
 
 
 def _spans(wrong: WrongRows, low: int, high: int) -> Iterator[tuple[int, int]]:
@@ -170,17 +191,17 @@ def _contents(
     yield "zeros", np.full(high - low, ZERO_ROW)
     if own is not None and (own.earlier[slots] >= 0).all():
         earlier = own.earlier[slots]
-        owners = {history.numbers.owners[number] for number in earlier.tolist()}
-        is_draft = owners == {wrong.request.request_id}
+        owners = [history.numbers.owners[number] for number in earlier.tolist()]
+        is_draft = set(owners) == {wrong.request.request_id}
         is_draft = is_draft and np.array_equal(history.numbers.positions[earlier], np.arange(low, high))
-        yield "a rejected draft" if is_draft else f"old content of {' and '.join(sorted(owners))}", earlier
+        yield "a rejected draft" if is_draft else f"old content of {requests_in_words(owners)}", earlier
     for other in wrong.others:
         numbers = other.keys[wrong.group]
         if numbers is None:
             continue
         for start in range(other.position, other.position + other.num_rows - (high - low) + 1):
-            what = f"positions {start}..{start + high - low - 1} of {other.request_id}"
-            yield what, numbers[start : start + high - low]
+            positions = positions_in_words(range(start, start + high - low))
+            yield f"keys of {requests_in_words([other.request_id])}, {positions}", numbers[start : start + high - low]
 
 
 def _wrong_lengths(wrong: WrongRows, history: History, row: int) -> Iterator[Reading]:
@@ -199,12 +220,11 @@ def _wrong_lengths(wrong: WrongRows, history: History, row: int) -> Iterator[Rea
         for keys, words in ((left, "one key too short"), (left + 2, "one key too long")):
             yield Reading(("window", keys), Cause(f"the window is {words} ({keys} keys)"), base, window=keys - 1)
     for fewer in range(1, min(2 * size, num_keys - 1) + 1):
-        first_of_fewer = _from(wrong.params, first_seen(wrong.params, position - fewer))
-        meaning = f"the row sees {num_keys - fewer} keys of {num_keys}"
-        yield Reading(("fewer", fewer), Cause(meaning), base[first_of_fewer : num_keys - fewer])
+        cause = Cause(f"the row sees {plural(fewer, 'key')} too few")
+        yield Reading(("fewer", fewer), cause, base[: num_keys - fewer])
     for more in range(1, len(wrong.keys) - num_keys + 1):
-        numbers = wrong.keys[_from(wrong.params, first_seen(wrong.params, position + more)) : num_keys + more]
-        yield Reading(("more", more), Cause(f"the row sees {more} keys behind its own"), numbers)
+        cause = Cause(f"the row sees {plural(more, 'key')} too many, behind its own")
+        yield Reading(("more", more), cause, wrong.keys[: num_keys + more])
 
 
 def _unwritten_slots(wrong: WrongRows, history: History, row: int) -> Iterator[Reading]:
@@ -220,12 +240,11 @@ def _unwritten_slots(wrong: WrongRows, history: History, row: int) -> Iterator[R
         ]
         keys = np.append(wrong.keys[:begin], earlier)
         cause = Cause("the keys of the step are read before they are written")
-        yield Reading(("early", is_zero), cause, keys[_from(wrong.params, first_seen(wrong.params, position)) :])
+        yield Reading(("early", is_zero), cause, keys)
         if behind == len(wrong.keys) and behind // wrong.block_size < len(wrong.table):
             held = ZERO_ROW if is_zero else _held_at(wrong, history, behind, is_earlier=False)
-            cause = Cause("the row sees 1 key behind its own, from a slot that is not written yet")
-            keys = np.append(wrong.keys, held)[_from(wrong.params, first_seen(wrong.params, behind)) :]
-            yield Reading(("more", 1), cause, keys)
+            cause = Cause("the row sees 1 key too many, from a slot that is not written yet")
+            yield Reading(("more", 1), cause, np.append(wrong.keys, held))
 
 
 def _held_at(wrong: WrongRows, history: History, position: int, *, is_earlier: bool) -> int:
@@ -248,8 +267,9 @@ def _late_pages(wrong: WrongRows, history: History, row: int) -> Iterator[Readin
             for at, block_id in enumerate([*wrong.table[index + 1 : last + 1], end], start=index):
                 low, high = at * size, min(position + 1, (at + 1) * size)
                 numbers[low:high] = _held_by(history.blocks.get(block_id), high - low)
-            cause = Cause(f"blocks are read one page late from number {index} on", wrong.table[index], index)
-            yield Reading(("late", index, end), cause, numbers[_from(wrong.params, first) :])
+            meaning = f"from number {index} of the table on, blocks are read one page late"
+            cause = Cause(meaning, wrong.table[index], index)
+            yield Reading(("late", index, end), cause, numbers)
 
 
 def _held_by(block: Block | None, count: int) -> Numbers:
@@ -275,13 +295,8 @@ def _wrong_pages(wrong: WrongRows, history: History, row: int) -> Iterator[Readi
             numbers = base.copy()
             numbers[low:high] = found
             meaning = (
-                f"block {block_id}, which holds {history.contents(block_id)}, is read in place of block "
-                f"{wrong.table[index]} (number {index})"
+                f"block {block_id}, which holds {history.contents(block_id)}, is read in place of "
+                f"{block_in_words(wrong.table[index], index)}"
             )
             cause = Cause(meaning, wrong.table[index], index)
-            yield Reading(("page", block_id, index), cause, numbers[_from(wrong.params, first) :])
-
-
-def _from(params: AttentionParams, first: int) -> int:
-    """Return the first key of a reading; chunks count positions from 0, so none may be left out."""
-    return 0 if params.attn_chunk_size is not None else first
+            yield Reading(("page", block_id, index), cause, numbers)

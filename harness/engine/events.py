@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from time import perf_counter
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from torch import Tensor
 
@@ -124,6 +124,21 @@ class StepPlan:
     num_scheduled_tokens: Mapping[str, int]
     drafts: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     block_copies: tuple[tuple[int, int], ...] = ()
+
+
+class LayerRows(NamedTuple):
+    """The arguments and the output of a layer's ``impl.forward``, ``[T, ...]`` each.
+
+    Without ``kv_cache``, no page is compared. Of a latent layer, ``query`` is not absorbed, ``key`` is ``kv_c_normed``
+    and ``value`` is ``k_pe``.
+    """
+
+    layer: str
+    query: Tensor
+    key: Tensor | None
+    value: Tensor | None
+    output: Tensor
+    kv_cache: Tensor | None = None
 
 
 @dataclass(frozen=True)

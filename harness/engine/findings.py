@@ -6,6 +6,7 @@ rows wrong, in several layers and steps: they are one group. Loads no vLLM.
 
 import hashlib
 import json
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, get_args
@@ -207,7 +208,7 @@ class FindingGroup:
         for kind in dict.fromkeys(finding.kind for finding in self.findings):
             own = [finding for finding in self.findings if finding.kind == kind]
             shares = [finding.budget_share for finding in own if finding.budget_share is not None]
-            worst = f", the largest error is {budgets(max(shares))} times the allowed error" if shares else ""
+            worst = f", the largest error is {_size(max(shares))}" if shares else ""
             first = "" if own[0] is shown else f"; first in step {own[0].step}: {_place(own[0])}"
             lines.append(f"{_extent(kind, own)}{worst}{first}")
         causes = dict.fromkeys(finding.cause for finding in self.findings if finding.cause)
@@ -230,6 +231,10 @@ def grouped(findings: Iterable[EngineFinding]) -> tuple[FindingGroup, ...]:
             key = (finding.kind, without_figures(finding.cause or ""))
         groups.setdefault(key, []).append(finding)
     return tuple(FindingGroup(tuple(members)) for members in groups.values())
+
+
+def _size(share: float) -> str:
+    return "NaN or infinite" if math.isinf(share) else f"{budgets(share)} times the allowed error"
 
 
 def _when(finding: EngineFinding) -> int:

@@ -2,62 +2,43 @@
 
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
+
+from attncheck.harness.engine.events import LayerRows
 
 # A FULL graph contains the attention of all layers. While it is captured, copies of query, key, value and output are
 # captured with each layer. A replay fills the copies, and they are observed after it. A piecewise graph contains no
 # attention, so that the layers between its pieces are observed as without a graph.
 
 
-class LayerCopies(NamedTuple):
-    """What a replay of one graph leaves of one layer, ``[padded tokens, ...]`` each."""
-
-    layer: str
-    query: Tensor
-    key: Tensor | None
-    value: Tensor | None
-    output: Tensor
-    kv_cache: Tensor | None
-
-
 class GraphCopies:
     """Passes the rows of each layer to ``receive``: at once, or after the replay of the graph that computes them.
 
-    ``receive`` takes the arguments of ``EngineObserver.layer_rows``. All graphs share one buffer for each tensor of a
+    All graphs share one buffer for each tensor of a
     layer, as large as the largest graph needs. vLLM captures the largest graph first.
     """
 
-    def __init__(self, receive: Callable[..., None]) -> None:
+    def __init__(self, receive: Callable[[LayerRows], None]) -> None:
         self._receive = receive
-        self._copies: WeakKeyDictionary[Any, list[LayerCopies]] = WeakKeyDictionary()
+        self._copies: WeakKeyDictionary[Any, list[LayerRows]] = WeakKeyDictionary()
         self._buffers: dict[tuple[str, str], Tensor] = {}
         self._captured: Any = None
         self._restore: Callable[[], None] = lambda: None
 
-    def layer_rows(
-        self,
-        layer: str,
-        query: Tensor,
-        key: Tensor | None,
-        value: Tensor | None,
-        output: Tensor,
-        kv_cache: Tensor | None = None,
-    ) -> None:
-        """Take the arguments and the output of a layer's ``impl.forward``."""
+    def layer_rows(self, rows: LayerRows) -> None:
+        """Take what a layer computes, or what it will compute in each replay."""
         if self._captured is None:
-            self._receive(layer, query, key, value, output, kv_cache)
+            self._receive(rows)
             return
-        copies = LayerCopies(
-            layer=layer,
-            query=self._copy(layer, "query", query),
-            key=None if key is None else self._copy(layer, "key", key),
-            value=None if value is None else self._copy(layer, "value", value),
-            output=self._copy(layer, "output", output),
-            kv_cache=kv_cache,
+        copies = rows._replace(
+            query=self._copy(rows.layer, "query", rows.query),
+            key=None if rows.key is None else self._copy(rows.layer, "key", rows.key),
+            value=None if rows.value is None else self._copy(rows.layer, "value", rows.value),
+            output=self._copy(rows.layer, "output", rows.output),
         )
         self._copies.setdefault(self._captured, []).append(copies)
 
@@ -78,7 +59,7 @@ class GraphCopies:
         def replay(graph: Any, *args: Any, **keywords: Any) -> Any:
             replayed = originals["replay"](graph, *args, **keywords)
             for copies in self._copies.get(graph, ()):
-                self._receive(*copies)
+                self._receive(copies)
             return replayed
 
         for around in (capture_begin, capture_end, replay):

@@ -1,6 +1,6 @@
 """Follows the requests of an engine: tokens, positions, and which computed row is the key of each position."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -67,6 +67,12 @@ class StepRows:
         """The numbers of the step's own rows."""
         own = next(keys for keys in self.keys if keys is not None)
         return own[self.position :]
+
+    def keys_of(self, group: int) -> Numbers:
+        """The row numbers of a group that is followed."""
+        keys = self.keys[group]
+        assert keys is not None
+        return keys
 
 
 @dataclass(frozen=True)
@@ -148,9 +154,7 @@ class RowNumbers:
         self._free = np.flatnonzero(~is_held)
 
     def _grow(self) -> None:
-        size = 2 * self.capacity
-        if self.max_capacity is not None:
-            size = max(self.capacity, min(size, self.max_capacity))
+        size = min(2 * self.capacity, self.max_capacity or 2 * self.capacity)
         self.owners += [""] * (size - self.capacity)
         self.positions = np.concatenate([self.positions, np.zeros(size - self.capacity, dtype=np.int64)])
         self.capacity = size
@@ -163,6 +167,31 @@ def first_seen(params: AttentionParams, position: int) -> int:
         chunk = position // params.attn_chunk_size - params.attn_chunk_lookback
         first = max(first, chunk * params.attn_chunk_size)
     return first
+
+
+def first_needed(params: AttentionParams, position: int) -> int:
+    """Return the first key for a truth; chunks count positions from 0, so none may be left out."""
+    return 0 if params.attn_chunk_size is not None else first_seen(params, position)
+
+
+def block_in_words(block_id: int, index: int) -> str:
+    """Return ``block 12 (number 0 of the table)``."""
+    return f"block {block_id} (number {index} of the table)"
+
+
+def positions_in_words(positions: Sequence[int]) -> str:
+    """Return ``position 32``, ``positions 32 to 35``, or ``2 of positions 32 to 35``; in increasing order."""
+    first, last = positions[0], positions[-1]
+    if first == last:
+        return f"position {first}"
+    some = "" if len(positions) == last - first + 1 else f"{len(positions)} of "
+    return f"{some}positions {first} to {last}"
+
+
+def requests_in_words(request_ids: Iterable[str]) -> str:
+    """Return ``request 4``, or ``requests 3 and 4``."""
+    names = sorted(set(request_ids))
+    return f"request{'' if len(names) == 1 else 's'} {' and '.join(names)}"
 
 
 class History:
@@ -192,7 +221,15 @@ class History:
     def add(
         self, request_id: str, tokens: Sequence[int], prefix_key: str = "", not_followed: str | None = None
     ) -> None:
-        """Follow a new request. ``prefix_key``: what besides tokens decides whether two prefixes are equal."""
+        """Follow a request. ``prefix_key``: what besides tokens decides whether two prefixes are equal.
+
+        One that is added again starts with these tokens; whether it is followed does not change.
+        """
+        known = self.requests.get(request_id)
+        if known is not None:
+            not_followed = not_followed or known.never_followed
+            self.requests[request_id] = Request(request_id, list(map(int, tokens)), known.prefix_key, not_followed)
+            return
         if all(group.not_followed for group in self.groups):
             not_followed = not_followed or next((group.not_followed for group in self.groups), "engines without keys")
         if not_followed is None and self._added % self._follow_one_of:
@@ -326,11 +363,10 @@ class History:
         if block is None:
             return "nothing that was written"
         rows = block.rows[block.rows >= 0]
-        owners = {self.numbers.owners[row] for row in rows.tolist()}
-        positions = self.numbers.positions[rows]
         if not len(rows):
             return "nothing that was written"
-        return f"positions {positions.min()}..{positions.max()} of {' and '.join(sorted(owners))}"
+        owners = requests_in_words(self.numbers.owners[row] for row in rows.tolist())
+        return f"keys of {owners}, {positions_in_words(np.unique(self.numbers.positions[rows]).tolist())}"
 
     def _continue(self, continued: ContinuedRequest) -> None:
         request = self._request(continued.request_id)

@@ -9,8 +9,17 @@ import torch
 from torch import Tensor
 
 from attncheck.harness.engine.causes import WrongRows, cause_of
-from attncheck.harness.engine.events import EngineFinding, KVGroup, LayerFacts, ObserverSettings, Tally
-from attncheck.harness.engine.history import History, Numbers, StepInputs, StepRows, first_seen
+from attncheck.harness.engine.events import EngineFinding, KVGroup, LayerFacts, LayerRows, ObserverSettings, Tally
+from attncheck.harness.engine.history import (
+    History,
+    Numbers,
+    StepInputs,
+    StepRows,
+    block_in_words,
+    first_needed,
+    first_seen,
+    positions_in_words,
+)
 from attncheck.harness.engine.pages import KeptKeys, PageChecks
 from attncheck.harness.truth.faults import LATENT_ROUNDINGS, CacheRows, absorbed_rows, latent_answers
 from attncheck.harness.truth.unpaged import ROUNDINGS, Budget, UnpagedAttention, budget_of, share_of_budget
@@ -112,16 +121,9 @@ class Judge:
         self._input_rows = torch.from_numpy(np.concatenate([empty, *spans]))
         self._numbers = torch.from_numpy(np.concatenate([empty, *(rows.numbers for rows in inputs.followed)]))
 
-    def take(
-        self,
-        layer: str,
-        query: Tensor,
-        key: Tensor | None,
-        value: Tensor | None,
-        output: Tensor,
-        kv_cache: Tensor | None,
-    ) -> None:
+    def take(self, given: LayerRows) -> None:
         """Keep a layer's keys and values, and in a judged step its query and output."""
+        layer, query, key, value, output, kv_cache = given
         facts, num_rows = self._layers.get(layer), len(self._input_rows)
         group = self._group_of.get(layer)
         if not num_rows or facts is None or group is None:
@@ -188,7 +190,7 @@ class Judge:
         part: list[StepRows] = []
         num_keys = 0
         for request in self._followed:
-            keys = request.position + request.num_rows - _first_kept(params, request.position)
+            keys = request.position + request.num_rows - first_needed(params, request.position)
             if part and size * (num_keys + keys) > _JUDGED_BYTES:
                 yield tuple(part)
                 part, num_keys = [], 0
@@ -200,8 +202,8 @@ class Judge:
     # Outputs.
 
     def _judge(self, together: Sequence[Pending], requests: Sequence[StepRows]) -> None:
-        budget, truth = self._truth(together, requests)
         begin = next(at for at, each in _starts(self._followed) if each is requests[0])
+        budget, truth = self._truth(together, requests, begin)
         own = slice(begin, begin + len(truth))
         got = torch.cat([each.output[own] for each in together], dim=1).double()
         share = share_of_budget(got - truth, budget).unflatten(1, (len(together), -1))
@@ -213,7 +215,7 @@ class Judge:
         self._tally.checks["output"] += num_finite
         self._tally.not_followed["rows for which a good kernel overflows"] += worst.numel() - num_finite
         self.worst_share = max(self.worst_share, float(worst.max()))
-        if self.worst_share <= 1 or not bool((worst > 1).any()):
+        if not bool((worst > 1).any()):
             return
         shares = worst.cpu().numpy()
         heads = together[0].facts.params.num_heads
@@ -226,15 +228,17 @@ class Judge:
                     allowed = Budget(*(part[of_request, of_layer] for part in (budget.norm, budget.peak, budget.lse)))
                     self._find(each, request, bad, shares[of_request, index], begin + at, allowed)
 
-    def _truth(self, together: Sequence[Pending], requests: Sequence[StepRows]) -> tuple[Budget, Tensor]:
-        """Return the right output, float64 ``[T, H, Dv]``, and its budget, of all layers as heads of one."""
+    def _truth(self, together: Sequence[Pending], requests: Sequence[StepRows], begin: int) -> tuple[Budget, Tensor]:
+        """Return the budget and the right output, float64 ``[T, H, Dv]``, of all layers as heads of one.
+
+        ``begin``: the first row of the requests.
+        """
         first = together[0]
         params, group, facts = _as_heads([each.facts.params for each in together]), first.group, first.facts
-        begin = next(at for at, each in _starts(self._followed) if each is requests[0])
         num_rows = [each.num_rows for each in requests]
         query = torch.cat([each.query[begin : begin + sum(num_rows)] for each in together], dim=1)
         keys = [
-            _keys(each, group)[_first_kept(facts.params, each.position) : each.position + each.num_rows]
+            each.keys_of(group)[first_needed(facts.params, each.position) : each.position + each.num_rows]
             for each in requests
         ]
         numbers = torch.from_numpy(np.concatenate(keys)).to(query.device)
@@ -273,6 +277,7 @@ class Judge:
             group=pending.group,
             num_rows=len(bad),
             budget_share=float(shares.max()),
+            note=_not_finite(pending.output[at + torch.from_numpy(bad).to(pending.output.device)]),
         )
         if self._tally.counts["explained findings"] < self._settings.max_explained:
             self._tally.counts["explained findings"] += 1
@@ -289,7 +294,8 @@ class Judge:
         """
         lacking = self._compare_pages(pending, [request], whole=True)
         if lacking is not None:
-            finding = replace(finding, note=self._words_of_pages(pending, request, lacking))
+            notes = (finding.note, self._words_of_pages(pending, request, lacking))
+            finding = replace(finding, note="; ".join(filter(None, notes)))
             if len(lacking):
                 index = int(lacking[0]) // self._groups[pending.group].block_size
                 finding = replace(finding, block_index=index, block_id=request.block_ids[pending.group][index])
@@ -343,10 +349,9 @@ class Judge:
         if not len(lacking):
             return "the pages hold the right keys and values, but are read wrongly or the attention is wrong"
         size = self._groups[pending.group].block_size
-        parts = []
-        for index, positions in groupby(lacking.tolist(), key=lambda position: position // size):
-            block, some = request.block_ids[pending.group][index], list(positions)
-            parts.append(f"block {block} (number {index}) lacks positions {some[0]}..{some[-1]}")
+        table = request.block_ids[pending.group]
+        by_block = groupby(lacking.tolist(), key=lambda position: position // size)
+        parts = [_lacks(table[index], index, list(positions)) for index, positions in by_block]
         return "; ".join(parts[:3])
 
     # Pages.
@@ -366,7 +371,7 @@ class Judge:
             return None
         size = self._groups[pending.group].block_size
         spans = [self._span(pending, request, whole=whole) for request in requests]
-        numbers = [_keys(request, pending.group)[span] for request, span in zip(requests, spans, strict=True)]
+        numbers = [request.keys_of(pending.group)[span] for request, span in zip(requests, spans, strict=True)]
         tables = [np.array(request.block_ids[pending.group], dtype=np.int64) for request in requests]
         slots = [table[span // size] * size + span % size for table, span in zip(tables, spans, strict=True)]
         key, value = self.store.rows(pending.layer, torch.from_numpy(np.concatenate(numbers)).to(cache.device))
@@ -408,9 +413,19 @@ class Judge:
                     block_id=block_id,
                     block_index=index,
                     num_rows=len(some),
-                    note=f"block {block_id} (number {index}) lacks positions {some[0]}..{some[-1]}",
+                    note=_lacks(block_id, index, some),
                 )
                 self._tally.find(finding)
+
+
+def _not_finite(output: Tensor) -> str:
+    if bool(output.isnan().any()):
+        return "the output is NaN"
+    return "the output is infinite" if bool(output.isinf().any()) else ""
+
+
+def _lacks(block_id: int, index: int, positions: Sequence[int]) -> str:
+    return f"{block_in_words(block_id, index)} lacks {positions_in_words(positions)}"
 
 
 def _latent_truth(
@@ -456,17 +471,6 @@ def _as_heads(params: Sequence[AttentionParams]) -> AttentionParams:
         sinks=None if first.sinks is None else tuple(sink for each in params for sink in each.sinks or ()),
         alibi_slopes=None if first.alibi_slopes is None else first.alibi_slopes * len(params),
     )
-
-
-def _first_kept(params: AttentionParams, position: int) -> int:
-    """Return the first key of a truth; chunks count positions from 0, so none may be left out."""
-    return 0 if params.attn_chunk_size is not None else first_seen(params, position)
-
-
-def _keys(request: StepRows, group: int) -> Numbers:
-    keys = request.keys[group]
-    assert keys is not None
-    return keys
 
 
 def _starts(requests: Sequence[StepRows]) -> Iterator[tuple[int, StepRows]]:

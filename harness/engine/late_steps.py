@@ -4,11 +4,13 @@ import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from functools import partial
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
-from attncheck.harness.engine.events import ContinuedRequest, StepPlan
+from attncheck.harness.engine.events import ContinuedRequest, LayerRows, StepPlan
 from attncheck.harness.engine.observer import EngineObserver
 
 # With async scheduling, an engine starts a step before it has the tokens that the step before sampled. They are on the
@@ -18,18 +20,35 @@ Sampled = Mapping[str, tuple[int, ...]]
 """The sampled tokens of each request of a step."""
 
 
+_Change = tuple[str, Callable[[], None]]
+
+
 class _Inputs(NamedTuple):
     request_ids: tuple[str, ...]
     input_ids: Tensor | None
     positions: Tensor | None
 
 
-class _LayerRows(NamedTuple):
+class _Copy(NamedTuple):
+    """Copies of some rows of a tensor."""
+
+    num_rows: int
+    rows: Tensor
+    copied: Tensor
+
+    def spread(self) -> Tensor:
+        """Return a tensor of all rows, with zeros for those that were not copied."""
+        spread = self.copied.new_zeros(self.num_rows, *self.copied.shape[1:])
+        spread[self.rows] = self.copied
+        return spread
+
+
+class _LayerCopies(NamedTuple):
     layer: str
-    query: Tensor
-    key: Tensor | None
-    value: Tensor | None
-    output: Tensor
+    query: _Copy
+    key: _Copy | None
+    value: _Copy | None
+    output: _Copy
 
 
 @dataclass
@@ -37,14 +56,16 @@ class Step:
     """A step whose sampled tokens are not known yet.
 
     before: the steps of which the plan assumes that all drafts are accepted. requests: calls of the observer that must
-    precede the step. is_observed: what follows of the step is passed on at once.
+    precede the step, with the ids of their requests. copied_rows: int64, those of requests that may be followed.
+    is_observed: what follows of the step is passed on at once.
     """
 
     plan: StepPlan
     before: tuple["Step", ...]
-    requests: list[Callable[[], None]]
+    requests: list[_Change]
     inputs: _Inputs | None = None
-    layers: list[_LayerRows] = field(default_factory=list)
+    copied_rows: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.int64))
+    layers: list[_LayerCopies] = field(default_factory=list)
     num_rejected: dict[str, int] = field(default_factory=dict)
     is_observed: bool = False
 
@@ -54,7 +75,7 @@ class LateSteps:
 
     Without async scheduling, that is when it begins. With it (``is_async``), pages are not compared: the next step may
     have written them when a step is judged. ``judge_every``: that of the observer; what only a judged step needs is not
-    copied for others.
+    copied for others. Rows of requests that are never followed are not copied.
     """
 
     def __init__(self, observer: EngineObserver, *, is_async: bool = False, judge_every: int = 1) -> None:
@@ -63,7 +84,7 @@ class LateSteps:
         self._judge_every = judge_every
         self._num_steps = 0
         self._steps: deque[Step] = deque()
-        self._requests: list[Callable[[], None]] = []
+        self._requests: list[_Change] = []
         self._is_in_forward = False
         self.lock = threading.RLock()  # a worker process takes sampled tokens in a thread of its own
 
@@ -71,13 +92,41 @@ class LateSteps:
         """Return whether a request is in a step whose tokens are not known yet."""
         return any(request_id in step.plan.num_scheduled_tokens for step in tuple(self._steps))
 
-    def request_changes(self, change: Callable[[], None]) -> None:
-        """Call ``change``, which adds or ends a request at the observer, after the steps that have begun."""
+    def request_added(self, request_id: str, *request: Any) -> None:
+        """Take a new request, or one that is added again after the steps that have begun.
+
+        What these compute does not depend on a new one. The observer is given it at once, and then states whether it is
+        followed.
+        """
         with self.lock:
-            if self._steps:
-                self._requests.append(change)
-            else:
-                change()
+            is_late = bool(self._steps) and (self._observer.knows(request_id) or self._is_changing(request_id))
+            self._change(request_id, self._observer.request_added, *request, is_late=is_late)
+
+    def request_finished(self, request_id: str) -> None:
+        """Let the observer forget a request after the steps that have begun."""
+        with self.lock:
+            self._change(request_id, self._observer.request_finished, is_late=bool(self._steps))
+
+    def _change(self, request_id: str, change: Callable[..., None], *arguments: Any, is_late: bool) -> None:
+        if is_late:
+            self._requests.append((request_id, partial(change, request_id, *arguments)))
+        else:
+            change(request_id, *arguments)
+
+    def _is_changing(self, request_id: str) -> bool:
+        """Return whether a request is added or ended before a step that is not observed yet."""
+        waiting = [*self._requests, *(change for step in self._steps for change in step.requests)]
+        return any(request_id == changed for changed, _ in waiting)
+
+    def _rows_to_copy(self, step: Step, request_ids: Sequence[str]) -> Tensor:
+        """Return the rows of requests that are followed, or may be when the step is observed."""
+        spans, first = [torch.zeros(0, dtype=torch.int64)], 0
+        for request_id in request_ids:
+            end = first + step.plan.num_scheduled_tokens[request_id]
+            if self._is_changing(request_id) or self._observer.may_follow(request_id):
+                spans.append(torch.arange(first, end))
+            first = end
+        return torch.cat(spans)
 
     def step_begins(self, plan: StepPlan) -> Step:
         """Take the plan of the next step."""
@@ -100,32 +149,27 @@ class LateSteps:
             else:
                 copies = (None if given is None else given.clone() for given in (input_ids, positions))
                 step.inputs = _Inputs(tuple(request_ids), *copies)
+                step.copied_rows = self._rows_to_copy(step, request_ids)
 
-    def layer_rows(
-        self,
-        layer: str,
-        query: Tensor,
-        key: Tensor | None,
-        value: Tensor | None,
-        output: Tensor,
-        kv_cache: Tensor | None = None,
-    ) -> None:
-        """Take the arguments and the output of a layer in the step that began last."""
+    def layer_rows(self, rows: LayerRows) -> None:
+        """Take what a layer computes in the step that began last."""
         with self.lock:
             if not self._is_in_forward or not self._steps:
                 return  # a dummy batch, or a drafter
             step = self._steps[-1]
             if step.is_observed:
-                self._observer.layer_rows(layer, query, key, value, output, None if self.is_async else kv_cache)
+                self._observer.layer_rows(rows._replace(kv_cache=None) if self.is_async else rows)
                 return
-            num_rows = sum(step.plan.num_scheduled_tokens.values())
-            query, output = query[:num_rows], output[:num_rows]
-            if self._num_steps % self._judge_every:
-                query, output = (rows.new_zeros(()).expand(rows.shape) for rows in (query, output))
-            else:
-                query, output = query.clone(), output.clone()
-            key_copy, value_copy = (None if rows is None else rows[:num_rows].clone() for rows in (key, value))
-            step.layers.append(_LayerRows(layer, query, key_copy, value_copy, output))
+            step.copied_rows = step.copied_rows.to(rows.query.device)  # copied once, since this waits for the device
+            is_judged = self._num_steps % self._judge_every == 0
+            copies = _LayerCopies(
+                layer=rows.layer,
+                query=_copy(step, rows.query, is_needed=is_judged),
+                key=None if rows.key is None else _copy(step, rows.key),
+                value=None if rows.value is None else _copy(step, rows.value),
+                output=_copy(step, rows.output, is_needed=is_judged),
+            )
+            step.layers.append(copies)
 
     def forward_ends(self) -> None:
         """Ignore what layers do from now on until the next :meth:`inputs`."""
@@ -156,17 +200,28 @@ class LateSteps:
         if step.inputs is None:
             return
         self._observer.inputs(*step.inputs)
-        for rows in step.layers:
-            self._observer.layer_rows(*rows)
+        for each in step.layers:
+            key, value = (None if copy is None else copy.spread() for copy in (each.key, each.value))
+            rows = LayerRows(each.layer, each.query.spread(), key, value, each.output.spread())
+            self._observer.layer_rows(rows)
         step.layers.clear()
         if step is not self._steps[-1] or not self._is_in_forward:
             self._observer.forward_ends()
 
 
-def _call_all(calls: list[Callable[[], None]]) -> None:
-    for call in calls:
-        call()
-    calls.clear()
+def _copy(step: Step, given: Tensor, *, is_needed: bool = True) -> _Copy:
+    """Copy the followed rows of a tensor; none if they are not needed. It may have more rows than the step, or less."""
+    num_rows = sum(step.plan.num_scheduled_tokens.values())
+    rows = step.copied_rows if is_needed else step.copied_rows[:0]
+    if len(given) < num_rows:
+        num_rows, rows = len(given), rows[rows < len(given)]
+    return _Copy(num_rows, rows, given[rows])
+
+
+def _call_all(changes: list[_Change]) -> None:
+    for _, change in changes:
+        change()
+    changes.clear()
 
 
 def _num_rejected(plan: StepPlan, sampled: Sampled) -> dict[str, int]:

@@ -14,6 +14,7 @@ from attncheck.harness.engine.events import (
     EngineFinding,
     KVGroup,
     LayerFacts,
+    LayerRows,
     ObserverResult,
     ObserverSettings,
     StepPlan,
@@ -65,6 +66,15 @@ class EngineObserver:
         """Whether :meth:`engine_starts` was called."""
         return self._history is not None
 
+    def knows(self, request_id: str) -> bool:
+        """Return whether a request was added, and is not finished."""
+        return self._history is not None and request_id in self._history.requests
+
+    def may_follow(self, request_id: str) -> bool:
+        """Return whether a request is followed now, or may be from a later step on."""
+        request = None if self._history is None else self._history.requests.get(request_id)
+        return request is None or request.never_followed is None
+
     def fail(self, error: BaseException) -> None:
         """Stop observing because of an error of ours, or of what translates an engine's calls."""
         self.failure = f"{type(error).__name__}: {error}"
@@ -94,8 +104,8 @@ class EngineObserver:
     ) -> None:
         """Take a new request.
 
-        ``prefix_key``: what besides its tokens its keys depend on, such as a LoRA adapter, or whether it may share
-        prefixes, such as a cache salt. ``not_followed``: why it cannot be followed.
+        ``prefix_key``: what besides its tokens its keys depend on, such as a LoRA adapter.
+        ``not_followed``: why it cannot be followed.
         """
         if self._history is None:
             self._waiting.append((request_id, prompt_token_ids, prefix_key, not_followed))
@@ -161,21 +171,10 @@ class EngineObserver:
                 self._tally.find(finding)
 
     @_never_raises
-    def layer_rows(
-        self,
-        layer: str,
-        query: Tensor,
-        key: Tensor | None,
-        value: Tensor | None,
-        output: Tensor,
-        kv_cache: Tensor | None = None,
-    ) -> None:
-        """Take the arguments and the output of a layer's ``impl.forward``; without ``kv_cache``, no page is compared.
-
-        For a latent layer, ``query`` is not absorbed, ``key`` is ``kv_c_normed`` and ``value`` is ``k_pe``.
-        """
+    def layer_rows(self, rows: LayerRows) -> None:
+        """Take what a layer computes in the step."""
         if self._is_in_step and self._judge is not None:
-            self._judge.take(layer, query, key, value, output, kv_cache)
+            self._judge.take(rows)
 
     @_never_raises
     def forward_ends(self) -> None:

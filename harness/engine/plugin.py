@@ -1,13 +1,13 @@
 """Watches the engine of a command that serves with vLLM. Loads neither torch nor vLLM.
 
-Environment variables turn the plugin of vLLM on, and the engine's processes inherit them. ``served_engine.py`` does the
-rest, in the process that has the model.
+An environment variable turns the plugin of vLLM on, and the engine's processes inherit it. ``served_engine.py`` does
+the rest, in the process that has the model.
 """
 
 import json
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -19,12 +19,8 @@ from attncheck.harness.host import run_with_plugin
 PLUGIN = "attncheck_engine"
 """Name of the plugin of vLLM that watches."""
 
-FILE = "ATTNCHECK_ENGINE"
-"""Variable with the path of the run file to write; if it is unset, nothing is watched."""
-
-EVERY = "ATTNCHECK_ENGINE_EVERY"
-FOLLOW = "ATTNCHECK_ENGINE_FOLLOW"
-COMMAND = "ATTNCHECK_ENGINE_COMMAND"
+VARIABLE = "ATTNCHECK_ENGINE"
+"""Environment variable with the settings as JSON; if it is unset, nothing is watched."""
 
 
 @dataclass(frozen=True)
@@ -46,31 +42,16 @@ class WatchSettings:
                 raise QuestionError(f"attncheck engine: --{name} is {number}; give a whole number above 0")
 
     def environment(self) -> dict[str, str]:
-        """Return the settings as environment variables; the path is absolute, since processes change folders."""
-        return {
-            FILE: str(self.path.absolute()),
-            EVERY: str(self.judge_every),
-            FOLLOW: str(self.follow_one_of),
-            COMMAND: json.dumps(self.command),
-        }
+        """Return the settings as an environment variable; the path is absolute, since processes change folders."""
+        return {VARIABLE: json.dumps(asdict(self) | {"path": str(self.path.absolute())})}
 
 
 def settings_of(environment: Mapping[str, str]) -> WatchSettings | None:
-    """Return the settings in these variables, or None if nothing is to be watched.
-
-    Raises:
-        QuestionError: a number is not a whole number above 0.
-    """
-    if not environment.get(FILE):
+    """Return the settings that :meth:`WatchSettings.environment` gave, or None if nothing is to be watched."""
+    if not environment.get(VARIABLE):
         return None
-    numbers = {}
-    for name in (EVERY, FOLLOW):
-        text = environment.get(name, "1")
-        if not text.isdecimal():
-            raise QuestionError(f"{name} is {text!r}; give a whole number above 0")
-        numbers[name] = int(text)
-    command = tuple(json.loads(environment.get(COMMAND, "[]")))
-    return WatchSettings(Path(environment[FILE]), numbers[EVERY], numbers[FOLLOW], command)
+    given = json.loads(environment[VARIABLE])
+    return WatchSettings(**given | {"path": Path(given["path"]), "command": tuple(given["command"])})
 
 
 def serve_watched(settings: WatchSettings, command: Sequence[str]) -> int:

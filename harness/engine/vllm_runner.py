@@ -18,6 +18,7 @@ from attncheck.harness.engine.events import (
     EngineFacts,
     KVGroup,
     LayerFacts,
+    LayerRows,
     StartedRequest,
     StepPlan,
     WritePages,
@@ -148,7 +149,7 @@ class Hooks:
         **__: Any,
     ) -> None:
         if attn_metadata is not None:
-            self._graphs.layer_rows(name, query, key, value, output, kv_cache)
+            self._graphs.layer_rows(LayerRows(name, query, key, value, output, kv_cache))
 
     def _latent_rows(
         self,
@@ -163,7 +164,7 @@ class Hooks:
         **__: Any,
     ) -> None:
         if attn_metadata is not None:
-            self._graphs.layer_rows(name, q, k_c_normed, k_pe, output, kv_cache)
+            self._graphs.layer_rows(LayerRows(name, q, k_c_normed, k_pe, output, kv_cache))
 
     # A step.
 
@@ -183,7 +184,7 @@ class Hooks:
             return
         for request_id in scheduler_output.finished_req_ids:
             self._known.discard(request_id)
-            self.steps.request_changes(functools.partial(self.observer.request_finished, request_id))
+            self.steps.request_finished(request_id)
         resumed = self._requests_start(scheduler_output)
         self._preempted |= scheduler_output.preempted_req_ids or set()
         if scheduler_output.total_num_scheduled_tokens:
@@ -199,19 +200,18 @@ class Hooks:
             request = added_request(new)
             if new.req_id not in self._known:
                 self._known.add(new.req_id)
-                self._add(*request)
+                self.steps.request_added(*request)
             elif new.req_id in self._preempted:
                 resumed[new.req_id] = new.prefill_token_ids
             else:
-                self._add(*request[:-1], "requests whose prompt is streamed")
+                self.steps.request_added(*request[:-1], "requests whose prompt is streamed")
         for request_id, tokens in resumed.items():
             self._preempted.discard(request_id)
             if tokens is not None and self.steps.is_in_flight(request_id):
-                self._add(request_id, list(tokens))  # the scheduler drops what the steps in flight sample
+                self.steps.request_added(
+                    request_id, list(tokens)
+                )  # the scheduler drops what the steps in flight sample
         return set(resumed)
-
-    def _add(self, *request: Any) -> None:
-        self.steps.request_changes(functools.partial(self.observer.request_added, *request))
 
     def _inputs_v1(
         self, runner: Any, input_ids: Tensor | None = None, positions: Tensor | None = None, *_: Any, **__: Any
@@ -421,7 +421,8 @@ def layer_facts(layer: Any, dtype: torch.dtype, page_size: int | None = None) ->
     reasons = [words for attribute, words in _NOT_JUDGED.items() if getattr(layer, attribute, None)]
     if getattr(layer.impl, "chunk_lookback", -1) > -1:
         reasons.append("layers whose chunks look back")
-    attn_type = str(getattr(getattr(layer, "attn_type", "decoder"), "value", getattr(layer, "attn_type", "decoder")))
+    attn_type = getattr(layer, "attn_type", "decoder")
+    attn_type = str(getattr(attn_type, "value", attn_type))
     if attn_type != "decoder":
         reasons.append(f"layers of the type {attn_type}")
     facts = _latent_facts(layer, reasons) if name == "MLAAttention" else _paged_facts(layer, dtype, reasons)
@@ -466,7 +467,10 @@ def _writer(layer: Any) -> WritePages | None:
         return None
 
     def write(key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor) -> None:
-        update(layer, key, value, kv_cache, slot_mapping)
+        if type(layer).__name__ == "MLAAttention":
+            update(key, value, kv_cache, slot_mapping, layer.kv_cache_dtype, layer._k_scale)
+        else:
+            update(layer, key, value, kv_cache, slot_mapping)
 
     return write
 
@@ -504,16 +508,5 @@ def _latent_facts(layer: Any, reasons: list[str]) -> LayerFacts:
         params=params,
         up_projections=projections,
         not_judged=reasons[0] if reasons else None,
-        write=_latent_writer(layer),
+        write=_writer(layer),
     )
-
-
-def _latent_writer(layer: Any) -> WritePages | None:
-    update = getattr(layer.impl, "do_kv_cache_update", None)
-    if update is None:
-        return None
-
-    def write(key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor) -> None:
-        update(key, value, kv_cache, slot_mapping, layer.kv_cache_dtype, layer._k_scale)
-
-    return write

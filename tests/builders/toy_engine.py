@@ -13,6 +13,7 @@ from attncheck.harness.engine.events import (
     ContinuedRequest,
     KVGroup,
     LayerFacts,
+    LayerRows,
     ObserverSettings,
     StartedRequest,
     StepPlan,
@@ -230,7 +231,7 @@ class ToyEngine:
         out, _ = paged_attention(
             query, key_cache, value_cache, table, lens, starts, self.params[layer], precision=kernel
         )
-        self.observer.layer_rows(layer, query, key, value, out.to(DTYPE), cache)
+        self.observer.layer_rows(LayerRows(layer, query, key, value, out.to(DTYPE), cache))
 
     def next_token(self, request, position):
         return random.Random(f"{request.name} {position}").randrange(VOCAB)

@@ -15,6 +15,7 @@ import pytest
 
 from attncheck.harness.engine.internals import missing_internals
 from attncheck.harness.engine.models import make_model
+from attncheck.harness.engine.plugin import WatchSettings
 from attncheck.reports.run_file.store import read_run
 
 pytestmark = [pytest.mark.vllm, pytest.mark.filterwarnings("default")]
@@ -84,8 +85,9 @@ def served(tmp_path_factory):
         (folder / "model").mkdir()
         make_model(folder / "model", "full")
         (folder / "serve.py").write_text(SERVE)
+        settings = WatchSettings(folder / "run.jsonl", judge_every=1)
         environment = os.environ | {
-            "ATTNCHECK_ENGINE": str(folder / "run.jsonl"),
+            **settings.environment(),
             "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
             "VLLM_CPU_KVCACHE_SPACE": "1",
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",

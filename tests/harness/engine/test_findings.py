@@ -41,7 +41,7 @@ SHARED = EngineCase(
     "hybrid-shared-prefixes", "prompts share prefixes", {"model": "hybrid", "traffic": "shared-prefixes", "requests": 9}
 )
 
-STALE = "block 17 (number 2) holds old content from position 64"
+STALE = "from position 64 on, block 17 (number 2 of the table) holds old content of request 4"
 BAD_BLOCK = (
     EngineFinding("prefix_hit", 12, "3", 64, group=0, block_id=17, block_index=2, note="other tokens are in it"),
     *(
@@ -64,7 +64,7 @@ BAD_BLOCK = (
     ),
 )
 SHORT = tuple(
-    EngineFinding("output", step, str(step), 90, LAYER.format(1), group=1, cause=f"sees {step} keys of {step + 3}")
+    EngineFinding("output", step, str(step), 90, LAYER.format(1), group=1, cause=f"the row sees {step} keys too few")
     for step in (20, 30)
 )
 
@@ -117,7 +117,8 @@ backend        output  token  position  prefix_hit  count  write  worst    not
                                                                   allowed
 vllm:CPU_ATTN  0/1     1/1    1/1       0/1         1/1    1/1    0.30     -
 
-finding 1 of 1, vllm:CPU_ATTN: block 17 (number 2) holds old content from position 64
+finding 1 of 1, vllm:CPU_ATTN: from position 64 on, block 17 (number 2 of the table) holds old content of
+  request 4
   1 case, checks output and prefix_hit; the examination fails because of it
   case: engine/hybrid-shared-prefixes, check output: prompts share prefixes
     bfloat16, KV cache auto, blocks of 32 tokens, runner CPUModelRunner
@@ -127,7 +128,7 @@ finding 1 of 1, vllm:CPU_ATTN: block 17 (number 2) holds old content from positi
       its table
     24 output rows of 2 layers and 2 requests in steps 13 to 15, the largest error is 150 times the allowed
       error
-      likely cause: block 17 (number 2) holds old content from position 64
+      likely cause: from position 64 on, block 17 (number 2 of the table) holds old content of request 4
     and 5 more lines
     repeat: attncheck engine --model hybrid --traffic shared-prefixes --requests 9 --seed 7 --steps 13
 

@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from attncheck.harness.engine.events import LayerRows
 from attncheck.harness.engine.graphs import GraphCopies
 
 
@@ -52,7 +53,7 @@ class Model:
         for layer in ("first", "second"):
             query, key = rows * 2, rows + 1
             output = query + key
-            self.copies.layer_rows(layer, query, key, None, output)
+            self.copies.layer_rows(LayerRows(layer, query, key, None, output))
             rows = output * 10
             query.zero_(), key.zero_()  # a graph uses their memory again
         return rows
@@ -73,7 +74,7 @@ def seen():
 
 @pytest.fixture
 def copies(seen, graph_class):
-    copies = GraphCopies(lambda layer, query, key, *_: seen.append((layer, query.tolist(), key.tolist())))
+    copies = GraphCopies(lambda rows: seen.append((rows.layer, rows.query.tolist(), rows.key.tolist())))
     copies.install(graph_class)
     yield copies
     copies.remove()

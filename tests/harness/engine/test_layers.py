@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from attncheck.backends.caches.codecs import Coding
-from attncheck.harness.engine.events import KVGroup, LayerFacts, StartedRequest, StepPlan
+from attncheck.harness.engine.events import KVGroup, LayerFacts, LayerRows, StartedRequest, StepPlan
+from attncheck.harness.engine.findings import grouped
 from attncheck.harness.engine.observer import EngineObserver
 from attncheck.harness.problem.storage import UpProjections
 from attncheck.reference import AttentionParams, Precision, varlen_attention
@@ -25,14 +26,14 @@ def attend(query, key, value, params):
 
 
 def observed(layers, *calls):
-    """Return the result of one step of one request of 11 tokens; ``calls``: arguments of ``layer_rows``."""
+    """Return the result of one step of one request of 11 tokens; ``calls``: those of ``LayerRows``."""
     observer = EngineObserver()
     observer.engine_starts([KVGroup(BLOCK, tuple(layers))], layers)
     observer.request_added("r", list(range(ROWS)))
     observer.step_begins(StepPlan((StartedRequest("r", ((1, 2, 3),), 0),), (), {"r": ROWS}))
     observer.inputs(["r"], torch.arange(ROWS), torch.arange(ROWS))
     for call in calls:
-        observer.layer_rows(*call)
+        observer.layer_rows(LayerRows(*call))
     observer.step_ends({"r": (5,)})
     result = observer.result()
     assert result.failure is None
@@ -101,7 +102,7 @@ def test_a_wrong_reading_of_a_latent_cache_is_explained():
     output[9] = attend(query[1:10], key[:9], value[:9], facts.params)[8]
     [finding] = observed({"mla": facts}, ("mla", query, kv_c, k_pe, output)).findings
     assert (finding.kind, finding.position, finding.num_rows) == ("output", 9, 1)
-    assert finding.cause == "the row sees 9 keys of 10"
+    assert finding.cause == "the row sees 1 key too few"
 
 
 def test_no_cause_is_named_that_holds_for_one_of_two_wrong_rows():
@@ -109,10 +110,21 @@ def test_no_cause_is_named_that_holds_for_one_of_two_wrong_rows():
     output = attend(query, key, value, PLAIN)
     output[10] = attend(query[1:], key[:10], value[:10], PLAIN)[9]  # sees one key less than it must
     [finding] = observed({"own": LayerFacts(PLAIN)}, ("own", query, key, value, output)).findings
-    assert (finding.num_rows, finding.cause) == (1, "the row sees 10 keys of 11")
+    assert (finding.num_rows, finding.cause) == (1, "the row sees 1 key too few")
     output[9] = attend(query[2:10], key[:8], value[:8], PLAIN)[7]  # sees two less
     [finding] = observed({"own": LayerFacts(PLAIN)}, ("own", query, key, value, output)).findings
     assert (finding.num_rows, finding.cause) == (2, None)
+
+
+@pytest.mark.parametrize(("spoilt", "words"), [(torch.nan, "NaN"), (-torch.inf, "infinite")])
+def test_an_output_that_is_not_finite_is_named(spoilt, words):
+    query, key, value = drawn(ROWS, 4, 16), drawn(ROWS, 2, 16, seed=1), drawn(ROWS, 2, 16, seed=2)
+    output = attend(query, key, value, PLAIN)
+    output[7, 1, 3] = spoilt
+    [finding] = observed({"own": LayerFacts(PLAIN)}, ("own", query, key, value, output)).findings
+    assert (finding.position, finding.cause, finding.note) == (7, None, f"the output is {words}")
+    [group] = grouped([finding])
+    assert "the largest error is NaN or infinite; first in step 1" in group.lines(shown=None)[0]
 
 
 def test_fp8_keys_are_judged_by_the_values_of_their_codes():
