@@ -61,6 +61,7 @@ INTERNALS = (
     Internals("vllm.v1.outputs", "AsyncModelRunnerOutput", ("get_output",), "sampled tokens that arrive late"),
     Internals("vllm.v1.worker.worker_base", "WorkerWrapperBase", ("init_device", "worker"), "the worker of a server"),
     Internals("vllm.v1.worker.worker_base", "WorkerBase", ("rank", "vllm_config"), "the worker of a server"),
+    Internals("vllm.v1.worker.gpu_worker", "Worker", ("compile_or_warm_up_model",), "the warm-up, which is ignored"),
     Internals(
         "vllm.v1.worker.gpu_model_runner",
         "GPUModelRunner",

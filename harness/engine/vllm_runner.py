@@ -37,6 +37,9 @@ _V1 = "vllm.v1.worker.gpu_model_runner"
 _V2 = "vllm.v1.worker.gpu.model_runner"
 """Modules of the two model runners; the class of each is called ``GPUModelRunner``, on every platform."""
 
+_WORKERS = {"vllm.v1.worker.gpu_worker": "Worker", "vllm.v1.worker.cpu_worker": "CPUWorker"}
+"""Classes of workers; the second is derived from the first."""
+
 # The scheduler of a server may be in another process. What it decides reaches the model runner as `SchedulerOutput`,
 # and what was sampled leaves it as `ModelRunnerOutput`. So the methods of the runner tell all that is needed.
 
@@ -51,6 +54,7 @@ class Hooks:
         self._wrapped: list[tuple[Any, str, Any]] = []
         self._runner: Any = None
         self._step: Step | None = None
+        self._warm_ups = 0
         self._known: set[str] = set()
         self._preempted: set[str] = set()
 
@@ -58,6 +62,9 @@ class Hooks:
         """Watch the runners of vLLM, or of these modules, in this process."""
         for module in modules or filter(None, map(sys.modules.get, (_V1, _V2))):
             self._watch_class(module.GPUModelRunner)
+        for name, worker_class in _WORKERS.items():
+            if name in sys.modules:
+                self.watch_worker(getattr(sys.modules[name], worker_class))
         self._graphs.install()
 
     def remove(self) -> None:
@@ -75,6 +82,16 @@ class Hooks:
             self.wrap(runner_class, "_model_forward", before=self._inputs_v1, after=self._forward_ended)
         else:
             self.wrap(runner_class, "prepare_inputs", result=self._inputs_v2)
+
+    def watch_worker(self, worker_class: type[Any]) -> None:
+        """Ignore the steps of a worker's warm-up: their requests are invented, and what they sample is dropped."""
+        self.wrap(worker_class, "compile_or_warm_up_model", before=self._warm_up_begins, after=self._warm_up_ends)
+
+    def _warm_up_begins(self, *_: Any) -> None:
+        self._warm_ups += 1
+
+    def _warm_up_ends(self, *_: Any) -> None:
+        self._warm_ups -= 1
 
     def wrap(
         self,
@@ -178,9 +195,11 @@ class Hooks:
         **__: Any,
     ) -> None:
         self._step = None
+        if dummy_run or self._warm_ups:
+            return
         if not self.observer.is_started:
             self._watch_layers(runner)
-        if dummy_run or runner is not self._runner:
+        if runner is not self._runner:
             return
         for request_id in scheduler_output.finished_req_ids:
             self._known.discard(request_id)
@@ -266,6 +285,8 @@ def watching(observer: EngineObserver) -> Iterator[Hooks]:
     modules = [import_module(_V1)]
     with suppress(ImportError):  # it needs Triton
         modules.append(import_module(_V2))
+    with suppress(ImportError):  # it is loaded before the engine makes its worker, so that a warm-up is known
+        import_module("vllm.v1.worker.gpu_worker")
     hooks.install(*modules)
     try:
         yield hooks

@@ -142,11 +142,12 @@ def plan_of(number):
     )
 
 
-def drive(runner, *, is_async=False):
+def drive(runner, *, is_async=False, warm_up=lambda runner: None):
     """Serve the request; with ``is_async``, a step begins before the output of the one before is taken."""
     spec = type("FullAttentionSpec", (), {"block_size": BLOCK})()
     group = SimpleNamespace(kv_cache_spec=spec, layer_names=["layer"])
     runner.initialize_kv_cache(SimpleNamespace(kv_cache_groups=[group]))
+    warm_up(runner)
     waiting = None
     for number in range(STEPS):
         runner.execute_model(plan_of(number))
@@ -205,6 +206,34 @@ def test_async_scheduling_is_judged_a_step_late(serve):
     assert result.findings == ()
     assert (result.checks["output"], result.checks["token"]) == (STEPS + 3, STEPS + 3)
     assert "write" not in result.checks
+
+
+def test_steps_of_a_profile_and_of_a_warm_up_are_ignored(serve, monkeypatch):
+    """Runner V2 runs a dummy batch before it has a cache, and the worker's warm-up drops what its steps sample."""
+
+    class Profiled(RunnerV2):
+        def initialize_kv_cache(self, kv_cache_config, is_profiling=False):
+            self.execute_model(plan_of(0), dummy_run=True)
+            self.forget()
+            super().initialize_kv_cache(kv_cache_config)
+
+        def forget(self):
+            for kept in (self.layer.impl.keys, self.layer.impl.values, self.outputs):
+                kept.clear()
+
+    class Worker:
+        def compile_or_warm_up_model(self, runner):
+            for number in (0, 1):
+                runner.execute_model(plan_of(number))
+                runner.sample_tokens(None)
+            runner.forget()
+
+    monkeypatch.setitem(sys.modules, "vllm.v1.worker.gpu_worker", SimpleNamespace(Worker=Worker))
+    options = {"is_async": True, "warm_up": lambda runner: Worker().compile_or_warm_up_model(runner)}
+    _, engine = serve(Profiled(is_async=True), **options)
+    result = engine.hooks.observer.result()
+    assert (result.failure, result.findings, result.steps) == (None, (), STEPS)
+    assert result.checks["output"] == STEPS + 3
 
 
 WATCHES = ["_cache_made", "_execute_begins", "_requests_start", "_executed", "_sampled", "_step_ends"]
