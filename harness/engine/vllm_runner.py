@@ -226,10 +226,9 @@ class Hooks:
                 self.steps.request_added(*request[:-1], "requests whose prompt is streamed")
         for request_id, tokens in resumed.items():
             self._preempted.discard(request_id)
-            if tokens is not None and self.steps.is_in_flight(request_id):
-                self.steps.request_added(
-                    request_id, list(tokens)
-                )  # the scheduler drops what the steps in flight sample
+            if tokens is not None and self.steps.is_async:
+                # The scheduler may have dropped what the steps in flight sampled.
+                self.steps.request_added(request_id, list(tokens))
         return set(resumed)
 
     def _inputs_v1(
