@@ -138,8 +138,7 @@ class Hooks:
         self.steps.is_async = bool(runner.vllm_config.scheduler_config.async_scheduling)
         layers = runner.compilation_config.static_forward_context
         groups = kv_groups(runner.kv_cache_config, engine_reason(runner))
-        page_sizes = getattr(runner, "_kernel_block_sizes", None) or [group.block_size for group in groups]
-        sizes = {name: size for group, size in zip(groups, page_sizes, strict=False) for name in group.layers}
+        sizes = page_sizes(runner, groups)
         facts = {name: layer_facts(layer, runner.model_config.dtype, sizes.get(name)) for name, layer in layers.items()}
         self.observer.engine_starts(groups, facts, engine_facts(runner))
         for name, layer in layers.items():
@@ -380,6 +379,13 @@ def kv_groups(kv_cache_config: Any, not_followed: str | None = None) -> tuple[KV
     return tuple(groups)
 
 
+def page_sizes(runner: Any, groups: Sequence[KVGroup]) -> dict[str, int]:
+    """Return the tokens of a page of each layer's cache, which may be a part of a block."""
+    name = "_kernel_block_sizes" if hasattr(runner, "_model_forward") else "kernel_block_sizes"
+    sizes = getattr(runner, name, None) or ()
+    return {layer: size for group, size in zip(groups, sizes, strict=False) for layer in group.layers}
+
+
 def engine_facts(runner: Any) -> EngineFacts:
     """Return what is observed."""
     backends = {}
@@ -431,7 +437,8 @@ _KNOWN_LAYERS = ("Attention", "ChunkedLocalAttention", "MLAAttention")
 def layer_facts(layer: Any, dtype: torch.dtype, page_size: int | None = None) -> LayerFacts:
     """Return the facts of a layer of vLLM's ``static_forward_context``.
 
-    ``dtype``: of its keys and values. ``page_size``: tokens of a kernel's block.
+    ``dtype``: of its keys and values. ``page_size``: tokens of a kernel's block; without it, pages are not
+    compared.
     """
     name = type(layer).__name__
     if name not in _KNOWN_LAYERS:
@@ -446,7 +453,7 @@ def layer_facts(layer: Any, dtype: torch.dtype, page_size: int | None = None) ->
     if attn_type != "decoder":
         reasons.append(f"layers of the type {attn_type}")
     facts = _latent_facts(layer, reasons) if name == "MLAAttention" else _paged_facts(layer, dtype, reasons)
-    return replace(facts, page_size=page_size)
+    return replace(facts, page_size=page_size, write=facts.write if page_size else None)
 
 
 def _paged_facts(layer: Any, dtype: torch.dtype, reasons: list[str]) -> LayerFacts:

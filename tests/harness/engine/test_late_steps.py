@@ -305,7 +305,7 @@ def test_a_prefix_hit_on_drafts_that_were_accepted(arrival):
     observer.request_added(answered.name, list(answered.tokens))
     while engine.waiting or engine.running:
         engine.run_step()
-    engine.add("second turn", answered.tokens[:36] + [9, 9, 9], 60)
+    engine.add("second turn", [*answered.tokens[:36], 9, 9, 9], 60)
     while engine.waiting or engine.running:
         engine.run_step()
     result = observer.result()
