@@ -3,6 +3,7 @@
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -57,8 +58,8 @@ class Step:
     """A step whose sampled tokens are not known yet.
 
     before: the step before, if the plan may assume that all its drafts are accepted. requests: calls of the observer
-    that must precede the step, with the ids of their requests. copied_rows: int64, those of requests that may be followed.
-    is_observed: what follows of the step is passed on at once.
+    that must precede the step, with the ids of their requests. copied_rows: int64, those of requests that may be
+    followed. is_observed: what follows of the step is passed on at once.
     """
 
     plan: StepPlan
@@ -93,6 +94,7 @@ class LateSteps:
         self._last: Step | None = None
         self._requests: list[_Change] = []
         self._is_in_forward = False
+        self._stream: torch.cuda.Stream | None = None  # of the model, on which copies and kept keys are written
         self.lock = threading.RLock()  # a worker process takes sampled tokens in a thread of its own
 
     def request_added(self, request_id: str, *request: Any) -> None:
@@ -147,6 +149,7 @@ class LateSteps:
         with self.lock:
             self._is_in_forward = True
             self._num_steps += 1
+            self._stream = _stream_of(input_ids if positions is None else positions)
             step = self._steps[-1]
             if step.is_observed:
                 self._observer.inputs(request_ids, input_ids, positions)
@@ -184,8 +187,11 @@ class LateSteps:
                 self._observer.forward_ends()
 
     def step_ends(self, step: Step, sampled: Sampled) -> None:
-        """Take the sampled tokens of a step, and observe the next one."""
-        with self.lock:
+        """Take the sampled tokens of a step, and observe the next one.
+
+        In whichever thread, what this reads on a GPU is read on the model's stream, behind what writes it.
+        """
+        with self.lock, self._on_stream():
             if not self._steps or step is not self._steps[0]:
                 raise ValueError("the sampled tokens of a step arrive before those of an earlier one")
             if not step.is_observed:  # its inputs were not seen
@@ -197,6 +203,9 @@ class LateSteps:
                 self._observe_first()
             else:
                 _call_all(self._requests)
+
+    def _on_stream(self) -> AbstractContextManager[object]:
+        return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
 
     def _observe_first(self) -> None:
         """Observe the first step whose tokens are not known, as soon as it can be."""
@@ -246,6 +255,10 @@ def _copy(step: Step, given: Tensor, *, is_needed: bool = True) -> _Copy:
     if len(given) < num_rows:
         num_rows, rows = len(given), rows[rows < len(given)]
     return _Copy(num_rows, rows, given[rows])
+
+
+def _stream_of(given: Tensor | None) -> torch.cuda.Stream | None:
+    return torch.cuda.current_stream(given.device) if given is not None and given.is_cuda else None
 
 
 def _call_all(changes: list[_Change]) -> None:

@@ -1,5 +1,7 @@
 """Async scheduling: a step begins before the tokens of the step before are known, and is observed when they are."""
 
+import threading
+from contextlib import contextmanager
 from dataclasses import replace
 
 import pytest
@@ -215,6 +217,35 @@ def test_tokens_out_of_order_are_refused(steps):
     second = steps.step_begins(plan(1))
     with pytest.raises(ValueError, match="those of an earlier one"):
         steps.step_ends(second, {})
+
+
+class OnGPU(torch.Tensor):
+    is_cuda = True
+
+
+def test_a_step_that_ends_in_another_thread_is_observed_on_the_stream_of_the_model(steps, observer, monkeypatch):
+    @contextmanager
+    def stream(entered):
+        observer.calls.append(f"on {entered}")
+        yield
+        observer.calls.append(f"off {entered}")
+
+    monkeypatch.setattr(torch.cuda, "stream", stream)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: threading.current_thread().name)
+    first = steps.step_begins(STARTED)
+    steps.step_begins(plan(1))
+    forward(steps, 2, buffer=torch.zeros(2, dtype=torch.int64).as_subclass(OnGPU))
+    thread = threading.Thread(target=steps.step_ends, args=(first, {"a": (5,)}))
+    thread.start()
+    thread.join()
+    begin, end = (observer.calls.index(f"{edge} MainThread") for edge in ("on", "off"))
+    assert observer.calls[begin + 1 : end] == [
+        ("ends", {"a": (5,)}),
+        "begins",
+        ("inputs", ("a",), [2, 2], [2, 2]),
+        ("layer", [2], None, None),
+        "forward ends",
+    ]
 
 
 class Async:
