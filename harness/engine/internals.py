@@ -61,6 +61,7 @@ INTERNALS = (
     Internals("vllm.v1.outputs", "AsyncModelRunnerOutput", ("get_output",), "sampled tokens that arrive late"),
     Internals("vllm.v1.worker.worker_base", "WorkerWrapperBase", ("init_device", "worker"), "the worker of a server"),
     Internals("vllm.v1.worker.worker_base", "WorkerBase", ("rank", "vllm_config"), "the worker of a server"),
+    Internals("vllm.v1.worker.gpu_worker", "Worker", ("compile_or_warm_up_model",), "the warm-up, which is ignored"),
     Internals(
         "vllm.v1.worker.gpu_model_runner",
         "GPUModelRunner",
@@ -70,6 +71,7 @@ INTERNALS = (
             "sample_tokens",
             "_model_forward(input_ids, positions)",
             "input_batch",
+            "_kernel_block_sizes",
             *_OF_BOTH_RUNNERS,
         ),
         "the steps of model runner V1",
@@ -83,6 +85,7 @@ INTERNALS = (
             "execute_model(scheduler_output, intermediate_tensors, dummy_run)",
             "prepare_inputs",
             "sample_tokens",
+            "kernel_block_sizes",
             *_OF_BOTH_RUNNERS,
         ),
         "the steps of model runner V2",

@@ -375,9 +375,13 @@ class Judge:
         tables = [np.array(request.block_ids[pending.group], dtype=np.int64) for request in requests]
         slots = [table[span // size] * size + span % size for table, span in zip(tables, spans, strict=True)]
         key, value = self.store.rows(pending.layer, torch.from_numpy(np.concatenate(numbers)).to(cache.device))
+        page_size = facts.page_size or size
+        if not self._pages.fits(page_size, key, value, cache):
+            self._tally.not_followed[f"pages that are smaller than {page_size} keys"] += len(requests)
+            return None
         owners = np.repeat(np.arange(len(requests)), [len(span) for span in spans])
         kept = KeptKeys(owners, np.concatenate(spans), np.concatenate(slots), key, value)
-        found, compared = self._pages.lacking(facts, facts.page_size or size, kept, cache)
+        found, compared = self._pages.lacking(facts, page_size, kept, cache)
         self._tally.checks["write"] += compared
         for index in np.unique(owners[found]).tolist():
             self._find_lacking(pending, requests[index], kept.positions[found[owners[found] == index]])

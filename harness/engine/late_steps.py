@@ -3,6 +3,7 @@
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -14,7 +15,8 @@ from attncheck.harness.engine.events import ContinuedRequest, LayerRows, StepPla
 from attncheck.harness.engine.observer import EngineObserver
 
 # With async scheduling, an engine starts a step before it has the tokens that the step before sampled. They are on the
-# device, and so is the number of accepted drafts. Such a step is copied, and observed when the tokens arrive.
+# device, and so is the number of accepted drafts. Such a step is copied, and observed when the tokens arrive. Whether
+# they arrive before or after the next step begins says nothing: its plan was made earlier, in another process.
 
 Sampled = Mapping[str, tuple[int, ...]]
 """The sampled tokens of each request of a step."""
@@ -55,19 +57,24 @@ class _LayerCopies(NamedTuple):
 class Step:
     """A step whose sampled tokens are not known yet.
 
-    before: the steps of which the plan assumes that all drafts are accepted. requests: calls of the observer that must
-    precede the step, with the ids of their requests. copied_rows: int64, those of requests that may be followed.
-    is_observed: what follows of the step is passed on at once.
+    before: the step before, if the plan may assume that all its drafts are accepted. requests: calls of the observer
+    that must precede the step, with the ids of their requests. copied_rows: int64, those of requests that may be
+    followed. is_observed: what follows of the step is passed on at once.
     """
 
     plan: StepPlan
-    before: tuple["Step", ...]
+    before: "Step | None"
     requests: list[_Change]
     inputs: _Inputs | None = None
     copied_rows: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.int64))
     layers: list[_LayerCopies] = field(default_factory=list)
     num_rejected: dict[str, int] = field(default_factory=dict)
     is_observed: bool = False
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether its drafts are known: with async scheduling, they are read from the inputs."""
+        return self.inputs is not None or not any(-1 in drafts for drafts in self.plan.drafts.values())
 
 
 class LateSteps:
@@ -84,13 +91,11 @@ class LateSteps:
         self._judge_every = judge_every
         self._num_steps = 0
         self._steps: deque[Step] = deque()
+        self._last: Step | None = None
         self._requests: list[_Change] = []
         self._is_in_forward = False
+        self._stream: torch.cuda.Stream | None = None  # of the model, on which copies and kept keys are written
         self.lock = threading.RLock()  # a worker process takes sampled tokens in a thread of its own
-
-    def is_in_flight(self, request_id: str) -> bool:
-        """Return whether a request is in a step whose tokens are not known yet."""
-        return any(request_id in step.plan.num_scheduled_tokens for step in tuple(self._steps))
 
     def request_added(self, request_id: str, *request: Any) -> None:
         """Take a new request, or one that is added again after the steps that have begun.
@@ -131,11 +136,11 @@ class LateSteps:
     def step_begins(self, plan: StepPlan) -> Step:
         """Take the plan of the next step."""
         with self.lock:
-            step = Step(plan, before=tuple(self._steps), requests=self._requests)
+            step = Step(plan, before=self._last if self.is_async else None, requests=self._requests)
+            self._last = step
             self._requests = []
             self._steps.append(step)
-            if len(self._steps) == 1:
-                self._observe(step)
+            self._observe_first()
             return step
 
     def inputs(self, request_ids: Sequence[str], input_ids: Tensor | None, positions: Tensor | None) -> None:
@@ -143,6 +148,7 @@ class LateSteps:
         with self.lock:
             self._is_in_forward = True
             self._num_steps += 1
+            self._stream = _stream_of(input_ids if positions is None else positions)
             step = self._steps[-1]
             if step.is_observed:
                 self._observer.inputs(request_ids, input_ids, positions)
@@ -150,6 +156,7 @@ class LateSteps:
                 copies = (None if given is None else given.clone() for given in (input_ids, positions))
                 step.inputs = _Inputs(tuple(request_ids), *copies)
                 step.copied_rows = self._rows_to_copy(step, request_ids)
+                self._observe_first()
 
     def layer_rows(self, rows: LayerRows) -> None:
         """Take what a layer computes in the step that began last."""
@@ -179,24 +186,38 @@ class LateSteps:
                 self._observer.forward_ends()
 
     def step_ends(self, step: Step, sampled: Sampled) -> None:
-        """Take the sampled tokens of a step, and observe the next one."""
-        with self.lock:
+        """Take the sampled tokens of a step, and observe the next one.
+
+        In whichever thread, what this reads on a GPU is read on the model's stream, behind what writes it.
+        """
+        with self.lock, self._on_stream():
             if not self._steps or step is not self._steps[0]:
                 raise ValueError("the sampled tokens of a step arrive before those of an earlier one")
+            if not step.is_observed:  # its inputs were not seen
+                self._observe(step)
             self._steps.popleft()
             step.num_rejected = _num_rejected(step.plan, sampled)
             self._observer.step_ends(sampled)
             if self._steps:
-                self._observe(self._steps[0])
+                self._observe_first()
             else:
                 _call_all(self._requests)
+
+    def _on_stream(self) -> AbstractContextManager[object]:
+        return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
+
+    def _observe_first(self) -> None:
+        """Observe the first step whose tokens are not known, as soon as it can be."""
+        step = self._steps[0]
+        if step.is_ready and not step.is_observed:
+            self._observe(step)
 
     def _observe(self, step: Step) -> None:
         """Pass on what was copied of a step."""
         _call_all(step.requests)
         step.is_observed = True
-        self._observer.step_begins(_corrected_plan(step))
-        step.before = ()
+        self._observer.step_begins(self._corrected_plan(step))
+        step.before = None
         if step.inputs is None:
             return
         self._observer.inputs(*step.inputs)
@@ -208,6 +229,23 @@ class LateSteps:
         if step is not self._steps[-1] or not self._is_in_forward:
             self._observer.forward_ends()
 
+    def _corrected_plan(self, step: Step) -> StepPlan:
+        """Return the plan with what the scheduler could not know: accepted counts, and the drafts on the device.
+
+        Before it has the tokens of the last step, the scheduler assumes that every draft is accepted; it writes -1 for
+        each draft. The drafts are read from the inputs, so that their tokens are not checked.
+        """
+        rejected = {} if step.before is None else step.before.num_rejected
+        continued = tuple(self._counted(each, rejected.get(each.request_id, 0)) for each in step.plan.continued)
+        return replace(step.plan, continued=continued, drafts=_given_drafts(step))
+
+    def _counted(self, request: ContinuedRequest, num_rejected: int) -> ContinuedRequest:
+        """Return a request without the rejected drafts of the last step, if its count includes them and is right so."""
+        computed = self._observer.num_computed_tokens(request.request_id)
+        if computed is None or request.num_computed_tokens != computed + num_rejected:
+            return request
+        return replace(request, num_computed_tokens=computed)
+
 
 def _copy(step: Step, given: Tensor, *, is_needed: bool = True) -> _Copy:
     """Copy the followed rows of a tensor; none if they are not needed. It may have more rows than the step, or less."""
@@ -216,6 +254,10 @@ def _copy(step: Step, given: Tensor, *, is_needed: bool = True) -> _Copy:
     if len(given) < num_rows:
         num_rows, rows = len(given), rows[rows < len(given)]
     return _Copy(num_rows, rows, given[rows])
+
+
+def _stream_of(given: Tensor | None) -> torch.cuda.Stream | None:
+    return torch.cuda.current_stream(given.device) if given is not None and given.is_cuda else None
 
 
 def _call_all(changes: list[_Change]) -> None:
@@ -231,26 +273,6 @@ def _num_rejected(plan: StepPlan, sampled: Sampled) -> dict[str, int]:
         for request_id, drafts in plan.drafts.items()
         if sampled.get(request_id)
     }
-
-
-def _corrected_plan(step: Step) -> StepPlan:
-    """Return the plan with what the scheduler could not know: accepted counts, and the drafts on the device.
-
-    The scheduler assumes that every draft is accepted, and writes -1 for each draft. The drafts are read from the
-    inputs, so that their tokens are not checked.
-    """
-    rejected: dict[str, int] = {}
-    for earlier in step.before:
-        for request_id, number in earlier.num_rejected.items():
-            rejected[request_id] = rejected.get(request_id, 0) + number
-    continued = tuple(_less_computed(request, rejected.get(request.request_id, 0)) for request in step.plan.continued)
-    return replace(step.plan, continued=continued, drafts=_given_drafts(step))
-
-
-def _less_computed(request: ContinuedRequest, number: int) -> ContinuedRequest:
-    if not number or request.num_computed_tokens is None:
-        return request
-    return replace(request, num_computed_tokens=request.num_computed_tokens - number)
 
 
 def _given_drafts(step: Step) -> dict[str, tuple[int, ...]]:

@@ -75,6 +75,11 @@ class EngineObserver:
         request = None if self._history is None else self._history.requests.get(request_id)
         return request is None or request.never_followed is None
 
+    def num_computed_tokens(self, request_id: str) -> int | None:
+        """Return how many tokens of a request are computed, by our own count; None if it is not known."""
+        request = None if self._history is None else self._history.requests.get(request_id)
+        return None if request is None else request.done
+
     def fail(self, error: BaseException) -> None:
         """Stop observing because of an error of ours, or of what translates an engine's calls."""
         self.failure = f"{type(error).__name__}: {error}"

@@ -55,6 +55,11 @@ class PageChecks:
             wrong.append(begin + self._lacking(facts, page_size, part, starts[some] - begin, kv_cache))
         return np.concatenate(wrong), len(starts)
 
+    @staticmethod
+    def fits(page_size: int, key: Tensor, value: Tensor, kv_cache: Tensor) -> bool:
+        """Return whether a page has room for as many keys: else the layer would write behind the scratch pages."""
+        return kv_cache[:1].numel() >= page_size * (key[:1].numel() + value[:1].numel())
+
     def _lacking(self, facts: LayerFacts, page_size: int, kept: KeptKeys, starts: Numbers, kv_cache: Tensor) -> Numbers:
         device = kv_cache.device
         counts = np.diff(np.append(starts, len(kept.slots)))

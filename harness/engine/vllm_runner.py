@@ -37,6 +37,9 @@ _V1 = "vllm.v1.worker.gpu_model_runner"
 _V2 = "vllm.v1.worker.gpu.model_runner"
 """Modules of the two model runners; the class of each is called ``GPUModelRunner``, on every platform."""
 
+_WORKERS = {"vllm.v1.worker.gpu_worker": "Worker", "vllm.v1.worker.cpu_worker": "CPUWorker"}
+"""Classes of workers; the second is derived from the first."""
+
 # The scheduler of a server may be in another process. What it decides reaches the model runner as `SchedulerOutput`,
 # and what was sampled leaves it as `ModelRunnerOutput`. So the methods of the runner tell all that is needed.
 
@@ -51,6 +54,7 @@ class Hooks:
         self._wrapped: list[tuple[Any, str, Any]] = []
         self._runner: Any = None
         self._step: Step | None = None
+        self._warm_ups = 0
         self._known: set[str] = set()
         self._preempted: set[str] = set()
 
@@ -58,6 +62,9 @@ class Hooks:
         """Watch the runners of vLLM, or of these modules, in this process."""
         for module in modules or filter(None, map(sys.modules.get, (_V1, _V2))):
             self._watch_class(module.GPUModelRunner)
+        for name, worker_class in _WORKERS.items():
+            if name in sys.modules:
+                self.watch_worker(getattr(sys.modules[name], worker_class))
         self._graphs.install()
 
     def remove(self) -> None:
@@ -75,6 +82,16 @@ class Hooks:
             self.wrap(runner_class, "_model_forward", before=self._inputs_v1, after=self._forward_ended)
         else:
             self.wrap(runner_class, "prepare_inputs", result=self._inputs_v2)
+
+    def watch_worker(self, worker_class: type[Any]) -> None:
+        """Ignore the steps of a worker's warm-up: their requests are invented, and what they sample is dropped."""
+        self.wrap(worker_class, "compile_or_warm_up_model", before=self._warm_up_begins, after=self._warm_up_ends)
+
+    def _warm_up_begins(self, *_: Any) -> None:
+        self._warm_ups += 1
+
+    def _warm_up_ends(self, *_: Any) -> None:
+        self._warm_ups -= 1
 
     def wrap(
         self,
@@ -121,8 +138,7 @@ class Hooks:
         self.steps.is_async = bool(runner.vllm_config.scheduler_config.async_scheduling)
         layers = runner.compilation_config.static_forward_context
         groups = kv_groups(runner.kv_cache_config, engine_reason(runner))
-        page_sizes = getattr(runner, "_kernel_block_sizes", None) or [group.block_size for group in groups]
-        sizes = {name: size for group, size in zip(groups, page_sizes, strict=False) for name in group.layers}
+        sizes = page_sizes(runner, groups)
         facts = {name: layer_facts(layer, runner.model_config.dtype, sizes.get(name)) for name, layer in layers.items()}
         self.observer.engine_starts(groups, facts, engine_facts(runner))
         for name, layer in layers.items():
@@ -178,9 +194,11 @@ class Hooks:
         **__: Any,
     ) -> None:
         self._step = None
+        if dummy_run or self._warm_ups:
+            return
         if not self.observer.is_started:
             self._watch_layers(runner)
-        if dummy_run or runner is not self._runner:
+        if runner is not self._runner:
             return
         for request_id in scheduler_output.finished_req_ids:
             self._known.discard(request_id)
@@ -207,10 +225,9 @@ class Hooks:
                 self.steps.request_added(*request[:-1], "requests whose prompt is streamed")
         for request_id, tokens in resumed.items():
             self._preempted.discard(request_id)
-            if tokens is not None and self.steps.is_in_flight(request_id):
-                self.steps.request_added(
-                    request_id, list(tokens)
-                )  # the scheduler drops what the steps in flight sample
+            if tokens is not None and self.steps.is_async:
+                # The scheduler may have dropped what the steps in flight sampled.
+                self.steps.request_added(request_id, list(tokens))
         return set(resumed)
 
     def _inputs_v1(
@@ -266,6 +283,8 @@ def watching(observer: EngineObserver) -> Iterator[Hooks]:
     modules = [import_module(_V1)]
     with suppress(ImportError):  # it needs Triton
         modules.append(import_module(_V2))
+    with suppress(ImportError):  # it is loaded before the engine makes its worker, so that a warm-up is known
+        import_module("vllm.v1.worker.gpu_worker")
     hooks.install(*modules)
     try:
         yield hooks
@@ -360,6 +379,13 @@ def kv_groups(kv_cache_config: Any, not_followed: str | None = None) -> tuple[KV
     return tuple(groups)
 
 
+def page_sizes(runner: Any, groups: Sequence[KVGroup]) -> dict[str, int]:
+    """Return the tokens of a page of each layer's cache, which may be a part of a block."""
+    name = "_kernel_block_sizes" if hasattr(runner, "_model_forward") else "kernel_block_sizes"
+    sizes = getattr(runner, name, None) or ()
+    return {layer: size for group, size in zip(groups, sizes, strict=False) for layer in group.layers}
+
+
 def engine_facts(runner: Any) -> EngineFacts:
     """Return what is observed."""
     backends = {}
@@ -411,7 +437,8 @@ _KNOWN_LAYERS = ("Attention", "ChunkedLocalAttention", "MLAAttention")
 def layer_facts(layer: Any, dtype: torch.dtype, page_size: int | None = None) -> LayerFacts:
     """Return the facts of a layer of vLLM's ``static_forward_context``.
 
-    ``dtype``: of its keys and values. ``page_size``: tokens of a kernel's block.
+    ``dtype``: of its keys and values. ``page_size``: tokens of a kernel's block; without it, pages are not
+    compared.
     """
     name = type(layer).__name__
     if name not in _KNOWN_LAYERS:
@@ -426,7 +453,7 @@ def layer_facts(layer: Any, dtype: torch.dtype, page_size: int | None = None) ->
     if attn_type != "decoder":
         reasons.append(f"layers of the type {attn_type}")
     facts = _latent_facts(layer, reasons) if name == "MLAAttention" else _paged_facts(layer, dtype, reasons)
-    return replace(facts, page_size=page_size)
+    return replace(facts, page_size=page_size, write=facts.write if page_size else None)
 
 
 def _paged_facts(layer: Any, dtype: torch.dtype, reasons: list[str]) -> LayerFacts:

@@ -1,13 +1,16 @@
 """Async scheduling: a step begins before the tokens of the step before are known, and is observed when they are."""
 
+import threading
+from contextlib import contextmanager
 from dataclasses import replace
 
 import pytest
 import torch
-from toy_engine import ToyEngine, serve
+from toy_engine import Served, ToyEngine, serve
 
 from attncheck.harness.engine.events import ContinuedRequest, LayerRows, ObserverSettings, StartedRequest, StepPlan
 from attncheck.harness.engine.late_steps import LateSteps
+from attncheck.harness.engine.observer import EngineObserver
 
 
 class Observer:
@@ -18,6 +21,10 @@ class Observer:
         self.plans = []
         self.known = set()
         self.not_followed = set()
+        self.computed = {}
+
+    def num_computed_tokens(self, request_id):
+        return self.computed.get(request_id)
 
     def request_added(self, request_id):
         self.known.add(request_id)
@@ -124,15 +131,34 @@ def test_tokens_that_arrive_during_a_step_let_its_rest_be_observed_at_once(steps
     ]
 
 
-def test_the_scheduler_counted_drafts_that_were_rejected(steps, observer):
+@pytest.mark.parametrize("counted", [14, 12])
+@pytest.mark.parametrize("is_early", [False, True])
+def test_the_scheduler_may_count_drafts_that_were_rejected(observer, counted, is_early):
+    """Whether the tokens arrive before or after the next step begins, its plan may be older."""
+    steps = LateSteps(observer, is_async=True)
     first = steps.step_begins(plan(10, 4, (7, 8, 9)))
     forward(steps, 0, 4)
-    steps.step_begins(plan(14, 4, (-1, -1, -1)))
+    observer.computed["a"] = 12  # when the first step has ended: one draft of three was accepted
+    if is_early:
+        steps.step_ends(first, {"a": (7, 6)})
+    steps.step_begins(plan(counted, 4, (-1, -1, -1)))
+    assert len(observer.plans) == 1  # the drafts are not known yet
     steps.inputs(["a"], torch.tensor([6, 1, 2, 3, 0]), torch.tensor([12, 13, 14, 15, 0]))
-    steps.step_ends(first, {"a": (7, 6)})  # one draft of three was accepted
+    if not is_early:
+        steps.step_ends(first, {"a": (7, 6)})
     (late,) = observer.plans[1].continued
     assert late.num_computed_tokens == 12
     assert observer.plans[1].drafts == {"a": (1, 2, 3)}
+
+
+@pytest.mark.parametrize("counted", [11, 13, 15])
+def test_a_count_with_some_of_the_rejected_drafts_is_kept(observer, counted):
+    steps = LateSteps(observer, is_async=True)
+    first = steps.step_begins(plan(10, 4, (7, 8, 9)))
+    steps.step_begins(plan(counted))
+    observer.computed["a"] = 12
+    steps.step_ends(first, {"a": (7, 6)})
+    assert observer.plans[1].continued[0].num_computed_tokens == counted
 
 
 def test_a_request_that_sampled_nothing_lost_no_drafts(steps, observer):
@@ -145,7 +171,6 @@ def test_a_request_that_sampled_nothing_lost_no_drafts(steps, observer):
 def test_requests_change_between_the_steps_that_have_begun_and_the_next(steps, observer):
     first = steps.step_begins(STARTED)
     second = steps.step_begins(plan(1))
-    assert steps.is_in_flight("a")
     steps.request_finished("a")
     steps.request_added("a")
     third = steps.step_begins(plan(2))
@@ -154,7 +179,6 @@ def test_requests_change_between_the_steps_that_have_begun_and_the_next(steps, o
     steps.step_ends(second, {"a": (6,)})
     assert observer.calls[-4:] == [("ends", {"a": (6,)}), "a is dropped", "a is added", "begins"]
     steps.step_ends(third, {})
-    assert not steps.is_in_flight("a")
     steps.request_finished("a")
     assert observer.calls[-1] == "a is dropped"
 
@@ -195,6 +219,35 @@ def test_tokens_out_of_order_are_refused(steps):
         steps.step_ends(second, {})
 
 
+class OnGPU(torch.Tensor):
+    is_cuda = True
+
+
+def test_a_step_that_ends_in_another_thread_is_observed_on_the_stream_of_the_model(steps, observer, monkeypatch):
+    @contextmanager
+    def stream(entered):
+        observer.calls.append(f"on {entered}")
+        yield
+        observer.calls.append(f"off {entered}")
+
+    monkeypatch.setattr(torch.cuda, "stream", stream)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: threading.current_thread().name)
+    first = steps.step_begins(STARTED)
+    steps.step_begins(plan(1))
+    forward(steps, 2, buffer=torch.zeros(2, dtype=torch.int64).as_subclass(OnGPU))
+    thread = threading.Thread(target=steps.step_ends, args=(first, {"a": (5,)}))
+    thread.start()
+    thread.join()
+    begin, end = (observer.calls.index(f"{edge} MainThread") for edge in ("on", "off"))
+    assert observer.calls[begin + 1 : end] == [
+        ("ends", {"a": (5,)}),
+        "begins",
+        ("inputs", ("a",), [2, 2], [2, 2]),
+        ("layer", [2], None, None),
+        "forward ends",
+    ]
+
+
 class Async:
     """What an engine with async scheduling gives of the steps of the toy engine: each begins before the last ends."""
 
@@ -213,6 +266,7 @@ class Async:
         self.steps.request_finished(request_id)
 
     def step_begins(self, plan):
+        self.take_early()
         continued = tuple(
             replace(each, num_computed_tokens=each.num_computed_tokens + self.rejected.get(each.request_id, 0))
             for each in plan.continued
@@ -228,19 +282,30 @@ class Async:
         drafts = self.plan.drafts.items()
         self.rejected = {name: len(ids) + 1 - len(sampled[name]) for name, ids in drafts if sampled[name]}
 
+    def take_early(self):
+        """Take the tokens of the last step before the next one begins; its plan was made without them."""
+
     def result(self):
         if self.ending is not None:
             self.steps.step_ends(*self.ending)
         return self.observer.result()
 
 
+class Early(Async):
+    def take_early(self):
+        if self.ending is not None:
+            self.steps.step_ends(*self.ending)
+            self.ending = None
+
+
 @pytest.mark.parametrize(("judge_every", "follow_one_of"), [(1, 1), (3, 1), (1, 3)])
 @pytest.mark.parametrize("hybrid", [False, True])
-def test_late_steps_are_judged_as_others(hybrid, judge_every, follow_one_of):
+@pytest.mark.parametrize("arrival", [Async, Early])
+def test_late_steps_are_judged_as_others(arrival, hybrid, judge_every, follow_one_of):
     settings = ObserverSettings(judge_every=judge_every, follow_one_of=follow_one_of)
     options = {"settings": settings, "hybrid": hybrid, "blocks": 26 if hybrid else 13}
     right, _ = serve(**options)
-    late, _ = serve(observer=Async, **options)
+    late, _ = serve(observer=arrival, **options)
     assert late.failure is None
     assert late.findings == ()
     compared = ("output", "token", "position", "count", "prefix_hit")
@@ -259,3 +324,21 @@ def test_a_late_step_has_the_number_and_place_of_its_fault():
     found = [(each.kind, each.step, each.request_id, each.position, each.layer) for each in late.findings]
     assert found == [(each.kind, each.step, each.request_id, each.position, each.layer) for each in direct.findings]
     assert {step for _, step, *_ in found} == {8}
+
+
+@pytest.mark.parametrize("arrival", [Async, Early])
+def test_a_prefix_hit_on_drafts_that_were_accepted(arrival):
+    """The blocks have the tokens of the drafts, and not the -1 that the scheduler writes for each."""
+    observer = arrival(EngineObserver())
+    engine = ToyEngine(observer, blocks=64)
+    answered = Served("first turn", [1, 2, 3, 4, 5, 6, 7], 40)
+    engine.waiting.append(answered)
+    observer.request_added(answered.name, list(answered.tokens))
+    while engine.waiting or engine.running:
+        engine.run_step()
+    engine.add("second turn", [*answered.tokens[:36], 9, 9, 9], 60)
+    while engine.waiting or engine.running:
+        engine.run_step()
+    result = observer.result()
+    assert (result.failure, result.findings) == (None, ())
+    assert result.checks["prefix_hit"] == 9

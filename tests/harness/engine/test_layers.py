@@ -184,3 +184,25 @@ def test_a_layer_that_is_called_twice_in_a_step_is_not_judged():
     result = observed({"twice": LayerFacts(PLAIN)}, right, again)
     assert result.findings == ()
     assert result.not_followed == {"layers that are called more than once in a step": ROWS}
+
+
+@pytest.mark.parametrize(("page_size", "is_compared"), [(4, True), (2, True), (8, False)])
+def test_a_layer_does_not_write_behind_scratch_pages(page_size, is_compared):
+    """The cache has pages of 4 keys; pages of 8 would need twice the memory, and a kernel writes without a check."""
+    written = []
+
+    def write(key, value, cache, slots):
+        written.append(int(slots.max()) < 4 * len(cache))
+        cache.view(-1, 2, 32)[slots] = torch.cat([key, value], dim=-1)
+
+    query, key, value = drawn(ROWS, 4, 16), drawn(ROWS, 2, 16, seed=1), drawn(ROWS, 2, 16, seed=2)
+    cache = torch.zeros(4, BLOCK, 2, 32, dtype=DTYPE)
+    write(key, value, cache, torch.arange(BLOCK, BLOCK + ROWS))
+    pages = cache.view(8, 2, 2, 32) if page_size == 2 else cache
+    facts = LayerFacts(PLAIN, page_size=page_size, write=write)
+    result = observed({"layer": facts}, ("layer", query, key, value, attend(query, key, value, PLAIN), pages))
+    assert result.findings == ()
+    assert bool(result.checks.get("write")) is is_compared
+    assert result.not_followed == ({} if is_compared else {"pages that are smaller than 8 keys": 1})
+    assert len(written) == 1 + is_compared
+    assert all(written)

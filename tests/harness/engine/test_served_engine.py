@@ -142,11 +142,12 @@ def plan_of(number):
     )
 
 
-def drive(runner, *, is_async=False):
+def drive(runner, *, is_async=False, warm_up=lambda runner: None):
     """Serve the request; with ``is_async``, a step begins before the output of the one before is taken."""
     spec = type("FullAttentionSpec", (), {"block_size": BLOCK})()
     group = SimpleNamespace(kv_cache_spec=spec, layer_names=["layer"])
     runner.initialize_kv_cache(SimpleNamespace(kv_cache_groups=[group]))
+    warm_up(runner)
     waiting = None
     for number in range(STEPS):
         runner.execute_model(plan_of(number))
@@ -205,6 +206,125 @@ def test_async_scheduling_is_judged_a_step_late(serve):
     assert result.findings == ()
     assert (result.checks["output"], result.checks["token"]) == (STEPS + 3, STEPS + 3)
     assert "write" not in result.checks
+
+
+def test_steps_of_a_profile_and_of_a_warm_up_are_ignored(serve, monkeypatch):
+    """Runner V2 runs a dummy batch before it has a cache, and the worker's warm-up drops what its steps sample."""
+
+    class Profiled(RunnerV2):
+        def initialize_kv_cache(self, kv_cache_config, is_profiling=False):
+            self.execute_model(plan_of(0), dummy_run=True)
+            self.forget()
+            super().initialize_kv_cache(kv_cache_config)
+
+        def forget(self):
+            for kept in (self.layer.impl.keys, self.layer.impl.values, self.outputs):
+                kept.clear()
+
+    class Worker:
+        def compile_or_warm_up_model(self, runner):
+            for number in (0, 1):
+                runner.execute_model(plan_of(number))
+                runner.sample_tokens(None)
+            runner.forget()
+
+    monkeypatch.setitem(sys.modules, "vllm.v1.worker.gpu_worker", SimpleNamespace(Worker=Worker))
+    options = {"is_async": True, "warm_up": lambda runner: Worker().compile_or_warm_up_model(runner)}
+    _, engine = serve(Profiled(is_async=True), **options)
+    result = engine.hooks.observer.result()
+    assert (result.failure, result.findings, result.steps) == (None, (), STEPS)
+    assert result.checks["output"] == STEPS + 3
+
+
+class NoModel(RunnerV1):
+    """A runner without layers. It samples the number of the step for each request."""
+
+    number = 0
+    input_batch = SimpleNamespace(req_ids=["a", "b"])
+
+    def __init__(self):
+        super().__init__(is_async=True)
+        spec = type("FullAttentionSpec", (), {"block_size": BLOCK})()
+        group = SimpleNamespace(kv_cache_spec=spec, layer_names=["layer"])
+        self.kv_cache_config = SimpleNamespace(kv_cache_groups=[group])
+
+    def execute_model(self, scheduler_output, intermediate_tensors=None):
+        self.number += 1
+        self.request_ids = list(scheduler_output.num_scheduled_tokens)
+        if self.request_ids == self.input_batch.req_ids:
+            self._model_forward(input_ids=scheduler_output.ids, positions=scheduler_output.positions)
+
+    def _model_forward(self, input_ids, positions):
+        pass
+
+    def sample_tokens(self, grammar_output):
+        places = {request_id: place for place, request_id in enumerate(self.request_ids)}
+        made = SimpleNamespace(req_id_to_index=places, sampled_token_ids=[[self.number]] * len(places))
+        return SimpleNamespace(get_output=lambda: made)
+
+
+def plan_with(counts, new=(), resumed=(), continued=(), **given):
+    """A plan; ``new``: (id, tokens, blocks, prefix hit, other fields); ``resumed``: (id, tokens, blocks).
+
+    ``continued``: (id, computed tokens).
+    """
+    plain = {"lora_request": None, "prompt_embeds": None, "mm_features": []}
+    started = [
+        SimpleNamespace(
+            **plain | other, req_id=name, prompt_token_ids=ids, block_ids=(blocks,), num_computed_tokens=hit
+        )
+        for name, ids, blocks, hit, other in new
+    ]
+    names = [name for name, *_ in resumed]
+    cached = SimpleNamespace(
+        req_ids=names + [name for name, _ in continued],
+        resumed_req_ids=set(names),
+        all_token_ids={name: ids for name, ids, _ in resumed},
+        new_block_ids=[(blocks,) for *_, blocks in resumed] + [None] * len(continued),
+        num_computed_tokens=[0] * len(names) + [done for _, done in continued],
+    )
+    return SimpleNamespace(
+        scheduled_new_reqs=started,
+        scheduled_cached_reqs=cached,
+        num_scheduled_tokens=counts,
+        total_num_scheduled_tokens=sum(counts.values()),
+        scheduled_spec_decode_tokens={},
+        finished_req_ids=set(),
+        preempted_req_ids=set(names),
+        **given,
+    )
+
+
+@pytest.mark.parametrize("is_early", [False, True])
+def test_a_request_that_is_resumed_in_flight_keeps_its_adapter_and_its_reason(settings, is_early):
+    """The scheduler drops the token that is sampled in flight, whether it arrives before the next step or after."""
+    runner = NoModel()
+    engine = ServedEngine(settings, runner)
+    engine.hooks.install(SimpleNamespace(GPUModelRunner=NoModel))
+    try:
+        ids, adapter = [1] * 9, {"lora_request": SimpleNamespace(lora_name="french")}
+        media = ("media", ids, [4, 5, 6], 0, {"mm_features": ["image"]})
+        runner.execute_model(plan_with({"a": 9, "media": 9}, new=[("a", ids, [1, 2, 3], 0, adapter), media]))
+        first = runner.sample_tokens(None)
+        if is_early:
+            first.get_output()
+        resumed = [("a", ids, [7, 8, 9]), ("media", ids, [10, 11, 12])]
+        runner.execute_model(plan_with({"a": 9, "media": 9}, resumed=resumed))
+        second = runner.sample_tokens(None)
+        if not is_early:
+            first.get_output()
+        second.get_output()
+        given = {"ids": torch.tensor([2, 1]), "positions": torch.tensor([9, 8])}  # 2 is what the second step sampled
+        new = [("b", ids, [7, 8, 13], 8, adapter)]
+        runner.execute_model(plan_with({"a": 1, "b": 1}, new=new, continued=[("a", 9)], **given))
+        runner.sample_tokens(None).get_output()
+    finally:
+        engine.hooks.remove()
+    observer = engine.hooks.observer
+    result = observer.result()
+    assert (result.failure, result.findings) == (None, ())
+    assert (result.checks["prefix_hit"], result.checks["token"]) == (2, 2)
+    assert not observer.may_follow("media")
 
 
 WATCHES = ["_cache_made", "_execute_begins", "_requests_start", "_executed", "_sampled", "_step_ends"]

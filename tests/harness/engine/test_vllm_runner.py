@@ -5,8 +5,15 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from attncheck.harness.engine.events import ContinuedRequest, StartedRequest
-from attncheck.harness.engine.vllm_runner import added_request, kv_groups, layer_facts, sampled_tokens, step_plan
+from attncheck.harness.engine.events import ContinuedRequest, KVGroup, StartedRequest
+from attncheck.harness.engine.vllm_runner import (
+    added_request,
+    kv_groups,
+    layer_facts,
+    page_sizes,
+    sampled_tokens,
+    step_plan,
+)
 from attncheck.harness.problem.storage import nearest_code, truncated_code
 from attncheck.reference import AttentionParams
 
@@ -63,6 +70,25 @@ def test_groups_that_are_not_followed_have_a_reason():
     made = kv_groups(SimpleNamespace(kv_cache_groups=groups))
     reasons = [None, "layers with a state instead of keys", "layers of a drafter"]
     assert [group.not_followed for group in made] == reasons
+
+
+@pytest.mark.parametrize(
+    ("given", "sizes"),
+    [
+        ({"_model_forward": None, "_kernel_block_sizes": [16, 64]}, {"a": 16, "b": 64, "c": 64}),
+        ({"kernel_block_sizes": [16, 64]}, {"a": 16, "b": 64, "c": 64}),
+        ({}, {}),
+    ],
+)
+def test_each_runner_has_a_name_of_its_own_for_the_size_of_a_page(given, sizes):
+    groups = [KVGroup(16, ("a",)), KVGroup(128, ("b", "c"))]
+    assert page_sizes(SimpleNamespace(**given), groups) == sizes
+
+
+def test_pages_of_unknown_size_are_not_compared():
+    layer = Attention({"do_kv_cache_update": lambda *_: None})
+    assert layer_facts(layer, torch.bfloat16, 16).write is not None
+    assert layer_facts(layer, torch.bfloat16).write is None
 
 
 class Attention:
