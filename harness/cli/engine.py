@@ -86,7 +86,7 @@ def engine(
     every: Annotated[
         int | None, _count("N", "Judge outputs and pages of every Nth step. [default: 1; with COMMAND: 16]")
     ] = None,
-    follow: Annotated[int | None, _count("M", "Follow one of M requests. [default: 1]")] = None,
+    follow: Annotated[int | None, _count("M", "Follow one of M first blocks of prompts. [default: 1]")] = None,
     limit: Annotated[
         int | None,
         typer.Option("--case-timeout", metavar="SECONDS", help="For a kind of traffic. [default: 600]", min=1),

@@ -28,7 +28,8 @@ WritePages = Callable[[Tensor, Tensor, Tensor, Tensor], None]
 class ObserverSettings:
     """What of an engine is followed and judged.
 
-    judge_every: outputs and pages of every Nth step are judged. follow_one_of: one of M requests is followed.
+    judge_every: outputs and pages of every Nth step are judged. follow_one_of: one of M first blocks of prompts is
+    chosen by its hash, and the requests that begin with it are followed.
     max_row_bytes: keys and values that are kept, in bytes of all layers; a request that needs more is not followed.
     max_findings: findings that are kept; further ones are counted. max_explained: findings for which a cause is sought.
     """

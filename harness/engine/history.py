@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from zlib import crc32
 
 import numpy as np
 from numpy.typing import NDArray
@@ -211,7 +212,6 @@ class History:
         self._settings = tuple(settings)
         self._tally = tally
         self._follow_one_of = follow_one_of
-        self._added = 0
         self._unknown_blocks: set[int] = set()
         self._plan = StepPlan((), (), {})
         self._rows: dict[str, StepRows | None] = {}
@@ -232,10 +232,18 @@ class History:
             return
         if all(group.not_followed for group in self.groups):
             not_followed = not_followed or next((group.not_followed for group in self.groups), "engines without keys")
-        if not_followed is None and self._added % self._follow_one_of:
-            not_followed = f"one of {self._follow_one_of} requests is followed"
-        self._added += 1
+        if not_followed is None and not self._is_chosen(tokens):
+            not_followed = f"--follow {self._follow_one_of} leaves out the first block of their prompt"
         self.requests[request_id] = Request(request_id, list(map(int, tokens)), prefix_key, not_followed)
+
+    def _is_chosen(self, tokens: Sequence[int]) -> bool:
+        """Whether prompts with the first block of ``tokens`` are followed.
+
+        Requests that a prefix hit connects share that block, so that they are followed together or not at all.
+        """
+        size = min(group.block_size for group in self.groups)
+        first_block = np.array(tokens[:size], dtype=np.int64)
+        return crc32(first_block.tobytes()) % self._follow_one_of == 0
 
     def finish(self, request_id: str) -> None:
         """Forget a request; the contents of its blocks stay, since a prefix hit may use them."""

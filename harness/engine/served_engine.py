@@ -68,7 +68,7 @@ class ServedEngine:
         self._environment: Environment | None = None
         self._notes = (
             f"outputs and pages of one in {settings.judge_every} steps were judged",
-            f"one of {settings.follow_one_of} requests was followed" if settings.follow_one_of > 1 else "",
+            f"one of {settings.follow_one_of} first blocks of prompts was followed" if settings.follow_one_of > 1 else "",
         )
         self._written: tuple[int, str | None] | None = None
 

@@ -251,18 +251,21 @@ def test_a_count_that_forgets_a_rejected_draft_is_found_in_the_next_step():
 def test_one_of_three_requests_is_followed_and_the_others_are_counted():
     result, _ = serve(settings=ObserverSettings(follow_one_of=3), blocks=40)
     assert result.findings == ()
-    assert result.not_followed["one of 3 requests is followed"] > 0
+    assert result.not_followed["--follow 3 leaves out the first block of their prompt"] > 0
     left_out = sum(result.not_followed.values())
     assert result.checks["output"] == 2 * (result.counts["rows"] - left_out) > 0
 
 
-def test_a_request_that_is_added_again_is_followed_as_before():
-    observer = EngineObserver(ObserverSettings(follow_one_of=2))
+def test_requests_are_chosen_by_their_first_block_whatever_their_order_and_rest():
+    observer = EngineObserver(ObserverSettings(follow_one_of=4))
     observer.engine_starts([KVGroup(BLOCK, ("full.0",))], {})
-    for _ in range(2):
-        for name in ("first", "second", "third"):
-            observer.request_added(name, [1, 2, 3])
-    assert [observer.may_follow(name) for name in ("first", "second", "third")] == [True, False, True]
+    chosen = {}
+    for name in [*range(400), *reversed(range(400))]:  # those of the second half are added again
+        observer.request_added(str(name), [name, 1, 2, 3, *range(name % 7)])
+        observer.request_added(f"{name} later", [name, 1, 2, 3, 9, 9])
+        assert observer.may_follow(str(name)) == observer.may_follow(f"{name} later")
+        assert observer.may_follow(str(name)) == chosen.setdefault(name, observer.may_follow(str(name)))
+    assert 60 < sum(chosen.values()) < 140
 
 
 def test_every_third_step_is_judged_and_all_are_followed():
