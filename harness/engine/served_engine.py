@@ -25,8 +25,8 @@ LOGGER = logging.getLogger("attncheck")
 WRITE_EVERY_S = 10.0
 """Seconds between two writes of the run file."""
 
-SERVED = EngineCase(id="served", description="requests of a server's clients", due=())
-"""The case of requests that are not ours: none of the checks is due."""
+SERVED = EngineCase(id="served", description="requests of a server's clients", due=("output", "token", "position", "write"))
+"""The case of requests that are not ours: prefix hits and further steps of a request may not occur."""
 
 
 def watch_workers(settings: WatchSettings, wrapper_class: type[Any] | None = None) -> None:

@@ -13,6 +13,8 @@ from attncheck.harness.engine.late_steps import LateSteps
 class Observer:
     """Keeps what it is given, with the values that tensors have at that moment."""
 
+    failure = None
+
     def __init__(self):
         self.calls = []
         self.plans = []
@@ -122,6 +124,18 @@ def test_tokens_that_arrive_during_a_step_let_its_rest_be_observed_at_once(steps
         ("first", [2], None, None),
         ("second", [2], None, None),
     ]
+
+
+def test_after_a_failure_nothing_is_copied(steps, observer):
+    steps.step_begins(STARTED)
+    forward(steps, 1)
+    late = steps.step_begins(plan(1))
+    steps.inputs(["a"], torch.tensor([2]), torch.tensor([1]))
+    observer.failure = "RuntimeError: out of memory"
+    for _ in range(3):  # a replayed graph gives rows without a hook
+        steps.layer_rows(LayerRows("layer", torch.tensor([2]), None, None, torch.tensor([2])))
+    assert late.layers == []
+    assert not steps.is_in_flight("a")
 
 
 def test_the_scheduler_counted_drafts_that_were_rejected(steps, observer):

@@ -1,5 +1,7 @@
 """An observer finds the faults of a small engine, names their place and cause, and none in the right one."""
 
+import gc
+import weakref
 from dataclasses import replace
 
 import pytest
@@ -140,6 +142,23 @@ def test_a_row_in_a_slot_of_another_request_is_found_in_both_blocks():
         f"keys of request {name}, position {engine.place}"
     )
     assert outputs[0].note == f"block {block} (number 1 of the table) lacks position {BLOCK + 1}"
+
+
+class WritesNothing(Faulty):
+    """Writes none of the rows of a prompt."""
+
+    def slots(self, request, group, rows):
+        slots = super().slots(request, group, rows)
+        if rows > 2 * BLOCK and self.acts(request):
+            self.rows = rows
+            return [0] * rows
+        return slots
+
+
+def test_pages_are_counted_whatever_number_of_their_positions_is_lacking():
+    result, engine = serve(WritesNothing, num_drafts=0, blocks=40, prefix_caching=False)
+    lacking = [f for f in result.findings if (f.kind, f.step, f.layer) == ("write", engine.act[0], "full.0")]
+    assert sum(finding.num_rows for finding in lacking) == -(-engine.rows // BLOCK)
 
 
 class KeepsDraft(Faulty):
@@ -300,7 +319,23 @@ def test_a_failure_of_the_observer_is_stated_and_the_engine_goes_on(caplog):
     result, _ = serve(Breaks, blocks=40)
     assert result.failure is not None
     assert result.steps == 4
+    assert result.checks["output"] > 0
+    assert result.worst_share > 0
     assert "attncheck stops watching this engine, which is not affected" in caplog.text
+
+
+def test_a_failure_frees_the_keys_and_values():
+    observer = EngineObserver(ObserverSettings())
+    engine = ToyEngine(observer)
+    engine.add("r", [1, 2, 3, 4, 5, 6], 20)
+    engine.run_step()
+    assert observer.result().checks["output"] == 12
+    store = weakref.ref(observer._judge.store)
+    observer.fail(RuntimeError("out of memory"))
+    gc.collect()
+    assert store() is None
+    engine.run_step()
+    assert observer.result().checks["output"] == 12
 
 
 def test_nothing_is_judged_before_an_engine_starts():
