@@ -61,7 +61,7 @@ def serve_unlike(server, *, num_steps, running=8, prompt=40, until=72):
         counts, started, continued = {}, [], []
         for name, (done, table) in requests.items():
             new = [free.pop(0)] if done % SIZE == 0 else []
-            table += new
+            table.extend(new)
             continued.append(ContinuedRequest(name, (tuple(new),), done))
             counts[name] = 1
         if len(requests) < running:

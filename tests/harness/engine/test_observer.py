@@ -299,8 +299,9 @@ def test_every_third_step_is_judged_and_all_are_followed():
 
 def test_memory_is_bounded_and_what_does_not_fit_is_counted():
     size = 2 * 2 * 2 * 16 * 2  # bytes of a row: two layers, keys and values of two heads of 16 bfloat16
-    few, _ = serve(settings=ObserverSettings(max_row_bytes=256 * size), blocks=120, requests=30)
-    many, _ = serve(settings=ObserverSettings(max_row_bytes=1024 * size), blocks=120, requests=30)
+    load = {"blocks": 150, "requests": 40, "budget": 60}
+    few, _ = serve(settings=ObserverSettings(max_row_bytes=256 * size), **load)
+    many, _ = serve(settings=ObserverSettings(max_row_bytes=1024 * size), **load)
     assert few.findings == many.findings == ()
     assert few.failure is many.failure is None
     assert few.not_followed["their keys and values exceed max_row_bytes"] > 0
