@@ -15,7 +15,7 @@ from typing import Literal
 from attncheck.reports.analysis import phrases
 from attncheck.reports.analysis.phrases import one_line, plural, printable
 from attncheck.reports.analysis.places import place_to_show
-from attncheck.reports.analysis.repro import repro_command
+from attncheck.reports.analysis.repro import repeat_line
 from attncheck.reports.analysis.summary import RunSummary
 from attncheck.reports.comparison.compare import RunComparison, SpeedChange
 from attncheck.reports.comparison.summary import (
@@ -137,13 +137,13 @@ def _errors(run: RunValues, root: str) -> Iterator[str]:
         if not finding.is_expected:
             record = finding.example
             lines = [phrases.extent(finding), *filter(None, [phrases.contrast(finding)])]
-            lines += [f"{record.case}: {_what(record, run.summary)}", f"repeat: {repro_command(record, run.header)}"]
+            lines += [f"{record.case}: {_what(record, run.summary)}", *filter(None, [repeat_line(record, run.header)])]
             file, line = place_to_show(record, run.header, root)
             title = f"{finding.backend}: {finding.title}"
             yield annotation("error", title, "\n".join(lines), file=file, line=line)
     for function in run.summary.short:
         if function.check == UTILITIES:
-            message = f"{_what(function, run.summary)}\nrepeat: {repro_command(function, run.header)}"
+            message = f"{_what(function, run.summary)}\n{repeat_line(function, run.header)}"
             yield annotation("error", f"{function.backend}: {function.case_id}: {function.outcome}", message)
 
 

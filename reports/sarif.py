@@ -18,7 +18,7 @@ from urllib.parse import quote
 from attncheck.reports.analysis import phrases
 from attncheck.reports.analysis.findings import Finding
 from attncheck.reports.analysis.places import place_to_show
-from attncheck.reports.analysis.repro import repro_command
+from attncheck.reports.analysis.repro import repeat_line
 from attncheck.reports.document.run_values import RunValues
 from attncheck.reports.run_file.header import RunHeader
 from attncheck.reports.run_file.records import FALLEN_SHORT, OURSELVES, UTILITIES, Errored, Record, XFailed
@@ -81,7 +81,7 @@ def _results(run: RunValues, root: str) -> list[Json]:
     for record in run.records:
         if record.check == UTILITIES and (isinstance(record, XFailed) or record.outcome in FALLEN_SHORT):
             lines = [f"{record.backend}: {record.case_id}: {record.outcome}", _what_happened(record)]
-            lines.append(f"repeat: {repro_command(record, run.header)}")
+            lines.append(repeat_line(record, run.header))
             mark = _mark([record.backend, record.check, record.case_id], marks)
             found.append(_result(record.check, record, lines, mark, run.header, root))
     return found
@@ -95,7 +95,7 @@ def _message(finding: Finding, run: RunValues) -> list[str]:
         phrases.extent(finding),
         *filter(None, [phrases.contrast(finding)]),
         f"{record.case}: {_what_happened(record)}" + (f" ({rounds})" if rounds else ""),
-        f"repeat: {repro_command(record, run.header)}",
+        *filter(None, [repeat_line(record, run.header)]),
     ]
 
 

@@ -86,7 +86,7 @@ def engine(
     every: Annotated[
         int | None, _count("N", "Judge outputs and pages of every Nth step. [default: 1; with COMMAND: 16]")
     ] = None,
-    follow: Annotated[int | None, _count("M", "Follow one of M requests. [default: 1]")] = None,
+    follow: Annotated[int | None, _count("M", "Follow one of M first blocks of prompts. [default: 1]")] = None,
     limit: Annotated[
         int | None,
         typer.Option("--case-timeout", metavar="SECONDS", help="For a kind of traffic. [default: 600]", min=1),
@@ -221,11 +221,13 @@ def _serve(runs: "Sequence[EngineRun]", output: Path | None, words: Sequence[str
 
 def _exit_code(run: "Run") -> int:
     """Return exit code 0, 1 or 3. Raise SelectionError if a case was not served, or nothing was compared."""
-    from attncheck.reports.run_file.records import EXAMINED, FALLEN_SHORT, OURSELVES
+    from attncheck.harness.engine.findings import STOPPED
+    from attncheck.reports.run_file.records import EXAMINED, FALLEN_SHORT
 
-    ours = [each for each in run.records if each.outcome == "errored" and each.stage == OURSELVES]
+    unsupported = [each for each in run.records if each.outcome == "unsupported"]
+    ours = [each for each in unsupported if each.reasons[0].startswith(STOPPED)]
     if ours:
-        print_stderr(f"attncheck itself failed at {ours[0].case}: {ours[0].message}")
+        print_stderr(f"{ours[0].case}: {ours[0].reasons[0]}")
         return 3
     if any(record.outcome in FALLEN_SHORT for record in run.records):
         return 1

@@ -28,7 +28,8 @@ WritePages = Callable[[Tensor, Tensor, Tensor, Tensor], None]
 class ObserverSettings:
     """What of an engine is followed and judged.
 
-    judge_every: outputs and pages of every Nth step are judged. follow_one_of: one of M requests is followed.
+    judge_every: outputs and pages of every Nth step are judged. follow_one_of: one of M first blocks of prompts is
+    chosen by its hash, and the requests that begin with it are followed.
     max_row_bytes: keys and values that are kept, in bytes of all layers; a request that needs more is not followed.
     max_findings: findings that are kept; further ones are counted. max_explained: findings for which a cause is sought.
     """
@@ -145,9 +146,9 @@ class LayerRows(NamedTuple):
 class EngineFinding:
     """Something wrong in one step.
 
-    position: of the first row or key. num_rows: rows of this request, layer and step that are wrong. block_id: the
-    physical block; block_index: its place in the request's table. budget_share: the largest error in budgets.
-    cause: what was tried and gives the same output; None if nothing does.
+    position: of the first row or key. num_rows: rows of this request, layer and step that are wrong; of a write, pages
+    of the block. block_id: the physical block; block_index: its place in the request's table. budget_share: the largest
+    error in budgets. cause: what was tried and gives the same output; None if nothing does.
     """
 
     kind: CheckKind
@@ -196,6 +197,7 @@ class Tally:
         self.not_followed: Counter[str] = Counter()
         self.findings: list[EngineFinding] = []
         self.findings_left_out = 0
+        self.worst_share = 0.0
         self.seconds: Counter[str] = Counter()
         self._max_findings = max_findings
 

@@ -15,7 +15,7 @@ from attncheck.errors import BackendUnavailableError
 from attncheck.harness.checks.findings import Broken, Holds, NotExamined
 from attncheck.harness.driver.observation import Raised
 from attncheck.harness.engine.events import CheckKind, EngineFacts, EngineFinding, ObserverResult
-from attncheck.harness.run.outcomes import OURSELVES, BackendDescription, Circumstances, RecordedFinding, record_of
+from attncheck.harness.run.outcomes import BackendDescription, Circumstances, RecordedFinding, record_of
 from attncheck.reports.analysis.phrases import budgets, plural
 from attncheck.reports.analysis.repro import ENGINE_OPTION, FIRST_STEP
 from attncheck.reports.run_file.causes import without_figures
@@ -47,6 +47,9 @@ _WRONG: Mapping[CheckKind, str] = {
     "write": "a page lacks keys or values that its step should have written",
 }
 """What a finding states if no cause is known."""
+
+STOPPED = "attncheck itself failed, and stopped watching the engine: "
+"""Begins the reason of checks that a failure of attncheck left without a verdict."""
 
 SHOWN_GROUPS = 10
 """Groups that a record describes; further ones are counted."""
@@ -144,7 +147,7 @@ def _finding_of(
     if own:
         return _broken(kind, result, own)
     if result.failure is not None:
-        return Raised(stage=OURSELVES, error_type="EngineObserver", message=result.failure, trace="")
+        return NotExamined((f"{STOPPED}{result.failure}",), by="attncheck")
     if raised is not None:
         return raised
     if case.lacks:

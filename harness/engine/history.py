@@ -1,7 +1,8 @@
 """Follows the requests of an engine: tokens, positions, and which computed row is the key of each position."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from zlib import crc32
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,6 +30,9 @@ _NULL_BLOCK = 0
 """vLLM's block id for keys that lie outside the window of every later row."""
 
 _MIN_CAPACITY = 256
+
+_NO_ROOM = "their keys and values exceed max_row_bytes"
+"""Why a request is not followed for which no row numbers are left."""
 
 
 @dataclass
@@ -125,39 +129,58 @@ class RowNumbers:
         self.positions = np.zeros(self.capacity, dtype=np.int64)
         self._free = np.arange(1, self.capacity, dtype=np.int64)
 
-    def take(self, count: int, held: Callable[[], Iterator[Numbers]], forget: Callable[[], None]) -> Numbers | None:
-        """Return ``count`` unused numbers, or None if there are none within ``max_capacity``.
+    @property
+    def num_free(self) -> int:
+        """How many numbers can be taken."""
+        return len(self._free)
 
-        ``held``: yields the numbers in use. ``forget``: lets go of those that only explanations need.
-        """
-        if count > len(self._free):
-            self._reclaim(count, held)
-        if count > len(self._free):
-            forget()
-            self._reclaim(count, held)
+    def take(self, count: int) -> Numbers | None:
+        """Return ``count`` unused numbers, or None if there are not so many."""
         if count > len(self._free):
             return None
         taken, self._free = self._free[:count], self._free[count:]
         return taken
 
-    def _reclaim(self, count: int, held: Callable[[], Iterator[Numbers]]) -> None:
-        is_held = np.zeros(self.capacity, dtype=bool)
-        is_held[ZERO_ROW] = True
-        for numbers in held():
-            is_held[numbers[numbers >= 0]] = True
-        needed = int(is_held.sum()) + count
-        while 2 * needed > self.capacity:  # half of the numbers are free, so that this is seldom
+    def grow(self, needed: int) -> None:
+        """Have twice as many numbers as are needed, within ``max_capacity``."""
+        while 2 * needed > self.capacity:
             if self.max_capacity is not None and self.capacity >= self.max_capacity:
                 break
             self._grow()
-        is_held = np.concatenate([is_held, np.zeros(self.capacity - len(is_held), dtype=bool)])
-        self._free = np.flatnonzero(~is_held)
+
+    def free_all_but(self, kept: "KeptNumbers") -> None:
+        """Let all numbers be taken that are not kept."""
+        is_kept = np.concatenate([kept.is_kept, np.zeros(self.capacity - len(kept.is_kept), dtype=bool)])
+        self._free = np.flatnonzero(~is_kept)
 
     def _grow(self) -> None:
         size = min(2 * self.capacity, self.max_capacity or 2 * self.capacity)
         self.owners += [""] * (size - self.capacity)
         self.positions = np.concatenate([self.positions, np.zeros(size - self.capacity, dtype=np.int64)])
         self.capacity = size
+
+
+class KeptNumbers:
+    """Row numbers that are kept. ``count``: how many, with that of the row of zeros."""
+
+    def __init__(self, capacity: int) -> None:
+        self.is_kept = np.zeros(capacity, dtype=bool)
+        self.is_kept[ZERO_ROW] = True
+        self.count = 1
+
+    def has_some(self, numbers: Numbers) -> bool:
+        """Return whether some of the numbers, besides the row of zeros, are kept."""
+        return bool(self.is_kept[numbers[numbers > ZERO_ROW]].any())
+
+    def add(self, numbers: Numbers, limit: int) -> bool:
+        """Keep numbers if no more than ``limit`` are kept then; return whether they are."""
+        new = np.unique(numbers[numbers > ZERO_ROW])
+        new = new[~self.is_kept[new]]
+        if len(new) and self.count + len(new) > limit:
+            return False
+        self.is_kept[new] = True
+        self.count += len(new)
+        return True
 
 
 def first_seen(params: AttentionParams, position: int) -> int:
@@ -211,7 +234,6 @@ class History:
         self._settings = tuple(settings)
         self._tally = tally
         self._follow_one_of = follow_one_of
-        self._added = 0
         self._unknown_blocks: set[int] = set()
         self._plan = StepPlan((), (), {})
         self._rows: dict[str, StepRows | None] = {}
@@ -232,10 +254,18 @@ class History:
             return
         if all(group.not_followed for group in self.groups):
             not_followed = not_followed or next((group.not_followed for group in self.groups), "engines without keys")
-        if not_followed is None and self._added % self._follow_one_of:
-            not_followed = f"one of {self._follow_one_of} requests is followed"
-        self._added += 1
+        if not_followed is None and not self._is_chosen(tokens):
+            not_followed = f"--follow {self._follow_one_of} leaves out the first block of their prompt"
         self.requests[request_id] = Request(request_id, list(map(int, tokens)), prefix_key, not_followed)
+
+    def _is_chosen(self, tokens: Sequence[int]) -> bool:
+        """Whether prompts with the first block of ``tokens`` are followed.
+
+        Requests that a prefix hit connects share that block, so that they are followed together or not at all.
+        """
+        size = min(group.block_size for group in self.groups)
+        first_block = np.array(tokens[:size], dtype=np.int64)
+        return crc32(first_block.tobytes()) % self._follow_one_of == 0
 
     def finish(self, request_id: str) -> None:
         """Forget a request; the contents of its blocks stay, since a prefix hit may use them."""
@@ -252,6 +282,7 @@ class History:
             self._copy_block(source, destination)
         for continued in plan.continued:
             self._continue(continued)
+        self._make_room(plan)
         waiting = {started.request_id: started for started in plan.started}
         for request_id, count in plan.num_scheduled_tokens.items():
             if request_id in waiting:
@@ -262,8 +293,8 @@ class History:
 
     def _copy_block(self, source: int, destination: int) -> None:
         block = self.blocks.get(source)
+        self.blocks.pop(destination, None)
         if block is None:
-            self.blocks.pop(destination, None)
             self._unknown_blocks.add(destination)
             return
         self._unknown_blocks.discard(destination)
@@ -307,7 +338,7 @@ class History:
             chain = np.array(request.chain[span], dtype=np.int64)
             found = self._rows_of_block(request, group, block_id, chain)
             if found is None:
-                request.lost = "their prefix hit maps blocks of requests that are not followed"
+                request.lost = "their prefix hit maps blocks whose keys are not kept"
                 continue
             is_right = found >= 0
             self._tally.checks["prefix_hit"] += 1
@@ -430,9 +461,9 @@ class History:
                 note = f"{len(ids)} blocks of group {group} for {end} tokens"
                 self._count_finding(request, begin, note)
                 request.lost = "the scheduler gave them too few blocks"
-        numbers = None if request.not_followed else self.numbers.take(count, self._held, self._forget_earlier)
+        numbers = None if request.not_followed else self.numbers.take(count)
         if numbers is None and not request.not_followed:
-            request.lost = "their keys and values exceed max_row_bytes"
+            request.lost = _NO_ROOM
         if numbers is None:
             self._forget_blocks(request, begin, end)
             return None
@@ -461,20 +492,49 @@ class History:
             count = min(size - offset, begin + len(numbers) - at)
             slots, some = slice(offset, offset + count), slice(at - begin, at - begin + count)
             block_id = ids[at // size]
-            block = self.blocks.get(block_id)
+            at += count
+            block = self.blocks.pop(block_id, None)
+            if offset and block is None and block_id in self._unknown_blocks:
+                continue  # what precedes in the block is not known
             if block is None or block.group != group:
                 fresh = [np.full(size, _UNKNOWN, dtype=np.int64) for _ in range(3)]
-                block = self.blocks[block_id] = Block(group, *fresh)
+                block = Block(group, *fresh)
                 self._unknown_blocks.discard(block_id)
+            self.blocks[block_id] = block  # the last, as the one that was written last
             block.earlier[slots] = block.rows[slots]
             block.chains[slots], block.rows[slots] = chain[some], numbers[some]
-            at += count
 
     def _forget_blocks(self, request: Request, begin: int, end: int) -> None:
         for ids, group in zip(request.block_ids, self.groups, strict=False):
             for block_id in ids[begin // group.block_size : -(-end // group.block_size)]:
                 self.blocks.pop(block_id, None)
                 self._unknown_blocks.add(block_id)
+
+    # Row numbers are used again.
+
+    def _make_room(self, plan: StepPlan) -> None:
+        """Free row numbers for a step if too few are left, many at once, since this visits all blocks."""
+        started = {each.request_id for each in plan.started}
+        of_started = of_running = 0
+        for request_id, count in plan.num_scheduled_tokens.items():
+            request = self._request(request_id)
+            if request.never_followed:
+                continue
+            if request_id in started:
+                of_started += count
+            elif request.lost is None:
+                of_running += count
+        needed = of_started + of_running
+        if needed <= self.numbers.num_free:
+            return
+        kept = KeptNumbers(self.numbers.capacity)
+        for numbers in self._held():
+            kept.add(numbers, self.numbers.capacity)
+        self.numbers.grow(kept.count + needed)
+        if kept.count + needed > self.numbers.capacity - self.numbers.capacity // 4:
+            self._touch_blocks(plan.started)
+            kept = self._drop_oldest(needed, of_running)
+        self.numbers.free_all_but(kept)
 
     def _held(self) -> Iterator[Numbers]:
         """Yield the row numbers that requests and blocks hold."""
@@ -485,9 +545,39 @@ class History:
             yield block.rows
             yield block.earlier
 
-    def _forget_earlier(self) -> None:
-        for block in self.blocks.values():
-            block.earlier[:] = _UNKNOWN
+    def _touch_blocks(self, started: Sequence[StartedRequest]) -> None:
+        """Make blocks that are mapped now the last to be dropped."""
+        for block_id in (block_id for each in started for ids in each.block_ids for block_id in ids):
+            if block_id in self.blocks:
+                self.blocks[block_id] = self.blocks.pop(block_id)
+
+    def _drop_oldest(self, needed: int, of_running: int) -> KeptNumbers:
+        """Drop what does not fit, and return what is kept.
+
+        Requests come first, the oldest before others; then blocks that only a prefix hit can use, those written last
+        before others; then the earlier contents of blocks, which only explain findings.
+        """
+        capacity = self.numbers.capacity
+        kept = KeptNumbers(capacity)
+        limit = capacity - max(of_running, capacity // 8)
+        for request in self.requests.values():
+            keys = [keys for keys in request.keys if keys is not None]
+            if not request.not_followed and keys and not kept.add(np.concatenate(keys), limit):
+                request.lost = _NO_ROOM
+        # A block with a row of a running request is kept whole, since the request may write to the rest of it.
+        of_running_requests = {block_id for block_id, block in self.blocks.items() if kept.has_some(block.rows)}
+        for block_id in of_running_requests:
+            kept.add(self.blocks[block_id].rows, capacity)
+        limit = capacity - max(needed, capacity // 4)
+        newest_first = list(reversed(self.blocks.items()))
+        for block_id, block in newest_first:
+            if block_id not in of_running_requests and not kept.add(block.rows, limit):
+                del self.blocks[block_id]
+                self._unknown_blocks.add(block_id)
+        for _, block in newest_first:
+            if not kept.add(block.earlier, limit):
+                block.earlier[:] = _UNKNOWN
+        return kept
 
     def _extend_chain(self, request: Request) -> None:
         chain = request.chain

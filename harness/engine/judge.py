@@ -108,7 +108,6 @@ class Judge:
         self._never_judged: dict[str, str] = {}
         self._pages = PageChecks()
         self._reported: dict[tuple[str, str, int], set[int]] = {}
-        self.worst_share = 0.0
 
     # One step.
 
@@ -214,7 +213,7 @@ class Judge:
         num_finite = int(is_finite.sum())
         self._tally.checks["output"] += num_finite
         self._tally.not_followed["rows for which a good kernel overflows"] += worst.numel() - num_finite
-        self.worst_share = max(self.worst_share, float(worst.max()))
+        self._tally.worst_share = max(self._tally.worst_share, float(worst.max()))
         if not bool((worst > 1).any()):
             return
         shares = worst.cpu().numpy()
@@ -366,7 +365,8 @@ class Judge:
         if facts.kv_sharing_target is not None:
             return None  # its pages are those of the other layer
         if facts.write is None or cache is None or cache.numel() == 0:
-            reason = "pages of steps that are judged late" if cache is None else "pages that cannot be compared"
+            late = "pages with async scheduling, whose steps are judged late"
+            reason = late if cache is None else "pages that cannot be compared"
             self._tally.not_followed[reason] += len(requests)
             return None
         size = self._groups[pending.group].block_size
@@ -416,7 +416,7 @@ class Judge:
                     group=pending.group,
                     block_id=block_id,
                     block_index=index,
-                    num_rows=len(some),
+                    num_rows=len({position // (pending.facts.page_size or size) for position in some}),
                     note=_lacks(block_id, index, some),
                 )
                 self._tally.find(finding)

@@ -161,6 +161,8 @@ class LateSteps:
     def layer_rows(self, rows: LayerRows) -> None:
         """Take what a layer computes in the step that began last."""
         with self.lock:
+            if self._observer.failure is not None:
+                self._steps.clear()  # replayed graphs go on giving rows
             if not self._is_in_forward or not self._steps:
                 return  # a dummy batch, or a drafter
             step = self._steps[-1]

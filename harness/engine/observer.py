@@ -84,6 +84,8 @@ class EngineObserver:
         """Stop observing because of an error of ours, or of what translates an engine's calls."""
         self.failure = f"{type(error).__name__}: {error}"
         self._is_in_step = False
+        self._history = self._judge = None  # keys and values are freed; what was found is in the tally
+        self._waiting.clear()
         LOGGER.error("attncheck stops watching this engine, which is not affected", exc_info=error)
 
     @_never_raises
@@ -205,7 +207,7 @@ class EngineObserver:
             findings=tuple(tally.findings),
             not_followed={reason: count for reason, count in tally.not_followed.items() if count},
             counts=dict(tally.counts),
-            worst_share=0.0 if self._judge is None else self._judge.worst_share,
+            worst_share=tally.worst_share,
             seconds=dict(tally.seconds),
             failure=self.failure,
             findings_left_out=tally.findings_left_out,

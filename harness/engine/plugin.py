@@ -27,8 +27,9 @@ VARIABLE = "ATTNCHECK_ENGINE"
 class WatchSettings:
     """How an engine that serves is watched.
 
-    path: of the run file. judge_every: outputs and pages of every Nth step are judged. follow_one_of: one of M requests
-    is followed. command: the words typed, for the header of the run file.
+    path: of the run file. judge_every: outputs and pages of every Nth step are judged. follow_one_of: requests
+    are followed whose prompts begin with one of M first blocks. command: the words typed, for the header of the run
+    file.
     """
 
     path: Path

@@ -11,7 +11,7 @@ from typing import Any
 
 from attncheck.harness.device import collect_environment
 from attncheck.harness.engine.events import ObserverSettings
-from attncheck.harness.engine.findings import EngineCase, backend_of, header_of, records_of
+from attncheck.harness.engine.findings import STOPPED, EngineCase, backend_of, header_of, records_of
 from attncheck.harness.engine.internals import check_internals
 from attncheck.harness.engine.observer import EngineObserver
 from attncheck.harness.engine.plugin import WatchSettings
@@ -25,8 +25,10 @@ LOGGER = logging.getLogger("attncheck")
 WRITE_EVERY_S = 10.0
 """Seconds between two writes of the run file."""
 
-SERVED = EngineCase(id="served", description="requests of a server's clients", due=())
-"""The case of requests that are not ours: none of the checks is due."""
+SERVED = EngineCase(
+    id="served", description="requests of a server's clients", due=("output", "token", "position", "write")
+)
+"""The case of requests that are not ours: prefix hits and further steps of a request may not occur."""
 
 
 def watch_workers(settings: WatchSettings, wrapper_class: type[Any] | None = None) -> None:
@@ -68,7 +70,9 @@ class ServedEngine:
         self._environment: Environment | None = None
         self._notes = (
             f"outputs and pages of one in {settings.judge_every} steps were judged",
-            f"one of {settings.follow_one_of} requests was followed" if settings.follow_one_of > 1 else "",
+            f"one of {settings.follow_one_of} first blocks of prompts was followed"
+            if settings.follow_one_of > 1
+            else "",
         )
         self._written: tuple[int, str | None] | None = None
 
@@ -119,7 +123,7 @@ class ServedEngine:
             seed=header.seed, environment=header.environment.digest, attncheck_version=header.environment.attncheck
         )
         records = records_of(SERVED, result, circumstances, time.monotonic() - self._began_s)
-        errors = () if result.failure is None else (f"attncheck stopped watching the engine: {result.failure}",)
+        errors = () if result.failure is None else (f"{STOPPED}{result.failure}",)
         write_run(aside, header, records, errors)
         aside.replace(path)
         self._written = state

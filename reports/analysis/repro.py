@@ -32,7 +32,7 @@ def python_ref(name: str) -> str:
 def repro_command(
     record: Record, header: RunHeader | None = None, environment: Mapping[str, str] = MappingProxyType({})
 ) -> str:
-    """Return ``attncheck run ...`` for this backend, case, check and seed alone, in one process.
+    """Return ``attncheck run ...`` for this backend, case, check and seed alone, in one process; "" if none repeats it.
 
     A timeout and a crash out of memory are repeated in a worker process, since only there a run enforces its limits. So
     is an exit: in one process it would end attncheck, perhaps with code 0.
@@ -67,6 +67,12 @@ def _passed(command: Sequence[str]) -> list[str]:
     for name, value in pairwise(command):
         words += [name, value] if name == "--pass-env" else []
     return words
+
+
+def repeat_line(record: Record, header: RunHeader | None = None) -> str:
+    """Return ``repeat:`` with the command, or "" if no command repeats the record."""
+    command = repro_command(record, header)
+    return f"repeat: {command}" if command else ""
 
 
 def sanitizer_command(record: Record, header: RunHeader | None = None) -> str:
@@ -106,7 +112,7 @@ def _repro_function(record: Record, header: RunHeader | None) -> str:
 
 
 def _repro_engine(record: Record, header: RunHeader) -> str:
-    """Return the command that serves the same requests up to the first wrong step; of a server, the command typed."""
+    """Return the command that serves the same requests up to the first wrong step, or "" for those of a server."""
     case = header.case_by_name.get((record.suite, record.case_id))
     options = {} if case is None else case.keys
     words = ["attncheck", "engine"]
@@ -114,7 +120,7 @@ def _repro_engine(record: Record, header: RunHeader) -> str:
         if key.startswith(ENGINE_OPTION):
             words += [f"--{key.removeprefix(ENGINE_OPTION)}", str(value)]
     if len(words) == len(("attncheck", "engine")):
-        return shlex.join(header.command or words)
+        return ""
     words += ["--seed", str(record.seed)]
     if isinstance(record, Failed) and (step := record.figures.get(FIRST_STEP)):
         words += ["--steps", str(step)]

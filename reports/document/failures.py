@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from attncheck.reports.analysis import phrases
 from attncheck.reports.analysis.findings import Finding, by_check, stated_cause
 from attncheck.reports.analysis.reasons import named
-from attncheck.reports.analysis.repro import repro_command, sanitizer_command
+from attncheck.reports.analysis.repro import repeat_line, repro_command, sanitizer_command
 from attncheck.reports.document.blocks import (
     Block,
     Code,
@@ -147,7 +147,7 @@ def _few_findings(run: RunValues) -> list[Block]:
             )
         else:
             text = (Span(title, colour="red"), f", {_heading(finding)}: {phrases.extent(finding)}")
-            others.append(Item(text, (_repeat(finding.example, run.header),)))
+            others.append(Item(text, _repeat(finding.example, run.header)))
     others += _more(len(numbered) - len(shown) - len(others), "more finding", run)
     return [*shown, Items(tuple(others))] if others else shown
 
@@ -215,7 +215,7 @@ def _details(record: Record, header: RunHeader, finding: Finding | None = None) 
     if isinstance(record, Ended) and record.native_stack:
         blocks += [Paragraph("Its stacks, by py-spy:"), Code(record.native_stack)]
     commands = "\n".join(filter(None, [repro_command(record, header), sanitizer_command(record, header)]))
-    return [*blocks, Paragraph("Repeat:"), Code(commands, "sh")]
+    return [*blocks, Paragraph("Repeat:"), Code(commands, "sh")] if commands else blocks
 
 
 def _whole_expected(finding: Finding) -> list[Block]:
@@ -253,13 +253,14 @@ def story_items(
     words = last_words(record.output) if isinstance(record, Ended | Failed | Errored) else ()
     shown = tuple(Item(phrases.cut(phrases.one_line(word), PRINTED_WIDTH)) for word in words)
     items += [Item("printed last:", shown)] if shown else []
-    items.append(_repeat(record, header))
+    items += _repeat(record, header)
     sanitizer = sanitizer_command(record, header)
     return (*items, *([Item(f"or: {sanitizer}", is_whole=True)] if sanitizer else []))
 
 
-def _repeat(record: Record, header: RunHeader | None) -> Item:
-    return Item(f"repeat: {repro_command(record, header)}", is_whole=True)
+def _repeat(record: Record, header: RunHeader | None) -> tuple[Item, ...]:
+    line = repeat_line(record, header)
+    return (Item(line, is_whole=True),) if line else ()
 
 
 def errors(run: RunValues, *, whole: bool) -> list[Block]:

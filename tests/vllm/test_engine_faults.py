@@ -124,6 +124,9 @@ def _positions(finding):
     """Return the positions of a finding; those of an output are of rows that read a wrong key, which is before them."""
     if finding["kind"] == "output" and finding["block_index"] is not None:
         return range(finding["position"] + 1)
+    if finding["kind"] == "write":
+        first, last = re.search(r"lacks (?:\d+ of )?positions? (\d+)(?: to (\d+))?", finding["note"]).groups()
+        return range(int(first), int(last or first) + 1)
     return range(finding["position"], finding["position"] + finding["num_rows"])
 
 

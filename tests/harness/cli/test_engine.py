@@ -124,7 +124,9 @@ def test_a_kind_that_did_not_start_beside_others_is_an_error_of_the_run(serving)
 def test_a_failure_of_the_observer_is_ours(serving):
     done, _, _ = serving("engine --model full --traffic mixed", lambda run: [observed(run, failure="KeyError: 3")])
     assert done.code == 3
-    assert "attncheck itself failed at engine/full-mixed: KeyError: 3" in done.err
+    assert "engine/full-mixed: attncheck itself failed, and stopped watching the engine: KeyError: 3" in done.err
+    assert "finding 1" not in done.out
+    assert "FAILED" not in done.out
 
 
 @pytest.mark.parametrize(

@@ -5,13 +5,13 @@ from inline_snapshot import snapshot
 
 from attncheck.harness.driver.observation import Raised
 from attncheck.harness.engine.events import EngineFacts, EngineFinding, ObserverResult
-from attncheck.harness.engine.findings import KINDS, EngineCase, backend_of, grouped, header_of, records_of
+from attncheck.harness.engine.findings import KINDS, STOPPED, EngineCase, backend_of, grouped, header_of, records_of
 from attncheck.harness.run.outcomes import Circumstances
 from attncheck.reference.spec import CHECKS as CHECKS_OF_ALL
 from attncheck.reports.analysis.findings import findings
 from attncheck.reports.analysis.repro import repro_command
 from attncheck.reports.run_file.header import Environment
-from attncheck.reports.run_file.records import ENGINE_CHECKS, OURSELVES
+from attncheck.reports.run_file.records import ENGINE_CHECKS
 from attncheck.reports.run_file.store import Run
 from attncheck.reports.terminal import run as terminal
 
@@ -155,7 +155,7 @@ def test_checks_that_are_not_due_and_compared_nothing_have_no_record():
 @pytest.mark.parametrize(
     ("case", "result", "options", "outcome"),
     [
-        (SHARED, {"failure": "KeyError: 3"}, {}, ("errored", OURSELVES)),
+        (SHARED, {"failure": "KeyError: 3"}, {}, ("unsupported", f"{STOPPED}KeyError: 3")),
         (SHARED, {}, {"raised": Raised("serving", "AssertionError", "no free block")}, ("errored", "serving")),
         (EngineCase("a", "", lacks="nothing was preempted"), {}, {}, ("unavailable", "nothing was preempted")),
     ],
@@ -175,10 +175,11 @@ def test_a_finding_is_repeated_up_to_its_first_step():
     assert repro_command(output, run.header) == repeat
 
 
-def test_a_finding_in_a_server_is_repeated_by_the_command_typed():
+def test_no_command_repeats_a_finding_in_a_server():
     command = ("attncheck", "engine", "--every", "4", "--", "vllm", "serve", "a model")
     run = run_of(observed(*BAD_BLOCK), EngineCase("served", "", due=()), command)
-    assert repro_command(run.records[0], run.header) == "attncheck engine --every 4 -- vllm serve 'a model'"
+    assert repro_command(run.records[0], run.header) == ""
+    assert "repeat" not in terminal.render_run(run, width=110)
 
 
 def test_the_checks_of_engines_have_the_same_names_everywhere():

@@ -16,6 +16,8 @@ from attncheck.harness.engine.observer import EngineObserver
 class Observer:
     """Keeps what it is given, with the values that tensors have at that moment."""
 
+    failure = None
+
     def __init__(self):
         self.calls = []
         self.plans = []
@@ -129,6 +131,17 @@ def test_tokens_that_arrive_during_a_step_let_its_rest_be_observed_at_once(steps
         ("first", [2], None, None),
         ("second", [2], None, None),
     ]
+
+
+def test_after_a_failure_nothing_is_copied(steps, observer):
+    steps.step_begins(STARTED)
+    forward(steps, 1)
+    late = steps.step_begins(plan(1))
+    steps.inputs(["a"], torch.tensor([2]), torch.tensor([1]))
+    observer.failure = "RuntimeError: out of memory"
+    for _ in range(3):  # a replayed graph gives rows without a hook
+        steps.layer_rows(LayerRows("layer", torch.tensor([2]), None, None, torch.tensor([2])))
+    assert late.layers == []
 
 
 @pytest.mark.parametrize("counted", [14, 12])

@@ -1,5 +1,7 @@
 """An observer finds the faults of a small engine, names their place and cause, and none in the right one."""
 
+import gc
+import weakref
 from dataclasses import replace
 
 import pytest
@@ -142,6 +144,23 @@ def test_a_row_in_a_slot_of_another_request_is_found_in_both_blocks():
     assert outputs[0].note == f"block {block} (number 1 of the table) lacks position {BLOCK + 1}"
 
 
+class WritesNothing(Faulty):
+    """Writes none of the rows of a prompt."""
+
+    def slots(self, request, group, rows):
+        slots = super().slots(request, group, rows)
+        if rows > 2 * BLOCK and self.acts(request):
+            self.rows = rows
+            return [0] * rows
+        return slots
+
+
+def test_pages_are_counted_whatever_number_of_their_positions_is_lacking():
+    result, engine = serve(WritesNothing, num_drafts=0, blocks=40, prefix_caching=False)
+    lacking = [f for f in result.findings if (f.kind, f.step, f.layer) == ("write", engine.act[0], "full.0")]
+    assert sum(finding.num_rows for finding in lacking) == -(-engine.rows // BLOCK)
+
+
 class KeepsDraft(Faulty):
     """Does not write the row that replaces a rejected draft."""
 
@@ -251,18 +270,21 @@ def test_a_count_that_forgets_a_rejected_draft_is_found_in_the_next_step():
 def test_one_of_three_requests_is_followed_and_the_others_are_counted():
     result, _ = serve(settings=ObserverSettings(follow_one_of=3), blocks=40)
     assert result.findings == ()
-    assert result.not_followed["one of 3 requests is followed"] > 0
+    assert result.not_followed["--follow 3 leaves out the first block of their prompt"] > 0
     left_out = sum(result.not_followed.values())
     assert result.checks["output"] == 2 * (result.counts["rows"] - left_out) > 0
 
 
-def test_a_request_that_is_added_again_is_followed_as_before():
-    observer = EngineObserver(ObserverSettings(follow_one_of=2))
+def test_requests_are_chosen_by_their_first_block_whatever_their_order_and_rest():
+    observer = EngineObserver(ObserverSettings(follow_one_of=4))
     observer.engine_starts([KVGroup(BLOCK, ("full.0",))], {})
-    for _ in range(2):
-        for name in ("first", "second", "third"):
-            observer.request_added(name, [1, 2, 3])
-    assert [observer.may_follow(name) for name in ("first", "second", "third")] == [True, False, True]
+    chosen = {}
+    for name in [*range(400), *reversed(range(400))]:  # those of the second half are added again
+        observer.request_added(str(name), [name, 1, 2, 3, *range(name % 7)])
+        observer.request_added(f"{name} later", [name, 1, 2, 3, 9, 9])
+        assert observer.may_follow(str(name)) == observer.may_follow(f"{name} later")
+        assert observer.may_follow(str(name)) == chosen.setdefault(name, observer.may_follow(str(name)))
+    assert 60 < sum(chosen.values()) < 140
 
 
 def test_every_third_step_is_judged_and_all_are_followed():
@@ -277,8 +299,9 @@ def test_every_third_step_is_judged_and_all_are_followed():
 
 def test_memory_is_bounded_and_what_does_not_fit_is_counted():
     size = 2 * 2 * 2 * 16 * 2  # bytes of a row: two layers, keys and values of two heads of 16 bfloat16
-    few, _ = serve(settings=ObserverSettings(max_row_bytes=256 * size), blocks=120, requests=30)
-    many, _ = serve(settings=ObserverSettings(max_row_bytes=1024 * size), blocks=120, requests=30)
+    load = {"blocks": 150, "requests": 40, "budget": 60}
+    few, _ = serve(settings=ObserverSettings(max_row_bytes=256 * size), **load)
+    many, _ = serve(settings=ObserverSettings(max_row_bytes=1024 * size), **load)
     assert few.findings == many.findings == ()
     assert few.failure is many.failure is None
     assert few.not_followed["their keys and values exceed max_row_bytes"] > 0
@@ -297,7 +320,23 @@ def test_a_failure_of_the_observer_is_stated_and_the_engine_goes_on(caplog):
     result, _ = serve(Breaks, blocks=40)
     assert result.failure is not None
     assert result.steps == 4
+    assert result.checks["output"] > 0
+    assert result.worst_share > 0
     assert "attncheck stops watching this engine, which is not affected" in caplog.text
+
+
+def test_a_failure_frees_the_keys_and_values():
+    observer = EngineObserver(ObserverSettings())
+    engine = ToyEngine(observer)
+    engine.add("r", [1, 2, 3, 4, 5, 6], 20)
+    engine.run_step()
+    assert observer.result().checks["output"] == 12
+    store = weakref.ref(observer._judge.store)
+    observer.fail(RuntimeError("out of memory"))
+    gc.collect()
+    assert store() is None
+    engine.run_step()
+    assert observer.result().checks["output"] == 12
 
 
 def test_nothing_is_judged_before_an_engine_starts():

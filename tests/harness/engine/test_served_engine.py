@@ -4,6 +4,7 @@
 """
 
 import sys
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -174,8 +175,8 @@ def settings(tmp_path, monkeypatch):
 def serve(settings):
     """Serve with a watched runner, and return its outputs and the run file."""
 
-    def serve(runner, **options):
-        engine = ServedEngine(settings, runner)
+    def serve(runner, *, follow_one_of=1, **options):
+        engine = ServedEngine(replace(settings, follow_one_of=follow_one_of), runner)
         engine.start(SimpleNamespace(GPUModelRunner=type(runner)))
         try:
             return drive(runner, **options), engine
@@ -199,13 +200,25 @@ def test_a_worker_is_watched_by_its_runner(serve, settings, runner_class):
     assert {record.check: record.outcome for record in run.records}["output"] == "passed"
 
 
-def test_async_scheduling_is_judged_a_step_late(serve):
+def test_async_scheduling_is_judged_a_step_late(serve, settings):
     outputs, engine = serve(RunnerV2(is_async=True), is_async=True)
     assert torch.equal(outputs, drive(RunnerV2()))
     result = engine.hooks.observer.result()
     assert result.findings == ()
     assert (result.checks["output"], result.checks["token"]) == (STEPS + 3, STEPS + 3)
     assert "write" not in result.checks
+    records = {record.check: record for record in read_run(settings.path).records}
+    assert (records["output"].outcome, records["write"].outcome) == ("passed", "unsupported")
+    assert "no page was compared" in str(records["write"])
+    assert "pages with async scheduling, whose steps are judged late" in str(records["write"])
+
+
+def test_a_server_of_whose_requests_none_is_followed_has_no_passed_check(serve, settings):
+    serve(RunnerV1(), follow_one_of=10**9)
+    records = read_run(settings.path).records
+    assert {record.check for record in records} == {"output", "token", "position", "write"}
+    assert not any(record.outcome == "passed" for record in records)
+    assert all("leaves out the first block of their prompt" in str(record) for record in records)
 
 
 def test_steps_of_a_profile_and_of_a_warm_up_are_ignored(serve, monkeypatch):
@@ -343,7 +356,7 @@ def test_a_failure_of_ours_ends_the_watching_alone(serve, settings, monkeypatch,
     assert torch.equal(outputs, drive(runner_class()))
     assert engine.hooks.observer.result().failure == "RuntimeError: ours"
     run = read_run(settings.path)
-    assert run.errors == ("attncheck stopped watching the engine: RuntimeError: ours",)
+    assert run.errors == ("attncheck itself failed, and stopped watching the engine: RuntimeError: ours",)
     assert not any(record.outcome == "passed" for record in run.records)
 
 

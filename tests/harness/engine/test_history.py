@@ -1,0 +1,110 @@
+"""Which requests of a server are followed: by the first block of their prompts, and as memory allows."""
+
+import random
+
+import pytest
+
+from attncheck.harness.engine.events import ContinuedRequest, KVGroup, StartedRequest, StepPlan, Tally
+from attncheck.harness.engine.history import History
+from attncheck.reference import AttentionParams
+
+SIZE = 16
+PARAMS = AttentionParams(8, 2, 64)
+
+
+class Server:
+    """A server without preemption or drafts; ``rows``, ``followed``: how many it computed, and how many of them were."""
+
+    def __init__(self, **options):
+        self.tally = Tally(100)
+        self.history = History([KVGroup(SIZE, ("layer",))], [[PARAMS]], self.tally, **options)
+        self.rows = self.followed = 0
+
+    def step(self, started=(), continued=(), **counts):
+        self.tally.step += 1
+        self.history.begin(StepPlan(tuple(started), tuple(continued), counts))
+        entered = self.history.enter(list(counts))
+        self.history.end(dict.fromkeys(counts, (7,)))
+        self.rows += sum(counts.values())
+        self.followed += sum(each.num_rows for each in entered.followed)
+
+
+@pytest.mark.parametrize("one_of", [4, 8])
+def test_the_turns_of_a_conversation_are_followed_together(one_of):
+    server, draw, num_blocks = Server(follow_one_of=one_of), random.Random(0), 0
+    turns = [chat for chat in range(100) for _ in range(6)]
+    draw.shuffle(turns)
+    tokens = {chat: [draw.randrange(1000) for _ in range(64)] for chat in turns}
+    cached = {chat: [] for chat in turns}
+    for number, chat in enumerate(turns):
+        tokens[chat] += [draw.randrange(1000) for _ in range(32)]
+        length, hit = len(tokens[chat]), len(cached[chat])
+        new = range(num_blocks + 1, num_blocks + 1 + length // SIZE - hit)
+        num_blocks += len(new)
+        cached[chat] = [*cached[chat], *new]
+        server.history.add(f"r{number}", tokens[chat])
+        started = StartedRequest(f"r{number}", (tuple(cached[chat]),), hit * SIZE)
+        server.step([started], **{f"r{number}": length - hit * SIZE})
+        server.history.finish(f"r{number}")
+    assert server.tally.findings == []
+    assert set(server.tally.not_followed) == {f"--follow {one_of} leaves out the first block of their prompt"}
+    assert 0.5 < server.followed / server.rows * one_of < 1.5
+
+
+def serve_unlike(server, *, num_steps, running=8, prompt=40, until=72):
+    """Serve requests of unlike prompts. The blocks of one that ends are given to others, the first to end first."""
+    draw, free, requests = random.Random(0), list(range(1, 400)), {}
+    for step in range(num_steps):
+        for name in [name for name, (done, _) in requests.items() if done >= until]:
+            server.history.finish(name)
+            free += requests.pop(name)[1]
+        counts, started, continued = {}, [], []
+        for name, (done, table) in requests.items():
+            new = [free.pop(0)] if done % SIZE == 0 else []
+            table.extend(new)
+            continued.append(ContinuedRequest(name, (tuple(new),), done))
+            counts[name] = 1
+        if len(requests) < running:
+            name, table = f"r{step}", [free.pop(0) for _ in range(-(-prompt // SIZE))]
+            server.history.add(name, [draw.randrange(1000) for _ in range(prompt)])
+            started.append(StartedRequest(name, (tuple(table),), 0))
+            requests[name] = (0, table)
+            counts[name] = prompt
+        server.step(started, continued, **counts)
+        requests = {name: (done + counts[name], table) for name, (done, table) in requests.items()}
+
+
+def test_new_requests_are_followed_though_ended_ones_left_rows_in_blocks():
+    server = Server()
+    server.history.numbers.max_capacity = 1024  # of 6,384 that the blocks hold
+    serve_unlike(server, num_steps=600)
+    assert server.tally.findings == []
+    assert server.tally.not_followed == {}
+    assert server.followed == server.rows > 4000
+
+
+def test_if_the_running_requests_do_not_fit_the_latest_are_not_followed():
+    server = Server()
+    server.history.numbers.max_capacity = 256  # of 576 that eight requests have at most
+    serve_unlike(server, num_steps=600)
+    assert server.tally.findings == []
+    assert set(server.tally.not_followed) == {"their keys and values exceed max_row_bytes"}
+    assert 0.3 < server.followed / server.rows < 0.9
+
+
+def test_a_hit_on_blocks_that_were_dropped_is_counted_and_no_finding():
+    server = Server()
+    server.history.numbers.max_capacity = 256
+    for number in range(40):
+        server.history.add(f"r{number}", [number] * 20)
+        table = 2 * number + 1, 2 * number + 2
+        server.step([StartedRequest(f"r{number}", (table,), 0)], **{f"r{number}": 20})
+        server.history.finish(f"r{number}")
+    assert server.followed == 800
+    for name, number in (("late", 39), ("early", 0)):
+        server.history.add(name, [number] * 20)
+        started = StartedRequest(name, ((2 * number + 1, 101 + number),), SIZE)
+        server.step([started], **{name: 4})
+        assert server.followed == 804, name
+    assert server.tally.findings == []
+    assert server.tally.not_followed == {"their prefix hit maps blocks whose keys are not kept": 4}
