@@ -292,7 +292,7 @@ class RecurrenceChecks:
 
     def _wrong_in(self, problem: RecurrentProblem, how: str, meaning: str) -> Broken | None:
         """Return what is wrong in another step; None if nothing is."""
-        truth = recurrent_truth(problem, refuse_blindness=False)
+        truth = recurrent_truth(problem, self._truth)
         judged = _Judged(problem, truth, self._session.run(problem))
         wrong = judged.wrong_output() or judged.wrong_pool()
         return None if wrong is None else later_fault(wrong, how, meaning)

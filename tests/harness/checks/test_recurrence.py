@@ -11,7 +11,7 @@ from attncheck.backends.candidates.reference_state import ReferenceStateBackend,
 from attncheck.backends.candidates.torch_sdpa import SDPABackend
 from attncheck.backends.candidates.torch_state import TorchStateBackend, TorchStateImpl
 from attncheck.backends.registry import LoadedBackend
-from attncheck.backends.state import NULL_BLOCK_ID, StateMetadataBuilder
+from attncheck.backends.state import NULL_BLOCK_ID, StateMetadataBuilder, as_matrices
 from attncheck.backends.verification import contract_problems
 from attncheck.cases.consistency import check_meaning
 from attncheck.cases.loader import load_suite
@@ -22,6 +22,7 @@ from attncheck.harness.problem.recurrent import ABSENT, FOREIGN, UNREAD, build_r
 from attncheck.harness.problem.sizes import needed_bytes
 from attncheck.harness.run.evaluate import Examiner, RunPlan
 from attncheck.harness.truth.recurrent import Computed, mistakes, recurrent_truth, rounded_chunks, rows_of
+from attncheck.reference.attention.recurrence import recurrence, recurrent_rows
 from attncheck.reference.spec import DEFAULT_CHECKS
 from attncheck.reference.step_spec import RecurrenceOptions
 
@@ -102,6 +103,46 @@ def test_a_kernel_that_rounds_each_product_is_within_the_budget(state_case, rule
             )
             shares += [float(truth.shares(seen).max()), float(truth.state_shares(seen).max())]
     assert 0.2 < max(shares) < 1
+
+
+def out_of_stored(self, layer, inputs, states, attn_metadata, output):
+    """Compute decodes, and all requests of mamba1, from the state rounded to its dtype after each row."""
+    m, pool = attn_metadata, as_matrices(self.rule, states)
+    before = pool.clone()
+    TorchStateImpl.forward(self, layer, inputs, states, m, output)
+    weights = {name: getattr(layer, name) for name in ("A", "dt_bias", "slopes") if hasattr(layer, name)}
+    starts, slots = m.query_start_loc.tolist(), m.state_indices_tensor.tolist()
+    for request in range(m.num_decodes + m.num_prefills):
+        is_decode = request < m.num_decodes
+        if not is_decode and self.rule != "mamba1":
+            continue
+        state = None
+        if m.has_initial_states[request]:
+            state = before[slots[request][int(m.num_accepted_tokens[request]) - 1]]
+        for column, t in enumerate(range(starts[request], starts[request + 1])):
+            row = {name: tensor[t : t + 1].float() for name, tensor in inputs.items()}
+            rows = recurrent_rows(self.rule, row, weights, scale=self.scale, qk_l2norm=self.qk_l2norm)
+            state = recurrence(rows, state, keep=[0])[1][0].to(pool.dtype)
+            out = torch.einsum("hvk,hk->hv", state.float(), rows.query[0])
+            output[t] = out.to(output.dtype).view_as(output[t])
+            pool[slots[request][column if is_decode else 0]] = state
+
+
+@pytest.mark.parametrize("rule", ["gdn", "mamba2", "linear", "mamba1"])
+def test_an_output_of_the_stored_state_is_right(state_case, rule):
+    """In a batch, and alone: a request alone has at least the budget of its rows in the batch."""
+    case = state_case(rule, *MIXED, options={"state_dtype": "bfloat16"}, dtype="float32")
+    records = examine(changed(forward=out_of_stored), case)
+    assert outcomes(records) == dict.fromkeys(DEFAULT_CHECKS, "passed") | NOT_EXAMINED
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_a_request_alone_has_at_least_the_budget_of_its_rows(state_case, rule):
+    problem = build_recurrent(state_case(rule, *MIXED), 0)
+    first = recurrent_truth(problem)
+    for row, request in enumerate(problem.requests[:2]):
+        alone = recurrent_truth(problem.ordered([request]), first)
+        assert bool((alone.budget.norm[0] >= first.budget.norm[row] * (1 - 1e-6)).all())
 
 
 def test_an_error_of_a_few_roundings_is_seen(state_case):
