@@ -58,8 +58,11 @@ def least_failing(
     return wrong, needed
 
 
-def later_fault(wrong: Broken, how: str, meaning: str) -> Broken:
-    """Return the finding of a later step that is ``wrong``. ``how``: the step in words, such as "when repeated"."""
+def later_fault(wrong: Broken, how: str, meaning: str | None) -> Broken:
+    """Return the finding of a later step that is ``wrong``. ``how``: the step in words, such as "when repeated".
+
+    ``meaning``: the cause if ``wrong`` has none; None if it is not known.
+    """
     summary = f"right at first, wrong {how}: {wrong.summary}"
     return replace(wrong, summary=summary, meaning=wrong.meaning or meaning)
 

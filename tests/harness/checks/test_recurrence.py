@@ -244,6 +244,59 @@ def test_findings_name_place_and_cause(state_case, rule, members, check, summary
     assert meaning is None or meaning in record.meaning
 
 
+def off_by(factor, when):
+    """Return a method whose outputs are multiplied by ``factor`` in the steps for which ``when`` is true."""
+
+    def forward(self, layer, inputs, states, attn_metadata, output):
+        TorchStateImpl.forward(self, layer, inputs, states, attn_metadata, output)
+        if when(attn_metadata):
+            output *= factor
+
+    return forward
+
+
+def test_a_change_of_the_whole_cache_is_named(state_case):
+    def forward(self, layer, inputs, states, attn_metadata, output):
+        TorchStateImpl.forward(self, layer, inputs, states, attn_metadata, output)
+        states.copy_(states.bfloat16())
+
+    record = examine(changed(forward=forward), state_case("gdn", *MIXED), checks=("cache_write",))["cache_write"]
+    assert record.meaning == "all slots of no request were written, as by an operation on the whole cache"
+
+
+def test_a_result_that_is_right_explains_no_fault(state_case):
+    """In a step of decodes, the stored state is the initial one: to read it is right."""
+    backend = changed(forward=off_by(1.013, lambda m: True))
+    case = state_case("mamba2", (1, 20), (1, 9))
+    record = examine(backend, case, checks=("numerics",))["numerics"]
+    assert (record.outcome, record.meaning) == ("failed", None)
+
+
+def test_a_later_step_has_a_cause_only_if_it_is_shown(state_case):
+    def found(when):
+        return examine(changed(forward=off_by(1.1, when)), state_case("gdn", *MIXED), checks=("invariance",))
+
+    alone = found(lambda m: len(m.query_start_loc) == 2)["invariance"]
+    assert alone.meaning == "the result of a request depends on what is beside it in the batch"
+    pieces = found(lambda m: (m.num_decodes, m.num_prefills) == (0, 3))["invariance"]
+    assert pieces.summary.startswith("right at first, wrong with prompts in two pieces")
+    assert pieces.meaning is None
+
+
+def test_equal_bits_do_not_depend_on_the_batch(state_case, monkeypatch):
+    """The truth of a request alone allows less here, so that the bits of the batch are wrong alone."""
+
+    def narrow(problem, first=None):
+        truth = recurrent_truth(problem, first)
+        return truth if first is None or len(problem.requests) > 1 else replace(truth, budget=truth.budget.scaled(1e-3))
+
+    monkeypatch.setattr("attncheck.harness.checks.recurrence.recurrent_truth", narrow)
+    case = state_case("gdn", *MIXED, dtype="float32")
+    record = examine(ReferenceStateBackend, case, checks=("invariance",))["invariance"]
+    assert "alone" in record.summary
+    assert record.meaning is None
+
+
 @pytest.mark.parametrize("rule", RULES)
 def test_zeros_are_wrong_in_every_row_of_every_rule(state_case, rule):
     def forward(self, layer, inputs, states, attn_metadata, output):
