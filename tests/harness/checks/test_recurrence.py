@@ -359,6 +359,10 @@ def test_a_backend_that_declares_less_is_examined_less(state_case, make_case):
     ):
         for record in examine(narrow, case).values():
             assert (record.outcome, record.reasons, record.by) == ("unsupported", (reason,), "backend")
+    of_size = type("OfSize", (TorchStateBackend,), {"get_supported_head_sizes": classmethod(lambda cls: [16])})
+    record = examine(of_size, state_case("gdn", (3, 9)))["numerics"]
+    assert (record.outcome, record.reasons) == ("unsupported", ("head_size_v 8: supported are 16",))
+    assert examine(of_size, state_case("mamba1", (3, 9), head_size=16))["numerics"].outcome == "passed"
     record = examine(SDPABackend, state_case("gdn", (3, 9)))["numerics"]
     assert (record.outcome, record.reasons) == ("unsupported", ("the layer has a state, not a KV cache",))
 
