@@ -301,8 +301,12 @@ class RecurrenceChecks:
         wrong = judged.wrong_output() or judged.wrong_pool()
         if wrong is None:
             return None
-        if meaning in (_ORDER, _SLOTS) and not self._has_other_bits(judged):
-            meaning = None  # only the allowed error differs
+        if meaning in (_ORDER, _SLOTS):
+            again = _moved(self._first.seen, self._session.run(self._problem))
+            if bool(again.any()):
+                meaning = _STATE_KEPT
+            elif not self._has_other_bits(judged):
+                meaning = None  # only the allowed error differs
         return later_fault(wrong, how, meaning)
 
     def _has_other_bits(self, judged: _Judged) -> bool:

@@ -27,8 +27,14 @@ from attncheck.backends.dtypes import DTYPES
 from attncheck.errors import BlindCaseError
 from attncheck.harness.problem.recurrent import RecurrentProblem, StateRequest
 from attncheck.harness.truth.truth import NOTICEABLE
-from attncheck.harness.truth.unpaged import Budget, allowed_errors, float32_bracket, share_of_budget
-from attncheck.harness.truth.unpaged import usual_errors, usual_losses
+from attncheck.harness.truth.unpaged import (
+    Budget,
+    allowed_errors,
+    float32_bracket,
+    share_of_budget,
+    usual_errors,
+    usual_losses,
+)
 from attncheck.reference.attention.recurrence import RecurrentRows, recurrence, recurrent_rows
 
 _CHUNKS = (1, 16, 64)

@@ -283,6 +283,22 @@ def test_a_later_step_has_a_cause_only_if_it_is_shown(state_case):
     assert pieces.meaning is None
 
 
+def test_what_is_kept_from_an_earlier_call_is_one_cause(state_case):
+    """A state that is cached by its slot from the first call on."""
+
+    def forward(self, layer, inputs, states, attn_metadata, output):
+        slot = int(attn_metadata.state_indices_tensor[0, 0])
+        kept = vars(self).setdefault("kept", {})
+        states[slot] = kept.get(slot, states[slot])
+        TorchStateImpl.forward(self, layer, inputs, states, attn_metadata, output)
+        kept[slot] = states[slot].clone()
+
+    checks = ("containment", "determinism", "invariance")
+    records = examine(changed(forward=forward), state_case("gdn", *MIXED), checks=checks)
+    kept = "something is kept from an earlier call, or the backend is not deterministic"
+    assert {check: record.meaning for check, record in records.items()} == dict.fromkeys(checks, kept)
+
+
 def test_equal_bits_do_not_depend_on_the_batch(state_case, monkeypatch):
     """The truth of a request alone allows less here, so that the bits of the batch are wrong alone."""
 
