@@ -295,7 +295,7 @@ class RecurrenceChecks:
         return Variation(how, partial(self._wrong_in, problem, how, meaning))
 
     def _wrong_in(self, problem: RecurrentProblem, how: str, meaning: str | None) -> Broken | None:
-        """Return what is wrong in another step; None if nothing is. ``meaning``: the cause if no mistake explains it."""
+        """Return what is wrong in another step; None if nothing is. ``meaning``: the cause if no mistake is one."""
         truth = recurrent_truth(problem, self._truth)
         judged = _Judged(problem, truth, self._session.run(problem))
         wrong = judged.wrong_output() or judged.wrong_pool()
