@@ -195,7 +195,8 @@ def undeclared(backend: Declarations, layer: LayerSpec, cache: CacheSpec, batch:
     path = batch.path.name
     if path == STATE_PATH or (backend.is_ssm() and path not in FUNCTION_PATHS):
         of_kind = "" if backend.is_ssm() and path == STATE_PATH else _NO_STATE if backend.is_ssm() else _HAS_STATE
-        return [reason for reason in (dtype, of_kind) if reason]
+        sizes = "" if of_kind else _head_size_reason(backend, _with_sizes_of_state(layer, batch))
+        return [reason for reason in (dtype, of_kind, sizes) if reason]
     if backend.is_mla() and layer.mla is None:
         # Other reasons would not concern this backend. A function that it offers has no cache at all.
         return [reason for reason in [dtype] if reason] if path in FUNCTION_PATHS else [_NO_LATENT_CACHE]
@@ -356,6 +357,13 @@ def _head_size_reason(backend: Declarations, layer: LayerSpec) -> str:
     if layer.value_head_size == layer.head_size:
         wrong = wrong[:1]
     return f"{' and '.join(wrong)}: supported are {', '.join(map(str, supported))}" if wrong else ""
+
+
+def _with_sizes_of_state(layer: LayerSpec, batch: BatchSpec) -> LayerSpec:
+    """Return the layer without ``head_size_v`` where the rule determines it: values of ``mamba1`` have the size 1."""
+    options = batch.path.options
+    is_given = isinstance(options, RecurrenceOptions) and options.rule == "mamba1"
+    return replace(layer, head_size_v=None) if is_given else layer
 
 
 def _kv_cache_dtype_reason(backend: Declarations, layer: LayerSpec, cache: CacheSpec) -> str:

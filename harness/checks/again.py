@@ -58,8 +58,11 @@ def least_failing(
     return wrong, needed
 
 
-def later_fault(wrong: Broken, how: str, meaning: str) -> Broken:
-    """Return the finding of a later step that is ``wrong``. ``how``: the step in words, such as "when repeated"."""
+def later_fault(wrong: Broken, how: str, meaning: str | None) -> Broken:
+    """Return the finding of a later step that is ``wrong``. ``how``: the step in words, such as "when repeated".
+
+    ``meaning``: the cause if ``wrong`` has none; None if it is not known.
+    """
     summary = f"right at first, wrong {how}: {wrong.summary}"
     return replace(wrong, summary=summary, meaning=wrong.meaning or meaning)
 
@@ -138,8 +141,6 @@ def _listed(changes: Sequence[Change[T]]) -> str:
 
 Seen = TypeVar("Seen")
 Fill = TypeVar("Fill")
-
-_CALLS_DIFFER = "state is kept between calls, or the backend is not deterministic"
 
 _ROOM = 4.0
 """Tolerance where clean runs are wrong by amounts that vary, as a multiple of their largest error."""
@@ -231,10 +232,10 @@ class Repeats(Generic[Seen, Fill]):
         is_right = not bool((shares > 1).any())
         if not is_right and self._worst <= 1:
             summary = f"a second, identical call is wrong: {self._in_words(shares)}"
-            raise FindingError(Broken(summary, meaning=_CALLS_DIFFER))
+            raise FindingError(Broken(summary, meaning=_STATE))
         if is_right and self._worst > 1:
             summary = "the first call is wrong, a second, identical one is right"
-            raise FindingError(Broken(summary, meaning=_CALLS_DIFFER))
+            raise FindingError(Broken(summary, meaning=_STATE))
 
 
 def _largest(shares: Tensor) -> float:

@@ -38,7 +38,6 @@ _NOT_EXAMINED = "{} of layers with a state is not examined by this version of at
 _ORDER = "the result of a request depends on what is beside it in the batch"
 _SLOTS = "the result of a request depends on the number of its slot"
 _REUSE = "what a slot held before is used, though has_initial_states is False"
-_PIECES = "the state is not handed over from one piece of a prompt to the next"
 _ROLL_BACK = "the state of rejected drafts remains in use: it must be that of column num_accepted_tokens - 1"
 _STATE_KEPT = "something is kept from an earlier call, or the backend is not deterministic"
 
@@ -109,8 +108,10 @@ class _Judged:
         if not bool(torch.isfinite(self.seen.out).all()) or bool(self.seen.unwritten.any()):
             return None
         for mistake in mistakes(self.problem):
-            wrong = computed(self.problem, mistake).judged_out
-            if is_answer(self.computed.judged_out, wrong, self.truth.budget, self.problem.dtype):
+            wrong = computed(self.problem, mistake)
+            if not bool((self.truth.shares(wrong) > 1).any()):
+                continue  # this result is right, so it explains nothing
+            if is_answer(self.computed.judged_out, wrong.judged_out, self.truth.budget, self.problem.dtype):
                 return mistake.meaning
         return None
 
@@ -121,7 +122,10 @@ class _Judged:
             return "the new state is not stored"
         budget, dtype = self.truth.state_budget, DTYPES[self.problem.options.state_dtype]
         for mistake in mistakes(self.problem):
-            if is_answer(self.computed.judged_states, computed(self.problem, mistake).judged_states, budget, dtype):
+            stored = computed(self.problem, mistake)
+            if not bool((self.truth.state_shares(stored) > 1).any()):
+                continue
+            if is_answer(self.computed.judged_states, stored.judged_states, budget, dtype):
                 return mistake.meaning
         return None
 
@@ -290,29 +294,55 @@ class RecurrenceChecks:
     def _variation(self, how: str, problem: RecurrentProblem, meaning: str) -> Variation:
         return Variation(how, partial(self._wrong_in, problem, how, meaning))
 
-    def _wrong_in(self, problem: RecurrentProblem, how: str, meaning: str) -> Broken | None:
-        """Return what is wrong in another step; None if nothing is."""
-        truth = recurrent_truth(problem, refuse_blindness=False)
+    def _wrong_in(self, problem: RecurrentProblem, how: str, meaning: str | None) -> Broken | None:
+        """Return what is wrong in another step; None if nothing is. ``meaning``: the cause if no mistake is one."""
+        truth = recurrent_truth(problem, self._truth)
         judged = _Judged(problem, truth, self._session.run(problem))
         wrong = judged.wrong_output() or judged.wrong_pool()
-        return None if wrong is None else later_fault(wrong, how, meaning)
+        if wrong is None:
+            return None
+        if meaning in (_ORDER, _SLOTS):
+            again = _moved(self._first.seen, self._session.run(self._problem))
+            if bool(again.any()):
+                meaning = _STATE_KEPT
+            elif not self._has_other_bits(judged):
+                meaning = None  # only the allowed error differs
+        return later_fault(wrong, how, meaning)
+
+    def _has_other_bits(self, judged: _Judged) -> bool:
+        """Return whether rows or stored states differ from those of the same requests in the first step."""
+        first = self._first
+        row_of = {position: row for row, position in enumerate(first.problem.positions)}
+        rows = [row_of[position] for position in judged.problem.positions]
+        state_of = {place: state for state, place in enumerate(_columns(first.problem))}
+        states = [state_of[place] for place in _columns(judged.problem)]
+        moved = (
+            differing_rows(first.seen.out[rows], judged.seen.out),
+            differing_rows(first.seen.states[states], judged.seen.states),
+        )
+        return bool(torch.cat(moved).any())
 
     def _wrong_in_pieces(self, cuts: Mapping[int, int]) -> Broken | None:
         """Return what is wrong if requests, by number, are cut in two before a row."""
         longer = [request for request in self._right.requests if request.number in cuts]
         pieces = self._right.ordered([request.rows(0, cuts[request.number]) for request in longer])
         how = "with prompts in two pieces"
-        wrong = self._wrong_in(pieces, how, _PIECES)
+        wrong = self._wrong_in(pieces, how, None)
         if wrong is not None:
             return wrong
         seen = self._session.run(pieces)
         rests = [request.rows(cuts[request.number], request.num_rows) for request in longer]
-        return self._wrong_in(self._later(seen, rests), how, _PIECES)
+        return self._wrong_in(self._later(seen, rests), how, None)
 
     def _later(self, seen: StateObservation, requests: list[StateRequest]) -> RecurrentProblem:
         """Return a step on the pool of an earlier one; each request has the state that it finds there."""
         filled = [replace(each, initial=seen.pool[each.slots[each.accepted - 1]]) for each in requests]
         return replace(self._right.ordered(filled), stale=seen.pool)
+
+
+def _columns(problem: RecurrentProblem) -> list[tuple[int, int]]:
+    """Return (request of the case, column of its slots) of each state that the step stores."""
+    return [(request.number, request.slots.index(slot)) for request, slot in problem.places]
 
 
 def _different(requests: tuple[StateRequest, ...]) -> list[StateRequest]:
@@ -346,6 +376,8 @@ def _moved(one: StateObservation, other: StateObservation) -> Tensor:
 def _meaning_of_strays(problem: RecurrentProblem, strays: tuple[int, ...]) -> str | None:
     owned = {slot for request in problem.requests for slot in request.slots}
     last = len(problem.stale) - 1
+    if set(range(len(problem.stale))) - owned <= set(strays):
+        return "all slots of no request were written, as by an operation on the whole cache"
     if NULL_BLOCK_ID in strays:
         return "the null block was written, which is the slot of padding requests"
     if last in strays and last not in owned:

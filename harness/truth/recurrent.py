@@ -4,6 +4,8 @@ The truth is the loop of :mod:`attncheck.reference.attention.recurrence`, reques
 of ``unpaged``. Its honest low-precision runs are:
 
 - the loop in float32;
+- where states have fewer bits, the same loop with the state rounded after each row of a decode. Its output comes from
+  the rounded state. With ``mamba1``, this holds for the rows of prompts, too: each may be a call of the decode kernel;
 - the form in chunks of :func:`rounded_chunks`, of 1, 16 and 64 rows. Its operands and intermediate results are rounded
   to the layer's dtype, as kernels for matrix units round them. The state is rounded to its dtype after each chunk. For
   decodes, chunks have one row, because a kernel may read again the state that it stored after each row.
@@ -25,7 +27,14 @@ from attncheck.backends.dtypes import DTYPES
 from attncheck.errors import BlindCaseError
 from attncheck.harness.problem.recurrent import RecurrentProblem, StateRequest
 from attncheck.harness.truth.truth import NOTICEABLE
-from attncheck.harness.truth.unpaged import Budget, allowed_errors, float32_bracket, share_of_budget, usual_errors
+from attncheck.harness.truth.unpaged import (
+    Budget,
+    allowed_errors,
+    float32_bracket,
+    share_of_budget,
+    usual_errors,
+    usual_losses,
+)
 from attncheck.reference.attention.recurrence import RecurrentRows, recurrence, recurrent_rows
 
 _CHUNKS = (1, 16, 64)
@@ -54,11 +63,16 @@ class Computed:
 
 @dataclass(frozen=True)
 class RecurrentTruth:
-    """The right result in float64, and the budgets of outputs and states in their judged shapes."""
+    """The right result in float64, and the budgets of outputs and states in their judged shapes.
+
+    usual, usual_of_states: the usual losses in a head, as of :func:`usual_losses`.
+    """
 
     right: Computed
     budget: Budget
     state_budget: Budget
+    usual: tuple[Tensor, Tensor]
+    usual_of_states: tuple[Tensor, Tensor]
 
     def shares(self, seen: Computed) -> Tensor:
         """Return the errors of the outputs in budgets, ``[T, heads]``."""
@@ -70,8 +84,11 @@ class RecurrentTruth:
         return shares.reshape(len(self.right.states), -1)
 
 
-def recurrent_truth(problem: RecurrentProblem, *, refuse_blindness: bool = True) -> RecurrentTruth:
+def recurrent_truth(problem: RecurrentProblem, first: RecurrentTruth | None = None) -> RecurrentTruth:
     """Return the truth of a step.
+
+    ``first``: the truth of the first step of the same case, if this is a later one. What is usual in a head is then at
+    least as large as there. Otherwise a request alone would have a smaller budget than the same rows in a batch.
 
     Raises:
         BlindCaseError: a fault of :func:`mistakes` changes the outputs, but by less than a kernel may err.
@@ -85,26 +102,37 @@ def recurrent_truth(problem: RecurrentProblem, *, refuse_blindness: bool = True)
     ends = torch.tensor([request.num_rows for request in problem.requests]).cumsum(0) - 1
     bracket = float32_bracket(reach, problem.layer.head_size)
     of_state = bracket[ends].repeat_interleave(torch.tensor([len(each.written) for each in problem.requests]), dim=0)
+    losses = [run.judged_out - right.judged_out for run in runs]
+    usual = usual_losses(losses, spread.judged_out.sqrt())
+    losses_of_states = [run.judged_states - right.judged_states for run in runs]
+    usual_of_states = usual_losses(losses_of_states, spread.judged_states.sqrt())
+    if first is not None:
+        usual = _larger(usual, first.usual)
+        usual_of_states = _larger(usual_of_states, first.usual_of_states)
     budget = _budget(
-        [run.judged_out - right.judged_out for run in runs],
-        right.judged_out,
-        bracket if right.judged_out is right.out else bracket.amax(dim=1, keepdim=True),
-        weighted.judged_out,
-        spread.judged_out.sqrt(),
-        problem.dtype,
+        allowed_errors(
+            losses,
+            right.judged_out,
+            bracket if right.judged_out is right.out else bracket.amax(dim=1, keepdim=True),
+            weighted.judged_out,
+            problem.dtype,
+        ),
+        usual_errors(usual, spread.judged_out.sqrt()),
     )
     state_budget = _budget(
-        [run.judged_states - right.judged_states for run in runs],
-        right.judged_states,
-        of_state.repeat_interleave(right.states.shape[2], dim=0),
-        weighted.judged_states,
-        spread.judged_states.sqrt(),
-        DTYPES[problem.options.state_dtype],
+        allowed_errors(
+            losses_of_states,
+            right.judged_states,
+            of_state.repeat_interleave(right.states.shape[2], dim=0),
+            weighted.judged_states,
+            DTYPES[problem.options.state_dtype],
+        ),
+        usual_errors(usual_of_states, spread.judged_states.sqrt()),
     )
     if problem.case.tolerance is not None:
         budget, state_budget = (each.scaled(problem.case.tolerance.factor) for each in (budget, state_budget))
-    truth = RecurrentTruth(right, budget, state_budget)
-    if refuse_blindness:
+    truth = RecurrentTruth(right, budget, state_budget, usual, usual_of_states)
+    if first is None:
         _refuse_blindness(problem, truth)
     return truth
 
@@ -158,13 +186,13 @@ def _joined(parts: list[Computed]) -> Computed:
     return Computed(torch.cat([part.out for part in parts]), torch.cat([part.states for part in parts]))
 
 
-def _budget(
-    losses: list[Tensor], right: Tensor, bracket: Tensor, weighted: Tensor, spread: Tensor, dtype: torch.dtype
-) -> Budget:
-    """Return the budget around ``right [T, H, D]``. ``spread``: root of the sum of the squares of all summands."""
-    norm, peak = allowed_errors(losses, right, bracket, weighted, dtype)
-    usual_norm, usual_peak = usual_errors(losses, spread)
-    return Budget(torch.maximum(norm, usual_norm), torch.maximum(peak, usual_peak), torch.zeros_like(norm))
+def _larger(one: tuple[Tensor, Tensor], other: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    return torch.maximum(one[0], other[0]), torch.maximum(one[1], other[1])
+
+
+def _budget(allowed: tuple[Tensor, Tensor], usual: tuple[Tensor, Tensor]) -> Budget:
+    norm, peak = _larger(allowed, usual)
+    return Budget(norm, peak, torch.zeros_like(norm))
 
 
 # Honest runs in low precision, and the sizes of what is summed.
@@ -173,8 +201,33 @@ def _budget(
 def _honest_runs(problem: RecurrentProblem, steps: list[tuple[StateRequest, RecurrentRows]]) -> Iterator[Computed]:
     in_float32 = [(request, rows.to(torch.float32), request.initial) for request, rows in steps]
     yield _joined([_loop(*each) for each in in_float32])
+    if DTYPES[problem.options.state_dtype] != torch.float32:
+        yield _joined([_out_of_stored(problem, *each) for each in in_float32])
     for size in _CHUNKS:
         yield _joined([_rounded(problem, size, *each) for each in in_float32])
+
+
+def _out_of_stored(
+    problem: RecurrentProblem, request: StateRequest, rows: RecurrentRows, state: Tensor | None
+) -> Computed:
+    """Return the loop whose outputs come from the rounded state; the plain loop for prompts but those of ``mamba1``."""
+    if not request.is_decode and problem.options.rule != "mamba1":
+        return _loop(request, rows, state)
+    stored = DTYPES[problem.options.state_dtype]
+    outputs, states = [], []
+    for t in range(request.num_rows):
+        _, after = recurrence(_row(rows, t), state, keep=[0])
+        state = after[0].to(stored).float()
+        outputs.append(torch.einsum("hvk,hk->hv", state, rows.query[t]))
+        states.append(state)
+    kept = [states[t] for t in request.written.values()]
+    return Computed(torch.stack(outputs).double(), torch.stack(kept).double())
+
+
+def _row(rows: RecurrentRows, t: int) -> RecurrentRows:
+    at = slice(t, t + 1)
+    beta = None if rows.beta is None else rows.beta[at]
+    return RecurrentRows(rows.query[at], rows.key[at], rows.value[at], rows.log_decay[at], beta)
 
 
 def _rounded(

@@ -316,20 +316,28 @@ def allowed_errors(
     return norm, peak
 
 
-def usual_errors(losses: Sequence[Tensor], spread: Tensor) -> tuple[Tensor, Tensor]:
+def usual_losses(losses: Sequence[Tensor], spread: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the usual quotients of loss and spread of a recurrence, in 2-norm and max norm, float64 ``[1, H]`` each.
+
+    ``spread [T, H, D]``: the root of the sum of the squares of a row's summands. Usual is the root mean square over all
+    rows of the head.
+    """
+
+    def usual(size: Callable[[Tensor], Tensor]) -> Tensor:
+        quotient = torch.stack([size(loss) for loss in losses]).amax(0) / size(spread).clamp(min=1e-30)
+        return quotient.square().mean(dim=0, keepdim=True).sqrt()
+
+    return usual(_norm), usual(_peak)
+
+
+def usual_errors(usual: tuple[Tensor, Tensor], spread: Tensor) -> tuple[Tensor, Tensor]:
     """Return the least allowed 2-norm and max norm of an error of a recurrence, float64 ``[T, H]`` each.
 
     The loss of one run is small in some rows by chance, as where few summands matter. So each row may at least lose
-    ``USUAL`` times what is usual for its ``spread [T, H, D]``, the root of the sum of the squares of its summands. That
-    is the root mean square, over all rows of the head, of the quotient of loss and spread.
+    ``USUAL`` times what is ``usual`` for its ``spread``, both as of :func:`usual_losses`.
     """
-
-    def least(size: Callable[[Tensor], Tensor]) -> Tensor:
-        of_spread = size(spread)
-        quotient = torch.stack([size(loss) for loss in losses]).amax(0) / of_spread.clamp(min=1e-30)
-        return USUAL * quotient.square().mean(dim=0, keepdim=True).sqrt() * of_spread
-
-    return least(_norm), least(_peak)
+    norm, peak = usual
+    return USUAL * norm * _norm(spread), USUAL * peak * _peak(spread)
 
 
 def float32_bracket(reach: Tensor, terms: int) -> Tensor:

@@ -93,7 +93,7 @@ def test_a_backend_that_declares_different_bits_does_not_leak_by_them(examine):
 def test_a_fault_of_some_calls_is_state_and_no_matter_of_memory(examine, is_wrong, rows, summary):
     finding = examine(times(lambda call: 0.9 if is_wrong(call) else 1.0, rows))
     assert finding.summary.startswith(summary)
-    assert finding.meaning == "state is kept between calls, or the backend is not deterministic"
+    assert finding.meaning == "something is kept from an earlier call, or the backend is not deterministic"
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from attncheck.backends.candidates.reference_state import ReferenceStateBackend,
 from attncheck.backends.candidates.torch_sdpa import SDPABackend
 from attncheck.backends.candidates.torch_state import TorchStateBackend, TorchStateImpl
 from attncheck.backends.registry import LoadedBackend
-from attncheck.backends.state import NULL_BLOCK_ID, StateMetadataBuilder
+from attncheck.backends.state import NULL_BLOCK_ID, StateMetadataBuilder, as_matrices
 from attncheck.backends.verification import contract_problems
 from attncheck.cases.consistency import check_meaning
 from attncheck.cases.loader import load_suite
@@ -22,6 +22,7 @@ from attncheck.harness.problem.recurrent import ABSENT, FOREIGN, UNREAD, build_r
 from attncheck.harness.problem.sizes import needed_bytes
 from attncheck.harness.run.evaluate import Examiner, RunPlan
 from attncheck.harness.truth.recurrent import Computed, mistakes, recurrent_truth, rounded_chunks, rows_of
+from attncheck.reference.attention.recurrence import recurrence, recurrent_rows
 from attncheck.reference.spec import DEFAULT_CHECKS
 from attncheck.reference.step_spec import RecurrenceOptions
 
@@ -102,6 +103,46 @@ def test_a_kernel_that_rounds_each_product_is_within_the_budget(state_case, rule
             )
             shares += [float(truth.shares(seen).max()), float(truth.state_shares(seen).max())]
     assert 0.2 < max(shares) < 1
+
+
+def out_of_stored(self, layer, inputs, states, attn_metadata, output):
+    """Compute decodes, and all requests of mamba1, from the state rounded to its dtype after each row."""
+    m, pool = attn_metadata, as_matrices(self.rule, states)
+    before = pool.clone()
+    TorchStateImpl.forward(self, layer, inputs, states, m, output)
+    weights = {name: getattr(layer, name) for name in ("A", "dt_bias", "slopes") if hasattr(layer, name)}
+    starts, slots = m.query_start_loc.tolist(), m.state_indices_tensor.tolist()
+    for request in range(m.num_decodes + m.num_prefills):
+        is_decode = request < m.num_decodes
+        if not is_decode and self.rule != "mamba1":
+            continue
+        state = None
+        if m.has_initial_states[request]:
+            state = before[slots[request][int(m.num_accepted_tokens[request]) - 1]]
+        for column, t in enumerate(range(starts[request], starts[request + 1])):
+            row = {name: tensor[t : t + 1].float() for name, tensor in inputs.items()}
+            rows = recurrent_rows(self.rule, row, weights, scale=self.scale, qk_l2norm=self.qk_l2norm)
+            state = recurrence(rows, state, keep=[0])[1][0].to(pool.dtype)
+            out = torch.einsum("hvk,hk->hv", state.float(), rows.query[0])
+            output[t] = out.to(output.dtype).view_as(output[t])
+            pool[slots[request][column if is_decode else 0]] = state
+
+
+@pytest.mark.parametrize("rule", ["gdn", "mamba2", "linear", "mamba1"])
+def test_an_output_of_the_stored_state_is_right(state_case, rule):
+    """In a batch, and alone: a request alone has at least the budget of its rows in the batch."""
+    case = state_case(rule, *MIXED, options={"state_dtype": "bfloat16"}, dtype="float32")
+    records = examine(changed(forward=out_of_stored), case)
+    assert outcomes(records) == dict.fromkeys(DEFAULT_CHECKS, "passed") | NOT_EXAMINED
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_a_request_alone_has_at_least_the_budget_of_its_rows(state_case, rule):
+    problem = build_recurrent(state_case(rule, *MIXED), 0)
+    first = recurrent_truth(problem)
+    for row, request in enumerate(problem.requests[:2]):
+        alone = recurrent_truth(problem.ordered([request]), first)
+        assert bool((alone.budget.norm[0] >= first.budget.norm[row] * (1 - 1e-6)).all())
 
 
 def test_an_error_of_a_few_roundings_is_seen(state_case):
@@ -203,6 +244,75 @@ def test_findings_name_place_and_cause(state_case, rule, members, check, summary
     assert meaning is None or meaning in record.meaning
 
 
+def off_by(factor, when):
+    """Return a method whose outputs are multiplied by ``factor`` in the steps for which ``when`` is true."""
+
+    def forward(self, layer, inputs, states, attn_metadata, output):
+        TorchStateImpl.forward(self, layer, inputs, states, attn_metadata, output)
+        if when(attn_metadata):
+            output *= factor
+
+    return forward
+
+
+def test_a_change_of_the_whole_cache_is_named(state_case):
+    def forward(self, layer, inputs, states, attn_metadata, output):
+        TorchStateImpl.forward(self, layer, inputs, states, attn_metadata, output)
+        states.copy_(states.bfloat16())
+
+    record = examine(changed(forward=forward), state_case("gdn", *MIXED), checks=("cache_write",))["cache_write"]
+    assert record.meaning == "all slots of no request were written, as by an operation on the whole cache"
+
+
+def test_a_result_that_is_right_explains_no_fault(state_case):
+    """In a step of decodes, the stored state is the initial one: to read it is right."""
+    backend = changed(forward=off_by(1.013, lambda m: True))
+    case = state_case("mamba2", (1, 20), (1, 9))
+    record = examine(backend, case, checks=("numerics",))["numerics"]
+    assert (record.outcome, record.meaning) == ("failed", None)
+
+
+def test_a_later_step_has_a_cause_only_if_it_is_shown(state_case):
+    def found(when):
+        return examine(changed(forward=off_by(1.1, when)), state_case("gdn", *MIXED), checks=("invariance",))
+
+    alone = found(lambda m: len(m.query_start_loc) == 2)["invariance"]
+    assert alone.meaning == "the result of a request depends on what is beside it in the batch"
+    pieces = found(lambda m: (m.num_decodes, m.num_prefills) == (0, 3))["invariance"]
+    assert pieces.summary.startswith("right at first, wrong with prompts in two pieces")
+    assert pieces.meaning is None
+
+
+def test_what_is_kept_from_an_earlier_call_is_one_cause(state_case):
+    """A state that is cached by its slot from the first call on."""
+
+    def forward(self, layer, inputs, states, attn_metadata, output):
+        slot = int(attn_metadata.state_indices_tensor[0, 0])
+        kept = vars(self).setdefault("kept", {})
+        states[slot] = kept.get(slot, states[slot])
+        TorchStateImpl.forward(self, layer, inputs, states, attn_metadata, output)
+        kept[slot] = states[slot].clone()
+
+    checks = ("containment", "determinism", "invariance")
+    records = examine(changed(forward=forward), state_case("gdn", *MIXED), checks=checks)
+    kept = "something is kept from an earlier call, or the backend is not deterministic"
+    assert {check: record.meaning for check, record in records.items()} == dict.fromkeys(checks, kept)
+
+
+def test_equal_bits_do_not_depend_on_the_batch(state_case, monkeypatch):
+    """The truth of a request alone allows less here, so that the bits of the batch are wrong alone."""
+
+    def narrow(problem, first=None):
+        truth = recurrent_truth(problem, first)
+        return truth if first is None or len(problem.requests) > 1 else replace(truth, budget=truth.budget.scaled(1e-3))
+
+    monkeypatch.setattr("attncheck.harness.checks.recurrence.recurrent_truth", narrow)
+    case = state_case("gdn", *MIXED, dtype="float32")
+    record = examine(ReferenceStateBackend, case, checks=("invariance",))["invariance"]
+    assert "alone" in record.summary
+    assert record.meaning is None
+
+
 @pytest.mark.parametrize("rule", RULES)
 def test_zeros_are_wrong_in_every_row_of_every_rule(state_case, rule):
     def forward(self, layer, inputs, states, attn_metadata, output):
@@ -265,6 +375,10 @@ def test_a_backend_that_declares_less_is_examined_less(state_case, make_case):
     ):
         for record in examine(narrow, case).values():
             assert (record.outcome, record.reasons, record.by) == ("unsupported", (reason,), "backend")
+    of_size = type("OfSize", (TorchStateBackend,), {"get_supported_head_sizes": classmethod(lambda cls: [16])})
+    record = examine(of_size, state_case("gdn", (3, 9)))["numerics"]
+    assert (record.outcome, record.reasons) == ("unsupported", ("head_size_v 8: supported are 16",))
+    assert examine(of_size, state_case("mamba1", (3, 9), head_size=16))["numerics"].outcome == "passed"
     record = examine(SDPABackend, state_case("gdn", (3, 9)))["numerics"]
     assert (record.outcome, record.reasons) == ("unsupported", ("the layer has a state, not a KV cache",))
 
