@@ -37,8 +37,6 @@ _NOT_EXAMINED = "{} of layers with a state is not examined by this version of at
 
 _ORDER = "the result of a request depends on what is beside it in the batch"
 _SLOTS = "the result of a request depends on the number of its slot"
-_REUSE = "what a slot held before is used, though has_initial_states is False"
-_ROLL_BACK = "the state of rejected drafts remains in use: it must be that of column num_accepted_tokens - 1"
 _STATE_KEPT = "something is kept from an earlier call, or the backend is not deterministic"
 
 _Fill = tuple[float, tuple[str, ...]]
@@ -282,16 +280,16 @@ class RecurrenceChecks:
         if drafted:
             step = partial(self._later, self._first.seen, list(map(_after_roll_back, drafted)))
             yield Variation(
-                "after a roll-back of drafts", lambda: self._wrong_in(step(), "after a roll-back of drafts", _ROLL_BACK)
+                "after a roll-back of drafts", lambda: self._wrong_in(step(), "after a roll-back of drafts", None)
             )
         reused = [
             replace(each, initial=None, position=0, accepted=1, slots=other.slots)
             for each, other in zip(requests, requests[1:] + requests[:1], strict=True)
         ]
         step_of_reused = replace(problem.ordered(reused), stale=self._first.seen.pool)
-        yield self._variation("in slots that other requests have left", step_of_reused, _REUSE)
+        yield self._variation("in slots that other requests have left", step_of_reused, None)
 
-    def _variation(self, how: str, problem: RecurrentProblem, meaning: str) -> Variation:
+    def _variation(self, how: str, problem: RecurrentProblem, meaning: str | None) -> Variation:
         return Variation(how, partial(self._wrong_in, problem, how, meaning))
 
     def _wrong_in(self, problem: RecurrentProblem, how: str, meaning: str | None) -> Broken | None:
