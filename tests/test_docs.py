@@ -297,7 +297,15 @@ def test_every_option_that_a_page_names_is_there() -> None:
         return own.union(*(options(each) for each in getattr(command, "commands", {}).values()))
 
     plugin = ["--attncheck-timing", *map(name_in_pytest, options_in("pytest"))]
-    elsewhere = {"--dist", "--kill-after", "--signal", "--no-build-isolation", "--benchmark-compare", "--compute-mode"}
+    elsewhere = {
+        "--no-async-scheduling",
+        "--dist",
+        "--kill-after",
+        "--signal",
+        "--no-build-isolation",
+        "--benchmark-compare",
+        "--compute-mode",
+    }
     known = options(typer.main.get_command(app)) | {*plugin} | elsewhere | {"--part", "--limit", "--help"}
     for path in WRITTEN:
         code = re.findall(r"`(?:attncheck [^`]*)?(--[^`*]*)`", path.read_text(encoding="utf-8"))

@@ -10,7 +10,7 @@ from torch import Tensor
 from attncheck.harness.engine.history import (
     ZERO_ROW,
     Block,
-    History,
+    EngineHistory,
     Numbers,
     StepRows,
     block_in_words,
@@ -85,7 +85,7 @@ class Reading:
     window: int | None = None
 
 
-def cause_of(wrong: WrongRows, history: History) -> Cause | None:
+def cause_of(wrong: WrongRows, history: EngineHistory) -> Cause | None:
     """Return the reading that comes closest to the output of all of the first wrong rows, or None if none fits."""
     fits: dict[tuple[str | int, ...], tuple[float, Cause]] = {}
     for reading, miss in _misses(wrong, 0, _readings(wrong, history, 0)):
@@ -143,7 +143,7 @@ def _parts(readings: Iterator[Reading]) -> Iterator[list[Reading]]:
         yield part
 
 
-def _readings(wrong: WrongRows, history: History, row: int) -> Iterator[Reading]:
+def _readings(wrong: WrongRows, history: EngineHistory, row: int) -> Iterator[Reading]:
     """Yield wrong readings for a row: of pages that lack keys if some do, else of right pages."""
     if wrong.lacking is None or len(wrong.lacking):
         yield from _wrong_contents(wrong, history, row)
@@ -154,7 +154,7 @@ def _readings(wrong: WrongRows, history: History, row: int) -> Iterator[Reading]
         yield from _wrong_pages(wrong, history, row)
 
 
-def _wrong_contents(wrong: WrongRows, history: History, row: int) -> Iterator[Reading]:
+def _wrong_contents(wrong: WrongRows, history: EngineHistory, row: int) -> Iterator[Reading]:
     """Yield readings of blocks that hold something else than was written to them."""
     position, size = int(wrong.positions[row]), wrong.block_size
     base = wrong.keys[: position + 1]
@@ -183,7 +183,7 @@ def _spans(wrong: WrongRows, low: int, high: int) -> Iterator[tuple[int, int]]:
 
 
 def _contents(
-    wrong: WrongRows, history: History, own: Block | None, low: int, high: int
+    wrong: WrongRows, history: EngineHistory, own: Block | None, low: int, high: int
 ) -> Iterator[tuple[str, Numbers]]:
     """Yield what the slots of positions ``low .. high - 1`` may hold, in words and as row numbers."""
     size = wrong.block_size
@@ -204,7 +204,7 @@ def _contents(
             yield f"keys of {requests_in_words([other.request_id])}, {positions}", numbers[start : start + high - low]
 
 
-def _wrong_lengths(wrong: WrongRows, history: History, row: int) -> Iterator[Reading]:
+def _wrong_lengths(wrong: WrongRows, history: EngineHistory, row: int) -> Iterator[Reading]:
     """Yield readings with another window, and those that see too few or too many keys."""
     position, size = int(wrong.positions[row]), wrong.block_size
     num_keys = position + 1
@@ -227,7 +227,7 @@ def _wrong_lengths(wrong: WrongRows, history: History, row: int) -> Iterator[Rea
         yield Reading(("more", more), cause, wrong.keys[: num_keys + more])
 
 
-def _unwritten_slots(wrong: WrongRows, history: History, row: int) -> Iterator[Reading]:
+def _unwritten_slots(wrong: WrongRows, history: EngineHistory, row: int) -> Iterator[Reading]:
     """Yield readings of slots before they are written: those of the step's own keys, and the one behind the last.
 
     They hold what was there before, or zeros.
@@ -247,7 +247,7 @@ def _unwritten_slots(wrong: WrongRows, history: History, row: int) -> Iterator[R
             yield Reading(("more", 1), cause, np.append(wrong.keys, held))
 
 
-def _held_at(wrong: WrongRows, history: History, position: int, *, is_earlier: bool) -> int:
+def _held_at(wrong: WrongRows, history: EngineHistory, position: int, *, is_earlier: bool) -> int:
     """Return the row that the slot of a position holds, or held before this step; zeros if that is not known."""
     block = history.blocks.get(wrong.table[position // wrong.block_size])
     if block is None:
@@ -256,7 +256,7 @@ def _held_at(wrong: WrongRows, history: History, position: int, *, is_earlier: b
     return max(ZERO_ROW, int(held[position % wrong.block_size]))
 
 
-def _late_pages(wrong: WrongRows, history: History, row: int) -> Iterator[Reading]:
+def _late_pages(wrong: WrongRows, history: EngineHistory, row: int) -> Iterator[Reading]:
     """Yield readings of each page from one on where the next page is; the last is read twice, or block 0."""
     position, size = int(wrong.positions[row]), wrong.block_size
     first = first_seen(wrong.params, position)
@@ -279,7 +279,7 @@ def _held_by(block: Block | None, count: int) -> Numbers:
     return np.where(block.rows[:count] >= 0, block.rows[:count], ZERO_ROW)
 
 
-def _wrong_pages(wrong: WrongRows, history: History, row: int) -> Iterator[Reading]:
+def _wrong_pages(wrong: WrongRows, history: EngineHistory, row: int) -> Iterator[Reading]:
     """Yield readings of another block in place of one of the request's own."""
     position, size = int(wrong.positions[row]), wrong.block_size
     base = wrong.keys[: position + 1]

@@ -187,7 +187,7 @@ class ObserverResult:
     engine: EngineFacts = field(default_factory=EngineFacts)
 
 
-class Tally:
+class ObserverTally:
     """What was counted and found so far."""
 
     def __init__(self, max_findings: int) -> None:

@@ -7,7 +7,14 @@ from zlib import crc32
 import numpy as np
 from numpy.typing import NDArray
 
-from attncheck.harness.engine.events import ContinuedRequest, EngineFinding, KVGroup, StartedRequest, StepPlan, Tally
+from attncheck.harness.engine.events import (
+    ContinuedRequest,
+    EngineFinding,
+    KVGroup,
+    ObserverTally,
+    StartedRequest,
+    StepPlan,
+)
 from attncheck.reference import AttentionParams
 
 # Each row that the model computes for a followed request gets a number. The history of a request is a list of such
@@ -95,7 +102,7 @@ class StepInputs:
 
 
 @dataclass
-class Request:
+class FollowedRequest:
     """A request, as it is followed.
 
     tokens: prompt and sampled tokens. chain: hashes of each prefix of them. done: tokens that are computed, by our own
@@ -217,20 +224,20 @@ def requests_in_words(request_ids: Iterable[str]) -> str:
     return f"request{'' if len(names) == 1 else 's'} {' and '.join(names)}"
 
 
-class History:
+class EngineHistory:
     """The requests of an engine. ``settings``: those of the layers of each group."""
 
     def __init__(
         self,
         groups: Sequence[KVGroup],
         settings: Sequence[Sequence[AttentionParams]],
-        tally: Tally,
+        tally: ObserverTally,
         follow_one_of: int = 1,
     ) -> None:
         self.groups = tuple(groups)
         self.numbers = RowNumbers()
         self.blocks: dict[int, Block] = {}
-        self.requests: dict[str, Request] = {}
+        self.requests: dict[str, FollowedRequest] = {}
         self._settings = tuple(settings)
         self._tally = tally
         self._follow_one_of = follow_one_of
@@ -250,13 +257,15 @@ class History:
         known = self.requests.get(request_id)
         if known is not None:
             not_followed = not_followed or known.never_followed
-            self.requests[request_id] = Request(request_id, list(map(int, tokens)), known.prefix_key, not_followed)
+            self.requests[request_id] = FollowedRequest(
+                request_id, list(map(int, tokens)), known.prefix_key, not_followed
+            )
             return
         if all(group.not_followed for group in self.groups):
             not_followed = not_followed or next((group.not_followed for group in self.groups), "engines without keys")
         if not_followed is None and not self._is_chosen(tokens):
             not_followed = f"--follow {self._follow_one_of} leaves out the first block of their prompt"
-        self.requests[request_id] = Request(request_id, list(map(int, tokens)), prefix_key, not_followed)
+        self.requests[request_id] = FollowedRequest(request_id, list(map(int, tokens)), prefix_key, not_followed)
 
     def _is_chosen(self, tokens: Sequence[int]) -> bool:
         """Whether prompts with the first block of ``tokens`` are followed.
@@ -300,10 +309,10 @@ class History:
         self._unknown_blocks.discard(destination)
         self.blocks[destination] = Block(block.group, block.chains.copy(), block.rows.copy(), block.earlier.copy())
 
-    def _request(self, request_id: str) -> Request:
+    def _request(self, request_id: str) -> FollowedRequest:
         request = self.requests.get(request_id)
         if request is None:
-            request = Request(request_id, [], never_followed="requests that were added before the observer")
+            request = FollowedRequest(request_id, [], never_followed="requests that were added before the observer")
             self.requests[request_id] = request
         return request
 
@@ -326,7 +335,7 @@ class History:
             if facts.not_followed is None:
                 request.keys[group] = self._rows_of_hit(request, group, hit)
 
-    def _rows_of_hit(self, request: Request, group: int, hit: int) -> Numbers:
+    def _rows_of_hit(self, request: FollowedRequest, group: int, hit: int) -> Numbers:
         """Return the rows of the blocks that a prefix hit maps; the request is lost if one is not known."""
         size = self.groups[group].block_size
         rows = np.zeros(hit, dtype=np.int64)
@@ -355,7 +364,7 @@ class History:
         """Whether no row from position ``hit`` on sees the keys before ``end``."""
         return end <= min((first_seen(params, hit) for params in self._settings[group]), default=0)
 
-    def _rows_of_block(self, request: Request, group: int, block_id: int, chain: Numbers) -> Numbers | None:
+    def _rows_of_block(self, request: FollowedRequest, group: int, block_id: int, chain: Numbers) -> Numbers | None:
         """Return the block's rows, -1 where it holds other tokens than those of ``chain``; None if it is unknown."""
         block = self.blocks.get(block_id)
         if block is None or block.group != group:
@@ -372,7 +381,7 @@ class History:
                     return rows
         return None
 
-    def _wrong_hit(self, request: Request, group: int, index: int, block_id: int, offset: int) -> None:
+    def _wrong_hit(self, request: FollowedRequest, group: int, index: int, block_id: int, offset: int) -> None:
         size = self.groups[group].block_size
         holds = "nothing that was written" if block_id == _NULL_BLOCK else self.contents(block_id)
         self._tally.find(
@@ -412,7 +421,7 @@ class History:
                 note = f"the scheduler counts {counted} computed tokens; {request.done} are computed"
                 self._count_finding(request, request.done, note)
 
-    def _count_finding(self, request: Request, position: int, note: str) -> None:
+    def _count_finding(self, request: FollowedRequest, position: int, note: str) -> None:
         step = self._tally.step + 1
         self._tally.find(EngineFinding("count", step, request.request_id, position, note=note))
 
@@ -448,12 +457,12 @@ class History:
             followed=tuple(followed),
         )
 
-    def _tokens_of_step(self, request: Request, count: int) -> list[int]:
+    def _tokens_of_step(self, request: FollowedRequest, count: int) -> list[int]:
         known = request.tokens[request.done : request.done + count]
         drafts = list(self._plan.drafts.get(request.request_id, ()))[: count - len(known)]
         return known + drafts + [_UNKNOWN] * (count - len(known) - len(drafts))
 
-    def _rows_of_step(self, request: Request, count: int) -> StepRows | None:
+    def _rows_of_step(self, request: FollowedRequest, count: int) -> StepRows | None:
         """Number the rows of a request and write them to its blocks, or forget what its blocks held."""
         begin, end = request.done, request.done + count
         for group, ids in enumerate(request.block_ids):
@@ -504,7 +513,7 @@ class History:
             block.earlier[slots] = block.rows[slots]
             block.chains[slots], block.rows[slots] = chain[some], numbers[some]
 
-    def _forget_blocks(self, request: Request, begin: int, end: int) -> None:
+    def _forget_blocks(self, request: FollowedRequest, begin: int, end: int) -> None:
         for ids, group in zip(request.block_ids, self.groups, strict=False):
             for block_id in ids[begin // group.block_size : -(-end // group.block_size)]:
                 self.blocks.pop(block_id, None)
@@ -579,14 +588,14 @@ class History:
                 block.earlier[:] = _UNKNOWN
         return kept
 
-    def _extend_chain(self, request: Request) -> None:
+    def _extend_chain(self, request: FollowedRequest) -> None:
         chain = request.chain
         last = chain[-1] if chain else hash(request.prefix_key)
         for token in request.tokens[len(chain) :]:
             last = hash((last, token))
             chain.append(last)
 
-    def _chain_of_step(self, request: Request, count: int) -> Numbers:
+    def _chain_of_step(self, request: FollowedRequest, count: int) -> Numbers:
         self._extend_chain(request)
         chain = request.chain[request.done : request.done + count]
         for token in self._tokens_of_step(request, count)[len(chain) :]:

@@ -9,9 +9,16 @@ import torch
 from torch import Tensor
 
 from attncheck.harness.engine.causes import WrongRows, cause_of
-from attncheck.harness.engine.events import EngineFinding, KVGroup, LayerFacts, LayerRows, ObserverSettings, Tally
+from attncheck.harness.engine.events import (
+    EngineFinding,
+    KVGroup,
+    LayerFacts,
+    LayerRows,
+    ObserverSettings,
+    ObserverTally,
+)
 from attncheck.harness.engine.history import (
-    History,
+    EngineHistory,
     Numbers,
     StepInputs,
     StepRows,
@@ -40,7 +47,7 @@ _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 class RowStore:
     """Keys and values of each layer by row number; row 0 is zeros."""
 
-    def __init__(self, history: History, max_bytes: int) -> None:
+    def __init__(self, history: EngineHistory, max_bytes: int) -> None:
         self._numbers = history.numbers
         self._max_bytes = max_bytes
         self._rows: dict[str, tuple[Tensor, Tensor]] = {}
@@ -73,7 +80,7 @@ class RowStore:
 
 
 @dataclass(frozen=True)
-class Pending:
+class JudgedCall:
     """What a layer did in this step, for the followed rows: query ``[T, H, D]`` and output ``[T, H, Dv]``."""
 
     layer: str
@@ -92,8 +99,8 @@ class Judge:
         settings: ObserverSettings,
         groups: Sequence[KVGroup],
         layers: Mapping[str, LayerFacts],
-        history: History,
-        tally: Tally,
+        history: EngineHistory,
+        tally: ObserverTally,
     ) -> None:
         self.store = RowStore(history, settings.max_row_bytes)
         self._settings, self._groups, self._layers = settings, groups, layers
@@ -102,7 +109,7 @@ class Judge:
         self._followed: tuple[StepRows, ...] = ()
         self._is_judged = False
         self._input_rows = self._numbers = torch.zeros(0, dtype=torch.int64)
-        self._pending: list[Pending] = []
+        self._pending: list[JudgedCall] = []
         self._pending_bytes = 0
         self._taken: set[str] = set()
         self._never_judged: dict[str, str] = {}
@@ -150,7 +157,7 @@ class Judge:
             return
         params = facts.params
         heads = output.reshape(len(output), params.num_heads, params.value_head_size)
-        pending = Pending(layer, facts, group, query[rows], heads[rows], kv_cache)
+        pending = JudgedCall(layer, facts, group, query[rows], heads[rows], kv_cache)
         self._pending.append(pending)
         self._pending_bytes += sum(each.numel() * each.element_size() for each in (pending.query, pending.output))
         if self._pending_bytes > _PENDING_BYTES:
@@ -182,7 +189,7 @@ class Judge:
                 for requests in self._in_parts(together):
                     self._judge(together, requests)
 
-    def _in_parts(self, together: Sequence[Pending]) -> Iterator[tuple[StepRows, ...]]:
+    def _in_parts(self, together: Sequence[JudgedCall]) -> Iterator[tuple[StepRows, ...]]:
         """Yield requests whose keys and values fit into memory together."""
         params = together[0].facts.params
         size = 8 * len(together) * params.num_kv_heads * (params.head_size + 2 * params.value_head_size)
@@ -200,7 +207,7 @@ class Judge:
 
     # Outputs.
 
-    def _judge(self, together: Sequence[Pending], requests: Sequence[StepRows]) -> None:
+    def _judge(self, together: Sequence[JudgedCall], requests: Sequence[StepRows]) -> None:
         begin = next(at for at, each in _starts(self._followed) if each is requests[0])
         budget, truth = self._truth(together, requests, begin)
         own = slice(begin, begin + len(truth))
@@ -227,7 +234,7 @@ class Judge:
                     allowed = Budget(*(part[of_request, of_layer] for part in (budget.norm, budget.peak, budget.lse)))
                     self._find(each, request, bad, shares[of_request, index], begin + at, allowed)
 
-    def _truth(self, together: Sequence[Pending], requests: Sequence[StepRows], begin: int) -> tuple[Budget, Tensor]:
+    def _truth(self, together: Sequence[JudgedCall], requests: Sequence[StepRows], begin: int) -> tuple[Budget, Tensor]:
         """Return the budget and the right output, float64 ``[T, H, Dv]``, of all layers as heads of one.
 
         ``begin``: the first row of the requests.
@@ -259,7 +266,7 @@ class Judge:
 
     def _find(
         self,
-        pending: Pending,
+        pending: JudgedCall,
         request: StepRows,
         bad: Numbers,
         shares: np.ndarray,
@@ -285,7 +292,7 @@ class Judge:
         self._tally.find(finding)
 
     def _explained(
-        self, finding: EngineFinding, pending: Pending, request: StepRows, order: Numbers, at: int, allowed: Budget
+        self, finding: EngineFinding, pending: JudgedCall, request: StepRows, order: Numbers, at: int, allowed: Budget
     ) -> EngineFinding:
         """Return the finding with what the pages lack, and a wrong reading that gives the same output, if one does.
 
@@ -307,7 +314,7 @@ class Judge:
 
     def _wrong_rows(
         self,
-        pending: Pending,
+        pending: JudgedCall,
         request: StepRows,
         order: Numbers,
         at: int,
@@ -342,7 +349,7 @@ class Judge:
             lacking=lacking,
         )
 
-    def _words_of_pages(self, pending: Pending, request: StepRows, lacking: Numbers) -> str:
+    def _words_of_pages(self, pending: JudgedCall, request: StepRows, lacking: Numbers) -> str:
         if not len(lacking) and pending.facts.code is not None:
             return "the pages hold the codes that the layer itself writes: they are wrong codes, or are read wrongly"
         if not len(lacking):
@@ -355,7 +362,9 @@ class Judge:
 
     # Pages.
 
-    def _compare_pages(self, pending: Pending, requests: Sequence[StepRows], *, whole: bool = False) -> Numbers | None:
+    def _compare_pages(
+        self, pending: JudgedCall, requests: Sequence[StepRows], *, whole: bool = False
+    ) -> Numbers | None:
         """Compare pages of a layer that the rows of this step read; report and return the positions that they lack.
 
         These are the pages that the step wrote to, and one other page of each request, in turn; ``whole``: all pages.
@@ -387,7 +396,7 @@ class Judge:
             self._find_lacking(pending, requests[index], kept.positions[found[owners[found] == index]])
         return kept.positions[found]
 
-    def _span(self, pending: Pending, request: StepRows, *, whole: bool) -> Numbers:
+    def _span(self, pending: JudgedCall, request: StepRows, *, whole: bool) -> Numbers:
         """Return the positions of a request whose slots are compared."""
         size = self._groups[pending.group].block_size
         first, end = first_seen(pending.facts.params, request.position), request.position + request.num_rows
@@ -398,7 +407,7 @@ class Judge:
         before = np.arange(max(first, turn * size), min(written, (turn + 1) * size))
         return np.concatenate([before, np.arange(written, end)])
 
-    def _find_lacking(self, pending: Pending, request: StepRows, lacking: Numbers) -> None:
+    def _find_lacking(self, pending: JudgedCall, request: StepRows, lacking: Numbers) -> None:
         """Report each block that lacks positions which were not reported before."""
         size = self._groups[pending.group].block_size
         for index, positions in groupby(lacking.tolist(), key=lambda position: position // size):
@@ -452,9 +461,9 @@ def _latent_truth(
     return budget, out
 
 
-def _of_equal_settings(pending: Sequence[Pending]) -> Iterable[list[Pending]]:
+def _of_equal_settings(pending: Sequence[JudgedCall]) -> Iterable[list[JudgedCall]]:
     """Return the layers that can be judged as heads of one; each latent or coded layer is alone."""
-    bundles: dict[object, list[Pending]] = {}
+    bundles: dict[object, list[JudgedCall]] = {}
     for each in pending:
         facts, params = each.facts, each.facts.params
         shape = replace(params, sinks=params.sinks and (0.0,) * params.num_heads, alibi_slopes=params.alibi_slopes)

@@ -54,7 +54,7 @@ class _LayerCopies(NamedTuple):
 
 
 @dataclass
-class Step:
+class LateStep:
     """A step whose sampled tokens are not known yet.
 
     before: the step before, if the plan may assume that all its drafts are accepted. requests: calls of the observer
@@ -63,7 +63,7 @@ class Step:
     """
 
     plan: StepPlan
-    before: "Step | None"
+    before: "LateStep | None"
     requests: list[_Change]
     inputs: _Inputs | None = None
     copied_rows: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.int64))
@@ -90,8 +90,8 @@ class LateSteps:
         self._observer = observer
         self._judge_every = judge_every
         self._num_steps = 0
-        self._steps: deque[Step] = deque()
-        self._last: Step | None = None
+        self._steps: deque[LateStep] = deque()
+        self._last: LateStep | None = None
         self._requests: list[_Change] = []
         self._is_in_forward = False
         self._stream: torch.cuda.Stream | None = None  # of the model, on which copies and kept keys are written
@@ -123,7 +123,7 @@ class LateSteps:
         waiting = [*self._requests, *(change for step in self._steps for change in step.requests)]
         return any(request_id == changed for changed, _ in waiting)
 
-    def _rows_to_copy(self, step: Step, request_ids: Sequence[str]) -> Tensor:
+    def _rows_to_copy(self, step: LateStep, request_ids: Sequence[str]) -> Tensor:
         """Return the rows of requests that are followed, or may be when the step is observed."""
         spans, first = [torch.zeros(0, dtype=torch.int64)], 0
         for request_id in request_ids:
@@ -133,10 +133,10 @@ class LateSteps:
             first = end
         return torch.cat(spans)
 
-    def step_begins(self, plan: StepPlan) -> Step:
+    def step_begins(self, plan: StepPlan) -> LateStep:
         """Take the plan of the next step."""
         with self.lock:
-            step = Step(plan, before=self._last if self.is_async else None, requests=self._requests)
+            step = LateStep(plan, before=self._last if self.is_async else None, requests=self._requests)
             self._last = step
             self._requests = []
             self._steps.append(step)
@@ -187,7 +187,7 @@ class LateSteps:
             if self._steps and self._steps[-1].is_observed:
                 self._observer.forward_ends()
 
-    def step_ends(self, step: Step, sampled: Sampled) -> None:
+    def step_ends(self, step: LateStep, sampled: Sampled) -> None:
         """Take the sampled tokens of a step, and observe the next one.
 
         In whichever thread, what this reads on a GPU is read on the model's stream, behind what writes it.
@@ -214,7 +214,7 @@ class LateSteps:
         if step.is_ready and not step.is_observed:
             self._observe(step)
 
-    def _observe(self, step: Step) -> None:
+    def _observe(self, step: LateStep) -> None:
         """Pass on what was copied of a step."""
         _call_all(step.requests)
         step.is_observed = True
@@ -231,7 +231,7 @@ class LateSteps:
         if step is not self._steps[-1] or not self._is_in_forward:
             self._observer.forward_ends()
 
-    def _corrected_plan(self, step: Step) -> StepPlan:
+    def _corrected_plan(self, step: LateStep) -> StepPlan:
         """Return the plan with what the scheduler could not know: accepted counts, and the drafts on the device.
 
         Before it has the tokens of the last step, the scheduler assumes that every draft is accepted; it writes -1 for
@@ -249,7 +249,7 @@ class LateSteps:
         return replace(request, num_computed_tokens=computed)
 
 
-def _copy(step: Step, given: Tensor, *, is_needed: bool = True) -> _Copy:
+def _copy(step: LateStep, given: Tensor, *, is_needed: bool = True) -> _Copy:
     """Copy the followed rows of a tensor; none if they are not needed. It may have more rows than the step, or less."""
     num_rows = sum(step.plan.num_scheduled_tokens.values())
     rows = step.copied_rows if is_needed else step.copied_rows[:0]
@@ -277,7 +277,7 @@ def _num_rejected(plan: StepPlan, sampled: Sampled) -> dict[str, int]:
     }
 
 
-def _given_drafts(step: Step) -> dict[str, tuple[int, ...]]:
+def _given_drafts(step: LateStep) -> dict[str, tuple[int, ...]]:
     drafts = dict(step.plan.drafts)
     if not drafts or step.inputs is None or step.inputs.input_ids is None:
         return drafts

@@ -17,10 +17,10 @@ from attncheck.harness.engine.events import (
     LayerRows,
     ObserverResult,
     ObserverSettings,
+    ObserverTally,
     StepPlan,
-    Tally,
 )
-from attncheck.harness.engine.history import History, StepInputs
+from attncheck.harness.engine.history import EngineHistory, StepInputs
 from attncheck.harness.engine.judge import Judge
 
 LOGGER = logging.getLogger("attncheck")
@@ -54,9 +54,9 @@ class EngineObserver:
     def __init__(self, settings: ObserverSettings | None = None) -> None:
         self.settings = settings or ObserverSettings()
         self.failure: str | None = None
-        self._tally = Tally(self.settings.max_findings)
+        self._tally = ObserverTally(self.settings.max_findings)
         self._engine = EngineFacts()
-        self._history: History | None = None
+        self._history: EngineHistory | None = None
         self._judge: Judge | None = None
         self._waiting: list[tuple[str, Sequence[int], str, str | None]] = []
         self._is_in_step = False
@@ -95,7 +95,7 @@ class EngineObserver:
         """Take the KV-cache groups and layers; requests may be added before."""
         self._engine = engine or EngineFacts()
         of_groups = [[layers[name].params for name in group.layers if name in layers] for group in groups]
-        self._history = History(groups, of_groups, self._tally, self.settings.follow_one_of)
+        self._history = EngineHistory(groups, of_groups, self._tally, self.settings.follow_one_of)
         self._judge = Judge(self.settings, groups, layers, self._history, self._tally)
         for waiting in self._waiting:
             self._history.add(*waiting)

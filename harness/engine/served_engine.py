@@ -15,7 +15,7 @@ from attncheck.harness.engine.findings import STOPPED, EngineCase, backend_of, h
 from attncheck.harness.engine.internals import check_internals
 from attncheck.harness.engine.observer import EngineObserver
 from attncheck.harness.engine.plugin import WatchSettings
-from attncheck.harness.engine.vllm_runner import Hooks
+from attncheck.harness.engine.vllm_runner import EngineHooks
 from attncheck.harness.run.outcomes import Circumstances
 from attncheck.reports.run_file.header import Environment
 from attncheck.reports.run_file.store import now, write_run
@@ -64,7 +64,7 @@ class ServedEngine:
         self._observer = EngineObserver(
             ObserverSettings(judge_every=settings.judge_every, follow_one_of=settings.follow_one_of)
         )
-        self.hooks = Hooks(self._observer)
+        self.hooks = EngineHooks(self._observer)
         self._ended = threading.Event()
         self._started, self._began_s = now(), time.monotonic()
         self._environment: Environment | None = None

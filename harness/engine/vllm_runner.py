@@ -24,7 +24,7 @@ from attncheck.harness.engine.events import (
     WritePages,
 )
 from attncheck.harness.engine.graphs import GraphCopies
-from attncheck.harness.engine.late_steps import LateSteps, Step
+from attncheck.harness.engine.late_steps import LateStep, LateSteps
 from attncheck.harness.engine.observer import EngineObserver
 from attncheck.harness.problem.storage import UpProjections
 from attncheck.reference import AttentionParams
@@ -44,7 +44,7 @@ _WORKERS = {"vllm.v1.worker.gpu_worker": "Worker", "vllm.v1.worker.cpu_worker": 
 # and what was sampled leaves it as `ModelRunnerOutput`. So the methods of the runner tell all that is needed.
 
 
-class Hooks:
+class EngineHooks:
     """The wrapped methods of vLLM's model runners, until :meth:`remove`. One runner of the process is followed."""
 
     def __init__(self, observer: EngineObserver) -> None:
@@ -53,7 +53,7 @@ class Hooks:
         self._graphs = GraphCopies(self.steps.layer_rows)
         self._wrapped: list[tuple[Any, str, Any]] = []
         self._runner: Any = None
-        self._step: Step | None = None
+        self._step: LateStep | None = None
         self._warm_ups = 0
         self._known: set[str] = set()
         self._preempted: set[str] = set()
@@ -258,7 +258,7 @@ class Hooks:
         else:
             self._step_ends(step, output)
 
-    def _watch_output(self, output: Any, step: Step) -> None:
+    def _watch_output(self, output: Any, step: LateStep) -> None:
         get_output = output.get_output
 
         def watched() -> Any:
@@ -268,18 +268,18 @@ class Hooks:
 
         output.get_output = watched
 
-    def _step_ends(self, step: Step, model_runner_output: Any) -> None:
+    def _step_ends(self, step: LateStep, model_runner_output: Any) -> None:
         self.steps.step_ends(step, sampled_tokens(step.plan, model_runner_output))
 
 
 @contextmanager
-def watching(observer: EngineObserver) -> Iterator[Hooks]:
+def watching(observer: EngineObserver) -> Iterator[EngineHooks]:
     """Watch the engine that runs in this process, during the context.
 
     Raises:
         ImportError: vLLM is not installed.
     """
-    hooks = Hooks(observer)
+    hooks = EngineHooks(observer)
     modules = [import_module(_V1)]
     with suppress(ImportError):  # it needs Triton
         modules.append(import_module(_V2))

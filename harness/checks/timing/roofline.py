@@ -35,7 +35,7 @@ from attncheck.harness.problem.problem import request_of
 from attncheck.harness.problem.sizes import ITEMSIZES, naive_layer, num_weights
 from attncheck.reference import PrefixMask, layer_params
 from attncheck.reference.spec import LayerSpec, MLASpec
-from attncheck.reference.step_spec import ROW_FORMATS, RequestSpec, TreeOptions
+from attncheck.reference.step_spec import REGISTERED, ROW_FORMATS, RequestSpec, TreeOptions
 from attncheck.reports.run_file.timings import Ceilings
 
 
@@ -88,8 +88,10 @@ def work_of(case: Case) -> Work:
 
 
 def _stored_bytes(case: Case, row: int) -> int:
-    """Return the bytes that a cache holds for a token. ``row``: numbers of its keys and values."""
+    """Return the bytes that a cache holds for a token, at least. ``row``: numbers of its keys and values."""
     layer, name = case.layer, case.cache.kv_cache_dtype
+    if name == REGISTERED:
+        return row  # its dtype is the backend's, of one byte or more
     row_format = ROW_FORMATS.get(name)
     if row_format is None:
         return row * ITEMSIZES[layer.dtype if name == "auto" else name]

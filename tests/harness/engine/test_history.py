@@ -4,8 +4,8 @@ import random
 
 import pytest
 
-from attncheck.harness.engine.events import ContinuedRequest, KVGroup, StartedRequest, StepPlan, Tally
-from attncheck.harness.engine.history import History
+from attncheck.harness.engine.events import ContinuedRequest, KVGroup, ObserverTally, StartedRequest, StepPlan
+from attncheck.harness.engine.history import EngineHistory
 from attncheck.reference import AttentionParams
 
 SIZE = 16
@@ -16,8 +16,8 @@ class Server:
     """A server without preemption or drafts; ``rows``, ``followed``: how many it computed, and how many of them were."""
 
     def __init__(self, **options):
-        self.tally = Tally(100)
-        self.history = History([KVGroup(SIZE, ("layer",))], [[PARAMS]], self.tally, **options)
+        self.tally = ObserverTally(100)
+        self.history = EngineHistory([KVGroup(SIZE, ("layer",))], [[PARAMS]], self.tally, **options)
         self.rows = self.followed = 0
 
     def step(self, started=(), continued=(), **counts):

@@ -350,7 +350,7 @@ def test_a_failure_of_ours_ends_the_watching_alone(serve, settings, monkeypatch,
     def fails(*_, **__):
         raise RuntimeError("ours")
 
-    owner = EngineObserver if name in OBSERVES else served_engine.Hooks
+    owner = EngineObserver if name in OBSERVES else served_engine.EngineHooks
     monkeypatch.setattr(owner, name, fails)
     outputs, engine = serve(runner_class())
     assert torch.equal(outputs, drive(runner_class()))

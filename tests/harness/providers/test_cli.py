@@ -104,7 +104,7 @@ def test_a_run_file_is_reported(form, capsys):
         (("--provider", "what is this"), "neither a module's name nor a Python file"),
         (("--provider", "none.py"), "offers none of these functions"),
         (("--case", "slice*"), "no case of small.yaml matches 'slice*'"),
-        (("--check", "utilities"), "give --provider"),
+        (("--check", "utilities"), "use --provider"),
         (("--provider", "right.py", "--check", "numerics"), "leaves out"),
         (("--provider", "right.py", "--check", "numerics", "--check", "utilities"), "give --backend"),
         (("--provider", "right.py", "--backend", "reference", "--check", "utilities"), "leave out --backend"),
