@@ -76,7 +76,7 @@ class Reading:
     """The row numbers that a faulty engine may have read for one row, from position 0 up to the row itself.
 
     same: what the reading is, equal for rows that are read wrongly in the same way. window: the window to the left, -1
-    for none; None: that of the layer.
+    for none. None means the layer's own window.
     """
 
     same: tuple[str | int, ...]

@@ -60,7 +60,7 @@ class LayerFacts:
     params: its settings; for a latent layer, those of the naive form, whose keys have ``qk_head_dim`` columns.
     up_projections: the weights of a latent layer, whose rows are ``kv_c_normed`` and ``k_pe``; None for other layers.
     kv_sharing_target: the layer whose keys and values it reads. page_size: tokens of a page of its cache, a divisor of
-    the block size; None: the block size. not_judged: why its outputs cannot be judged, or None.
+    the block size, by default the block size itself. not_judged: why its outputs cannot be judged, or None.
     code: what the cache makes of ``(key, value)``, such as FP8 codes and their values; None if it keeps them.
     write: writes ``(key, value, kv_cache, slot_mapping)`` as the layer does; None if pages cannot be compared.
     """

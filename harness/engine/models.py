@@ -91,7 +91,7 @@ def make_model(folder: Path, kind: str) -> None:
 
 
 def _shapes(config: Mapping[str, Any]) -> Iterator[tuple[str, tuple[int, ...], float | None]]:
-    """Yield the name, shape and standard deviation of each weight; None: it is 1 everywhere."""
+    """Yield the name, shape and standard deviation of each weight. A deviation of None means a weight of ones."""
     yield "model.embed_tokens.weight", (VOCAB_SIZE, _HIDDEN_SIZE), 1.0
     yield "lm_head.weight", (VOCAB_SIZE, _HIDDEN_SIZE), 0.3
     yield "model.norm.weight", (_HIDDEN_SIZE,), None

@@ -45,7 +45,7 @@ class TrafficKind:
 
     shared: prompts begin with one of three prefixes. long: prompts exceed the tokens of a step. repeats: prompts repeat
     themselves, so that drafts are found. small_pool: the pool has few blocks. drafts: the engine verifies drafts.
-    shown_by: counts of which each must be above 0, or the engine did not do what the kind is for.
+    shown_by: names of counts. If one is 0, the engine did not do what the kind is for.
     """
 
     description: str
@@ -91,8 +91,9 @@ TRAFFIC: Mapping[str, TrafficKind] = {
 class EngineRun(BaseModel):
     """One kind of traffic through one engine; the fields are options of ``attncheck engine``.
 
-    model: what the user typed. folder: that of the model. blocks: of the small pool; None: as many as 1.25 requests of
-    the greatest length need. budget: tokens of a step. steps: ends after that many; None: when all requests have ended.
+    model: what the user typed. folder: the model's folder. blocks: size of the small pool; by default, what
+    1.25 requests of the greatest length need. budget: tokens of a step. steps: number of steps; by default, until all
+    requests end.
     every: outputs of every Nth step are judged. follow: one of M requests is followed. limit_s: wall-clock seconds.
     """
 

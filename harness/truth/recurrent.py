@@ -304,7 +304,7 @@ def _reach(rows: RecurrentRows) -> Tensor:
     return (total - before).amax(dim=2)
 
 
-# Faults of layers, by which a wrong output is explained, and each of which a case must be able to show.
+# Faults of layers. A wrong output is compared with each. A case must show each that can act on its requests.
 
 
 def mistakes(problem: RecurrentProblem) -> Iterator[Mistake]:

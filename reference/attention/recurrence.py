@@ -86,7 +86,7 @@ def recurrence(rows: RecurrentRows, state: Tensor | None, keep: Iterable[int] = 
     """Return the outputs ``[T, H, V]``, and the states ``[H, V, K]`` after the rows in ``keep``, by row.
 
     All sums are in the dtype of ``rows``. ``state``: ``[H, V, K]``, the state before the first row; None for zeros. It
-    does not change. The row -1 in ``keep`` stands for the state before the first row.
+    does not change. For the row -1 in ``keep``, the state before the first row is returned.
 
     One head, keys and values of one channel, a decay of one half:
 

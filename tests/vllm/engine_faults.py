@@ -1,4 +1,4 @@
-"""Faults in vLLM's scheduler, cache manager, model runner and cache writer, each of which acts once or rarely.
+"""Faults in vLLM's scheduler, cache manager, model runner and cache writer. Each acts once or rarely.
 
 ``python engine_faults.py FOLDER [FAULT ...]`` starts each engine once, and serves the same requests in a fork of it for
 each fault. A line of JSON for each: what the fault did, what ``attncheck engine`` found, and the greedy tokens.

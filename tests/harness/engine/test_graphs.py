@@ -42,7 +42,7 @@ def graph_class():
 
 
 class Model:
-    """Two layers, each of which is observed as an adapter does it. The second reads the output of the first."""
+    """Two layers, observed as by an adapter. The second reads the output of the first."""
 
     def __init__(self, copies):
         self.copies = copies

@@ -174,7 +174,7 @@ class KeepsDraft(Faulty):
         slots = super().slots(request, group, rows)
         if getattr(self, "rejected", {}).get(request.name) and self.acts(request):
             self.place = request.done
-            slots[0] = 0  # a slot of block 0, which is nobody's
+            slots[0] = 0  # a slot of block 0, which no request has
         return slots
 
 
