@@ -1,6 +1,7 @@
 """The kept runs of docs/evidence: every finding is explained, and docs/first-gpu-run.md has the figures of the GPU."""
 
 import re
+from collections import Counter
 from functools import cache
 from pathlib import Path
 
@@ -98,6 +99,40 @@ def test_the_support_table_is_of_all_candidates_and_all_cases_and_nothing_fell_s
     assert interpreted == {"triton_unified", "xformers", "triton_mla"}
     passed = {record.backend for record in found.records if record.outcome == "passed"}
     assert passed >= interpreted
+
+
+BITS = EVIDENCE / "bits-cpu-2026-11-28"
+
+
+def test_the_levels_of_equal_bits_on_the_page_are_those_of_the_kept_runs():
+    page = (DOCS / "equal-bits.md").read_text(encoding="utf-8")
+    measured = page.partition("## What was measured")[2].partition("\n## ")[0]
+    head, *rows = re.findall(r"^\| .* \|$", measured, re.MULTILINE)
+    changes = re.findall(r"`(\w+)`", head)
+    table = {}
+    for row in rows:
+        name, suite, cases, none, *of_changes = (cell.strip() for cell in row.strip("|").split("|"))
+        counts = zip(("none", *changes), (none, *of_changes), strict=True)
+        table[name.strip("`"), suite.partition(",")[0], int(cases)] = {
+            each: int(count) for each, count in counts if count
+        }
+
+    def levels(run: Run) -> dict:
+        found: dict[tuple[str, str], Counter] = {}
+        for record in run.records:
+            bits = getattr(record, "bits", None)
+            if bits is not None:
+                broken = bits.first_broken
+                found.setdefault((record.backend, record.suite), Counter())[broken.name if broken else "none"] += 1
+        return {(*key, counts.total()): dict(counts) for key, counts in found.items()}
+
+    kept = {path.name.removesuffix(".jsonl.xz"): kept_run(path) for path in sorted(BITS.glob("*.xz"))}
+    of_runs: dict = {}
+    for run in kept.values():
+        of_runs |= levels(run)
+    assert table == of_runs
+    for name in ("cpu-attn", "mla"):
+        assert levels(kept[name]) == levels(kept[f"{name}-batch-invariant"])
 
 
 H200 = EVIDENCE / "nvidia-h200-2026-11-26"
