@@ -278,7 +278,8 @@ class RecurrenceChecks:
             yield Variation("with prompts in two pieces", partial(self._wrong_in_pieces, cuts))
         drafted = [request for request in requests if request.is_decode and request.num_rows > 1]
         if drafted:
-            step = partial(self._later, self._first.seen, list(map(_after_roll_back, drafted)))
+            after = [_after_roll_back(request, place) for place, request in enumerate(drafted)]
+            step = partial(self._later, self._first.seen, after)
             yield Variation(
                 "after a roll-back of drafts", lambda: self._wrong_in(step(), "after a roll-back of drafts", None)
             )
@@ -358,9 +359,9 @@ def _cut_of(request: StateRequest) -> int:
     return 0 if request.is_decode or cut >= request.num_rows else cut
 
 
-def _after_roll_back(request: StateRequest) -> StateRequest:
-    """Return the next step of a decode, with other rows, after some of its drafts were accepted, but not all."""
-    accepted = 1 + request.number % (request.num_rows - 1)
+def _after_roll_back(request: StateRequest, place: int) -> StateRequest:
+    """Return the next step of a decode, with other rows, after its first ``place`` drafts at most were accepted."""
+    accepted = 1 + place % request.num_rows
     inputs = {name: tensor.flip(0) for name, tensor in request.inputs.items()}
     return replace(request, inputs=inputs, position=request.position + accepted, accepted=accepted)
 

@@ -4,11 +4,13 @@ The requests are those of the batch, decodes first. A request with context has a
 one more for each draft token. All other slots hold stale states, as do those of requests without a state.
 
 The numbers are such that each part of a rule decides: heads forget within a row, or hardly in the whole prompt; betas
-reach 0 and 1, and keys recur, so that the delta rule has something to correct; states are as large as what rows add.
+reach 0 and 1, and keys recur, so that the delta rule has something to correct; some gates are 0 exactly; states are as
+large as what rows add.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import cycle
 
 import torch
 from torch import Tensor
@@ -40,6 +42,9 @@ _LENGTHS = (1.0, 0.5, 0.75)
 
 _RECURS_EVERY, _RECURS_AFTER = 3, 2
 """Every third row has the key of the row two before it."""
+
+_WITHOUT_DECAY = slice(1, None, 6)
+"""Rows of a delta rule whose ``g`` is 0 in all heads."""
 
 
 @dataclass(frozen=True)
@@ -195,7 +200,7 @@ def build_recurrent(case: Case, seed: int) -> RecurrentProblem:
     shape = layer.num_heads, layer.value_head_size, layer.head_size
     stale = _states(stream, options, num_slots, shape)
     initial = _states(stream, options, len(specs), shape)
-    accepted = (stream.integers(len(specs), columns) + 1).tolist()
+    accepted = _accepted(columns)
     requests = []
     for number, (spec, end) in enumerate(zip(specs, ends, strict=True)):
         request = StateRequest(
@@ -205,7 +210,7 @@ def build_recurrent(case: Case, seed: int) -> RecurrentProblem:
             initial=initial[number] if spec.context_len else None,
             slots=tuple(slots[number]),
         )
-        requests.append(replace(request, accepted=accepted[number]) if request.is_decode else request)
+        requests.append(replace(request, accepted=next(accepted)) if request.is_decode else request)
     problem = RecurrentProblem(
         case=case,
         weights=_draw_weights(stream, layer, options),
@@ -220,6 +225,12 @@ def build_recurrent(case: Case, seed: int) -> RecurrentProblem:
 def stored_pool(problem: RecurrentProblem) -> Tensor:
     """Return the states before the step in the shape of the cache, ``[num_slots, *state_shape]``."""
     return as_stored(problem.options.rule, problem.pool())
+
+
+def _accepted(columns: int) -> Iterator[int]:
+    """Yield ``num_accepted_tokens`` of decodes in turn, for example 4, 1, 3, 2 if there are 4 columns of slots."""
+    order = [each for pair in zip(range(columns, 0, -1), range(1, columns + 1), strict=True) for each in pair]
+    return cycle(order[:columns])
 
 
 def _states(stream: RandomStream, options: RecurrenceOptions, count: int, shape: tuple[int, ...]) -> Tensor:
@@ -257,10 +268,12 @@ def _inputs_of(stream: RandomStream, layer: LayerSpec, options: RecurrenceOption
     mean = _in_turn(_LOG_DECAYS, heads)
     noise = stream.uniform(total, heads).abs()
     if rule == "gdn":
-        yield -mean * noise
+        g = -mean * noise
     else:
         channels = _in_turn(_LOG_DECAYS, heads * size).view(heads, size)
-        yield -channels * stream.uniform(total, heads, size).abs()
+        g = -channels * stream.uniform(total, heads, size).abs()
+    g[_WITHOUT_DECAY] = 0
+    yield g
     beta = (stream.uniform(total, heads) + 2) / 4
     beta[::5], beta[1::5] = 1 - beta[::5] / 64, beta[1::5] / 64
     yield beta
