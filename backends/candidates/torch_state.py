@@ -4,7 +4,7 @@ A chunk has the form of flash-linear-attention's kernels (Gated DeltaNet, arXiv 
 rule, the corrected values of its rows are the solution of a unit lower triangular system.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +22,7 @@ class TorchStateBackend(StateBackend):
 
     get_name = staticmethod(lambda: "TORCH_STATE")
     get_impl_cls = staticmethod(lambda: TorchStateImpl)
+    supported_mamba_cache_modes = ("none", "all")
 
 
 @dataclass(frozen=True)
@@ -37,11 +38,15 @@ class _Rows:
     log_decay: Tensor
     beta: Tensor | None = None
 
-    def chunks(self, size: int) -> Iterator["_Rows"]:
-        for first in range(0, len(self.query), size):
-            at = slice(first, first + size)
-            beta = None if self.beta is None else self.beta[at]
-            yield _Rows(self.query[at], self.key[at], self.value[at], self.log_decay[at], beta)
+    def chunks(self, size: int, stops: Collection[int]) -> Iterator[tuple[int, "_Rows"]]:
+        """Yield the last row of each chunk, and the chunk. A chunk has at most ``size`` rows, and ends at each stop."""
+        first = 0
+        for last in range(len(self.query)):
+            if last in stops or last - first + 1 == size:
+                at = slice(first, last + 1)
+                beta = None if self.beta is None else self.beta[at]
+                yield last, _Rows(self.query[at], self.key[at], self.value[at], self.log_decay[at], beta)
+                first = last + 1
 
 
 class TorchStateImpl(StateImpl):
@@ -52,29 +57,26 @@ class TorchStateImpl(StateImpl):
     ) -> None:
         pool = as_matrices(self.rule, states)
         starts = attn_metadata.query_start_loc.tolist()
-        slots = attn_metadata.state_indices_tensor.tolist()
-        accepted = attn_metadata.num_accepted_tokens.tolist()
+        slots = attn_metadata.state_indices_tensor[:, 0].tolist()
         has_state = attn_metadata.has_initial_states.tolist()
-        for request, columns in enumerate(slots):
+        for request, slot in enumerate(slots):
             first, end = starts[request], starts[request + 1]
-            if columns[0] == NULL_BLOCK_ID or first == end:
+            if slot == NULL_BLOCK_ID or first == end:
                 continue
             rows = self._rows(layer, {name: tensor[first:end].float() for name, tensor in inputs.items()})
             state = torch.zeros_like(pool[0], dtype=torch.float32)
             if has_state[request]:
-                read = columns[accepted[request] - 1]
+                read = attn_metadata.source(request)
                 state = pool[read].float()
             out = []
-            is_decode = request < attn_metadata.num_decodes
-            size = 1 if is_decode else _CHUNK
-            for number, chunk in enumerate(rows.chunks(size)):
+            stored = attn_metadata.destinations(request)
+            size = 1 if request < attn_metadata.num_decodes else _CHUNK
+            for last, chunk in rows.chunks(size, stored):
                 of_rows, state = self._chunk(chunk, state)
                 out.append(of_rows)
-                if is_decode:
-                    written = columns[number]
+                if last in stored:
+                    written = stored[last]
                     pool[written] = state.to(states.dtype)
-            if not is_decode:
-                pool[columns[0]] = state.to(states.dtype)
             output[first:end] = torch.cat(out).to(output.dtype).view_as(output[first:end])
 
     def _rows(self, layer: Any, inputs: dict[str, Tensor]) -> _Rows:

@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
+from itertools import islice
 from pathlib import Path
 
 import torch
@@ -20,7 +21,14 @@ from attncheck.harness.checks.numerics import differing_rows, rows_in_words, sum
 from attncheck.harness.checks.refusals import check_declared
 from attncheck.harness.driver.recurrent import StateObservation, StateSession, without_padding
 from attncheck.harness.problem.recurrent import PADDING, RecurrentProblem, StateRequest, build_recurrent
-from attncheck.harness.truth.recurrent import Computed, RecurrentTruth, computed, mistakes, recurrent_truth
+from attncheck.harness.truth.recurrent import (
+    Computed,
+    RecurrentTruth,
+    computed,
+    mistakes,
+    recurrent_truth,
+    wrong_orders,
+)
 from attncheck.reports.analysis.phrases import plural
 from attncheck.reports.run_file.causes import UNKNOWN
 
@@ -105,7 +113,7 @@ class _Judged:
     def _meaning(self) -> str | None:
         if not bool(torch.isfinite(self.seen.out).all()) or bool(self.seen.unwritten.any()):
             return None
-        for mistake in mistakes(self.problem):
+        for mistake in (*mistakes(self.problem), *wrong_orders(self.problem)):
             wrong = computed(self.problem, mistake)
             if not bool((self.truth.shares(wrong) > 1).any()):
                 continue  # this result is right, so it explains nothing
@@ -119,7 +127,7 @@ class _Judged:
         if all(torch.equal(before[slot], after[slot]) for slot in slots):
             return "the new state is not stored"
         budget, dtype = self.truth.state_budget, DTYPES[self.problem.options.state_dtype]
-        for mistake in mistakes(self.problem):
+        for mistake in (*mistakes(self.problem), *wrong_orders(self.problem)):
             stored = computed(self.problem, mistake)
             if not bool((self.truth.state_shares(stored) > 1).any()):
                 continue
@@ -283,11 +291,7 @@ class RecurrenceChecks:
             yield Variation(
                 "after a roll-back of drafts", lambda: self._wrong_in(step(), "after a roll-back of drafts", None)
             )
-        reused = [
-            replace(each, initial=None, position=0, accepted=1, slots=other.slots)
-            for each, other in zip(requests, requests[1:] + requests[:1], strict=True)
-        ]
-        step_of_reused = replace(problem.ordered(reused), stale=self._first.seen.pool)
+        step_of_reused = replace(problem.ordered(_in_slots_of_others(requests)), stale=self._first.seen.pool)
         yield self._variation("in slots that other requests have left", step_of_reused, None)
 
     def _variation(self, how: str, problem: RecurrentProblem, meaning: str | None) -> Variation:
@@ -335,7 +339,7 @@ class RecurrenceChecks:
 
     def _later(self, seen: StateObservation, requests: list[StateRequest]) -> RecurrentProblem:
         """Return a step on the pool of an earlier one; each request has the state that it finds there."""
-        filled = [replace(each, initial=seen.pool[each.slots[each.accepted - 1]]) for each in requests]
+        filled = [replace(each, initial=seen.pool[each.source]) for each in requests]
         return replace(self._right.ordered(filled), stale=seen.pool)
 
 
@@ -352,9 +356,19 @@ def _different(requests: tuple[StateRequest, ...]) -> list[StateRequest]:
     return list(kinds.values())
 
 
+def _in_slots_of_others(requests: tuple[StateRequest, ...]) -> list[StateRequest]:
+    """Return new requests with the rows of these, without a state, in the slots of these."""
+    left = iter(dict.fromkeys(slot for each in requests[1:] + requests[:1] for slot in each.slots))
+    new = []
+    for each in requests:
+        count = -(-each.num_rows // each.block_size) if each.block_size else len(each.slots)
+        new.append(replace(each, initial=None, position=0, accepted=1, slots=tuple(islice(left, count))))
+    return new
+
+
 def _cut_of(request: StateRequest) -> int:
     """Return the row before which a prompt is cut in two; 0 if it is none, or if its first piece would be a decode."""
-    least = 1 if request.initial is None else len(request.slots) + 1
+    least = 1 if request.initial is None else request.most_decoded + 1
     cut = max(request.num_rows // 2, least)
     return 0 if request.is_decode or cut >= request.num_rows else cut
 
@@ -375,10 +389,16 @@ def _moved(one: StateObservation, other: StateObservation) -> Tensor:
 def _meaning_of_strays(problem: RecurrentProblem, strays: tuple[int, ...]) -> str | None:
     owned = {slot for request in problem.requests for slot in request.slots}
     last = len(problem.stale) - 1
+    is_cached = problem.options.mamba_cache_mode == "all"
+    if is_cached and set(strays) <= problem.sources:
+        return "the slot from which a state was read was written, although the new state belongs to another block"
     if set(range(len(problem.stale))) - owned <= set(strays):
         return "all slots of no request were written, as by an operation on the whole cache"
     if NULL_BLOCK_ID in strays:
         return "the null block was written, which is the slot of padding requests"
     if last in strays and last not in owned:
         return "the last slot was written, which an index of -1 or a column behind those of a request selects"
-    return "columns of draft tokens that the step does not have were written" if set(strays) <= owned else None
+    if not set(strays) <= owned:
+        return None
+    words = "blocks that are cached" if is_cached else "columns of draft tokens that the step does not have"
+    return f"{words} were written"

@@ -85,6 +85,7 @@ class StateSession:
             mamba_type=options.rule,
             block_size=problem.case.cache.block_size,
             num_speculative_blocks=options.num_speculative_tokens,
+            mamba_cache_mode=options.mamba_cache_mode,
         )
         config = vllm_config(
             layer,
@@ -173,11 +174,11 @@ def common_metadata(problem: RecurrentProblem, device: torch.device) -> CommonAt
     lengths = [request.num_rows for request in problem.requests]
     contexts = [request.position for request in problem.requests]
     padding = [0] * problem.padding_requests
-    columns = 1 + problem.options.num_speculative_tokens
+    columns = max(len(request.slots) for request in problem.requests)
     table = torch.full((len(lengths + padding), columns + _SPARE_COLUMNS), len(problem.stale) - 1, dtype=torch.int32)
     table[len(lengths) :] = NULL_BLOCK_ID
     for number, request in enumerate(problem.requests):
-        table[number, :columns] = torch.tensor(request.slots)
+        table[number, : len(request.slots)] = torch.tensor(request.slots)
     starts = torch.tensor([0, *lengths, *padding]).cumsum(0).int()
     computed_tokens = torch.tensor([*contexts, *padding], dtype=torch.int32)
     seq_lens = computed_tokens + starts.diff()

@@ -370,7 +370,9 @@ def select_cases(
     if patterns := split_commas(patterns):
         for pattern in patterns:
             if not select(cases, [pattern]):
-                raise first_fault or SelectionError(f"no case of {named} matches {pattern!r}; {_advice(cases, pattern, refs)}")
+                raise first_fault or SelectionError(
+                    f"no case of {named} matches {pattern!r}; {_advice(cases, pattern, refs)}"
+                )
         cases = tuple(select(cases, patterns))
     if keywords:
         cases = cases_by_keywords(cases, keywords)
