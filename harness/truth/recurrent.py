@@ -29,6 +29,7 @@ from attncheck.errors import BlindCaseError
 from attncheck.harness.problem.recurrent import RecurrentProblem, StateRequest
 from attncheck.harness.truth.truth import NOTICEABLE
 from attncheck.harness.truth.unpaged import (
+    ROUNDINGS,
     Budget,
     allowed_errors,
     float32_bracket,
@@ -39,6 +40,8 @@ from attncheck.harness.truth.unpaged import (
 from attncheck.reference.attention.recurrence import RecurrentRows, recurrence, recurrent_rows
 
 _CHUNKS = (1, 16, 64)
+_ROUNDINGS = 4
+"""Roundings of an output that kernels for matrix units make: of the score, the value, its correction, and itself."""
 _NARROW = 8
 _LONGEST_CHUNK = 256
 """Rows over which kernels sum the logarithms of decays in float32."""
@@ -116,6 +119,7 @@ def recurrent_truth(problem: RecurrentProblem, first: RecurrentTruth | None = No
             bracket if right.judged_out is right.out else bracket.amax(dim=1, keepdim=True),
             weighted.judged_out,
             problem.dtype,
+            ROUNDINGS if problem.options.rule == "mamba1" else _ROUNDINGS,
         ),
         usual_errors(usual, spread.judged_out.sqrt()),
     )
