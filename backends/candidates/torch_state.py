@@ -40,9 +40,9 @@ class _Rows:
 
     def chunks(self, size: int, stops: Collection[int]) -> Iterator[tuple[int, "_Rows"]]:
         """Yield the last row of each chunk, and the chunk. A chunk has at most ``size`` rows, and ends at each stop."""
-        first = 0
-        for last in range(len(self.query)):
-            if last in stops or last - first + 1 == size:
+        first, count = 0, len(self.query)
+        for last in range(count):
+            if last in stops or last - first + 1 == size or last + 1 == count:
                 at = slice(first, last + 1)
                 beta = None if self.beta is None else self.beta[at]
                 yield last, _Rows(self.query[at], self.key[at], self.value[at], self.log_decay[at], beta)

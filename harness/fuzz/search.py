@@ -164,14 +164,14 @@ VALUES: Axes = MappingProxyType(
 """The values of keys whose types do not enumerate them."""
 
 RECURRENCES: tuple[PathSpec, ...] = tuple(
-    _path("recurrence", RecurrenceOptions(rule=rule, **options))
+    _path("recurrence", options)
     for rule in get_args(RecurrenceRule)
     for options in (
-        {},
-        {"state_dtype": "bfloat16"},
-        {"num_speculative_tokens": 3},
-        {"mamba_cache_mode": "all"},
-        *([{"qk_l2norm": False}] if rule in ("gdn", "kda") else []),
+        RecurrenceOptions(rule=rule),
+        RecurrenceOptions(rule=rule, state_dtype="bfloat16"),
+        RecurrenceOptions(rule=rule, num_speculative_tokens=3),
+        RecurrenceOptions(rule=rule, mamba_cache_mode="all"),
+        RecurrenceOptions(rule=rule, qk_l2norm=False),
     )
 )
 """The values of ``path`` for backends of layers with a state, which declare no other path."""

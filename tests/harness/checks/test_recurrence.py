@@ -24,12 +24,21 @@ from attncheck.harness.run.evaluate import Examiner, RunPlan
 from attncheck.harness.truth.recurrent import Computed, mistakes, recurrent_truth, rounded_chunks, rows_of
 from attncheck.reference.attention.recurrence import recurrence, recurrent_rows
 from attncheck.reference.spec import DEFAULT_CHECKS
-from attncheck.reference.step_spec import RecurrenceOptions
+from attncheck.reference.step_spec import RecurrenceOptions, RequestSpec
 
 CPU = torch.device("cpu")
 NOT_EXAMINED = dict.fromkeys(("lse", "features", "builder", "cudagraph"), "unsupported")
 MIXED = ((1, 20), (1, 9), (12, 30), (2, 2), (21, 21), (1, 1))
 DRAFTS = ((3, 20), (2, 9), (1, 9), (12, 30), (9, 9))
+BLOCKS = (
+    RequestSpec(query_len=1, seq_len=9, shared_prefix=8),
+    RequestSpec(query_len=6, seq_len=14, shared_prefix=8),
+    RequestSpec(query_len=1, seq_len=16),
+    RequestSpec(query_len=1, seq_len=7),
+    RequestSpec(query_len=12, seq_len=30),
+    RequestSpec(query_len=21),
+)
+"""Requests in blocks of 4 tokens; the first two read one state."""
 LAYERS = {
     "mamba1": {"num_heads": 12, "num_kv_heads": 1, "head_size": 8, "head_size_v": 1},
     "linear": {"num_heads": 4, "num_kv_heads": 4, "head_size": 16, "head_size_v": 8},
@@ -97,7 +106,7 @@ def test_a_kernel_that_rounds_each_product_is_within_the_budget(state_case, rule
             for request in problem.requests:
                 rows = rows_of(problem, request).to(torch.float32)
                 out, after = rounded_chunks(rows, request.initial, size, torch.bfloat16, torch.float32)
-                parts.append((out.bfloat16(), after[-1].to(problem.stale.dtype)))
+                parts.append((out.bfloat16(), after[len(out) - 1].to(problem.stale.dtype)))
             seen = Computed(
                 torch.cat([out for out, _ in parts]).double(), torch.stack([state for _, state in parts]).double()
             )
@@ -438,6 +447,132 @@ def test_the_form_of_a_class_is_checked():
     assert "cannot be called with (layer, inputs, states, attn_metadata, output)" in problem
 
 
+def test_right_backends_pass_with_prefix_caching(state_case):
+    for rule, state_dtype in (("gdn", "float32"), ("mamba1", "bfloat16"), ("linear", "float32")):
+        options = {"mamba_cache_mode": "all", "state_dtype": state_dtype}
+        case = state_case(rule, *BLOCKS, options=options, cache={"block_size": 4})
+        for backend in (ReferenceStateBackend, TorchStateBackend):
+            records = examine(backend, case)
+            assert outcomes(records) == dict.fromkeys(DEFAULT_CHECKS, "passed") | NOT_EXAMINED
+            assert "in slots that other requests have left" in records["invariance"].notes
+
+
+def test_metadata_name_the_blocks_to_read_and_to_write(state_case):
+    """Decodes are requests 0, 2 and 3; the columns are counted by hand."""
+    built = {}
+
+    def forward(self, layer, inputs, states, attn_metadata, output):
+        built.update(vars(attn_metadata))
+        built["read"] = [attn_metadata.source(request) for request in range(6)]
+        built["written"] = [attn_metadata.destinations(request) for request in range(6)]
+        ReferenceStateImpl.forward(self, layer, inputs, states, attn_metadata, output)
+
+    case = state_case("gdn", *BLOCKS, options={"mamba_cache_mode": "all"}, cache={"block_size": 4})
+    problem = build_recurrent(case, 0)
+    StateSession(changed(ReferenceStateImpl, forward=forward), problem, CPU).run(problem)
+    assert (built["num_decodes"], built["num_prefills"], built["mamba_block_size"]) == (3, 3, 4)
+    assert built["num_computed_tokens"].tolist() == [8, 15, 6, 8, 18, 0, 0, 0]
+    assert built["block_idx_last_computed_token"].tolist() == [1, 3, 1, 1, 4, 0, 0, 0]
+    assert built["block_idx_first_scheduled_token"].tolist() == [2, 3, 1, 2, 4, 0, 0, 0]
+    assert built["block_idx_last_scheduled_token"].tolist() == [2, 3, 1, 3, 7, 5, 0, 0]
+    slots = [each.slots for each in problem.requests]
+    assert slots[0][:2] == slots[3][:2]
+    assert built["read"] == [slots[0][1], slots[1][3], slots[2][1], slots[0][1], slots[4][4], slots[5][0]]
+    of_prompts = [{3: 2, 5: 3}, {1: 4, 5: 5, 9: 6, 11: 7}, {3: 0, 7: 1, 11: 2, 15: 3, 19: 4, 20: 5}]
+    rows = [{0: 2}, {0: 3}, {0: 1}, *of_prompts]
+    assert built["written"] == [
+        {row: own[column] for row, column in each.items()} for own, each in zip(slots, rows, strict=True)
+    ]
+    wanted = [{slot: row for row, slot in each.items()} for each in built["written"]]
+    assert wanted == [each.written for each in problem.requests]
+
+
+def test_a_source_that_is_no_destination_must_stay(state_case):
+    def forward(self, layer, inputs, states, attn_metadata, output):
+        TorchStateImpl.forward(self, layer, inputs, states, attn_metadata, output)
+        states[attn_metadata.source(0)] = states[attn_metadata.destinations(0)[0]]
+
+    case = state_case("gdn", *BLOCKS, options={"mamba_cache_mode": "all"}, cache={"block_size": 4})
+    record = examine(changed(forward=forward), case, checks=("cache_write",))["cache_write"]
+    assert record.summary.startswith("1 slot that the step must leave alone changed")
+    assert "the slot from which a state was read was written" in record.meaning
+
+
+def test_a_backend_without_prefix_caching_is_not_examined_with_it(state_case):
+    narrow = type("Narrow", (TorchStateBackend,), {"supported_mamba_cache_modes": ("none",)})
+    case = state_case("gdn", *BLOCKS, options={"mamba_cache_mode": "all"}, cache={"block_size": 4})
+    assert examine(narrow, case)["numerics"].reasons == ("mamba_cache_mode all: supported are none",)
+
+
+def test_what_prefix_caching_does_not_have_is_refused(state_case):
+    drafted = state_case("gdn", (1, 9), options={"mamba_cache_mode": "all", "num_speculative_tokens": 2})
+    shared = state_case("gdn", *BLOCKS, cache={"block_size": 4})
+    for case, words in ((drafted, "have no drafts"), (shared, "share states with mamba_cache_mode all alone")):
+        with pytest.raises(SpecError, match=words):
+            check_meaning(case.layer, case.cache, case.batch)
+
+
+def in_order(order):
+    """Return a method that does the parts of each row of a delta rule in another order."""
+
+    def forward(self, layer, inputs, states, attn_metadata, output):
+        m = attn_metadata
+        pool = as_matrices(self.rule, states)
+        for request in range(m.num_decodes + m.num_prefills):
+            first, end = m.query_start_loc[request : request + 2].tolist()
+            own = {name: tensor[first:end].double() for name, tensor in inputs.items()}
+            rows = recurrent_rows(self.rule, own, {}, scale=self.scale, qk_l2norm=self.qk_l2norm)
+            state = pool[m.source(request)].double() * m.has_initial_states[request]
+            for t in range(end - first):
+                key, query = rows.key[t, :, :, None], rows.query[t, :, :, None]
+                value, beta = rows.value[t, :, :, None], rows.beta[t, :, None, None]
+                decay = rows.log_decay[t, :, None].exp()
+                before = state
+                if order == "decay last":
+                    state = (state + beta * (value - state @ key) * key.mT) * decay
+                elif order == "undecayed":
+                    state = state * decay + beta * (value - state @ key) * key.mT
+                elif order == "correction first":
+                    state = (state - beta * (state @ key) * key.mT) * decay + beta * value * key.mT
+                else:
+                    state = state * decay
+                    state = state + beta * (value - state @ key) * key.mT
+                output[first + t] = ((before if order == "output first" else state) @ query)[..., 0]
+                if t in m.destinations(request):
+                    pool[m.destinations(request)[t]] = state.to(pool.dtype)
+
+    return forward
+
+
+@pytest.mark.parametrize(
+    ("rule", "order", "words"),
+    [
+        ("gdn", "output first", "the output comes from the state before the row"),
+        ("gdn", "decay last", "the decay follows the row's key and value"),
+        ("gdn", "undecayed", "takes from the new state what the undecayed one returns"),
+        ("kda", "correction first", "the state is corrected before its decay"),
+    ],
+)
+def test_a_wrong_order_within_a_row_is_named(state_case, rule, order, words):
+    case = state_case(rule, *MIXED)
+    assert examine(changed(forward=in_order("")), case, checks=("numerics",))["numerics"].outcome == "passed"
+    record = examine(changed(forward=in_order(order)), case, checks=("numerics",))["numerics"]
+    assert record.outcome == "failed"
+    assert words in record.meaning
+
+
+def test_accepted_tokens_are_all_numbers_in_turn(state_case):
+    case = state_case("gdn", *[(4, 20)] * 4, (1, 9), options={"num_speculative_tokens": 3})
+    assert [request.accepted for request in build_recurrent(case, 0).requests] == [4, 1, 3, 2, 4]
+
+
+def test_some_gates_are_zero_in_decodes_and_prompts(state_case):
+    for rule in ("gdn", "kda"):
+        requests = build_recurrent(state_case(rule, *MIXED), 0).requests
+        without = [bool((request.inputs["g"] == 0).flatten(1).all(dim=1).any()) for request in requests]
+        assert without == [False, True, False, True, True, False]
+
+
 def test_what_does_not_fit_is_unavailable_before_anything_is_made(state_case):
     records = examine(TorchStateBackend, state_case("gdn", (10**6, 10**6), num_heads=1024))
     assert set(outcomes(records).values()) == {"unavailable"}
@@ -461,6 +596,10 @@ def test_a_builder_counts_a_prompt_of_one_token_as_a_prompt(state_case):
 def test_the_suite_has_every_rule_and_dtype():
     found = {(case.batch.path.options.rule, case.batch.path.options.state_dtype) for case in load_suite("state")}
     assert found == {(rule, dtype) for rule in RULES for dtype in ("float32", "bfloat16")}
+    ids = {case.id for case in load_suite("state")}
+    assert {f"{rule}-{kind}" for rule in RULES for kind in ("mixed", "drafts", "blocks", "long", "sizes")} <= {
+        each.partition(".")[0] for each in ids
+    }
 
 
 def test_a_tolerance_widens_both_budgets(state_case):
