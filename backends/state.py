@@ -11,9 +11,9 @@ under ``torch.no_grad()``::
 
 ``layer`` has the weights of :data:`WEIGHTS` as float32 attributes. ``inputs`` maps the names of :data:`INPUTS` to
 tensors ``[T, ...]`` of all requests, one after another, and then padding rows. ``g`` and ``beta`` are float32, all
-others are of the layer's dtype. ``gdn`` also has what they are computed from, for kernels that do so:
-``g = -exp(A_log) softplus(a + dt_bias)`` and ``beta = sigmoid(b)``. ``forward`` writes the rows of all requests into ``output``, and the new states into
-``states``. It changes nothing else.
+others are of the layer's dtype. For kernels that compute the gates, ``gdn`` also has ``a`` and ``b``:
+``g = -exp(A_log) softplus(a + dt_bias)`` and ``beta = sigmoid(b)``. ``forward`` writes the rows of all requests into
+``output``, and the new states into ``states``. It changes nothing else.
 
 A candidate derives from :class:`StateBackend` and :class:`StateImpl`.
 """

@@ -28,13 +28,10 @@ from attncheck.backends.candidates.vllm.state import state_space_backend
 from attncheck.backends.candidates.vllm.trial import missing_parts, refusals
 from attncheck.backends.contract import (
     AttentionBackend,
-    AttentionImpl,
-    CommonAttentionMetadata,
     Conventions,
     KVCacheSpec,
     MultipleOf,
 )
-from attncheck.backends.dtypes import DTYPES
 from attncheck.reference.spec import LayerSpec
 from attncheck.reference.step_spec import FP8_CACHES, ROW_FORMATS, BatchSpec, CacheSpec, SpecDecodeOptions
 

@@ -15,7 +15,6 @@ from attncheck.backends.candidates.vllm.layers import current, has_value_size, s
 from attncheck.backends.candidates.vllm.trial import names_missing_parts
 from attncheck.backends.contract import AttentionCGSupport, CommonAttentionMetadata, KVCacheSpec
 from attncheck.backends.paged_metadata import with_own_host_tensors
-from attncheck.backends.state import StateSpec
 from attncheck.reference.utilities.builder import AttentionMetadataBuilder
 
 
@@ -108,7 +107,7 @@ class VLLMBuilder(AttentionMetadataBuilder[Any]):
 
     @names_missing_parts("builder")
     def __init__(
-        self, kv_cache_spec: KVCacheSpec | StateSpec, layer_names: list[str], vllm_config: Any, device: torch.device
+        self, kv_cache_spec: KVCacheSpec, layer_names: list[str], vllm_config: Any, device: torch.device
     ) -> None:
         """See the contract."""
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)

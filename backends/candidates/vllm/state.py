@@ -2,22 +2,22 @@
 
 from collections.abc import Mapping
 from dataclasses import replace
-from types import MappingProxyType
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from attncheck.backends.candidates.vllm import package
+from attncheck.backends import interpreter
+from attncheck.backends.candidates.vllm import interpreted, package
 from attncheck.backends.candidates.vllm.builder import VLLMBuilder
 from attncheck.backends.candidates.vllm.config import their_config
 from attncheck.backends.candidates.vllm.selection import named_after
 from attncheck.backends.candidates.vllm.state_layers import LAYERS, VLLMStateImpl
 from attncheck.backends.candidates.vllm.trial import names_missing_parts
-from attncheck.backends.contract import AttentionBackend, CommonAttentionMetadata, KVCacheSpec
-from attncheck.backends.state import StateBackend, StateImpl, StateSpec
+from attncheck.backends.contract import CommonAttentionMetadata
+from attncheck.backends.state import StateBackend, StateSpec
 from attncheck.reference.spec import LayerSpec
-from attncheck.reference.step_spec import BatchSpec, CacheSpec, RecurrenceOptions, RecurrenceRule
+from attncheck.reference.step_spec import BatchSpec, CacheSpec, RecurrenceOptions
 
 
 class StateSpaceBuilder(VLLMBuilder):
@@ -57,12 +57,13 @@ class StateSpaceBuilder(VLLMBuilder):
             return super().build(common_prefix_len, common_attn_metadata, fast_build)
         metadata = _without_padding(common_attn_metadata)
         common = self._translated(metadata)
-        drafts = {}
+        drafts: dict[str, Any] = {}
         if num_accepted_tokens is not None:
             lengths = metadata.query_start_loc_cpu.diff()
             drafts["num_accepted_tokens"] = num_accepted_tokens[: metadata.num_reqs]
             drafts["num_decode_draft_tokens_cpu"] = (lengths - 1).masked_fill(common.is_prefilling, -1)
-        return self.theirs.build(common_prefix_len, common, **drafts)
+        with interpreted.launches():
+            return self.theirs.build(common_prefix_len, common, **drafts)
 
     def _translated(self, metadata: CommonAttentionMetadata) -> Any:
         common = super()._translated(metadata)
@@ -90,14 +91,6 @@ def _without_padding(metadata: CommonAttentionMetadata) -> CommonAttentionMetada
     )
 
 
-class _NoImpl(StateImpl):
-    """Placeholder: no case describes the layers of such a class."""
-
-    def forward(self, *_arguments: object, **_keywords: object) -> object:
-        """See the contract."""
-        raise NotImplementedError
-
-
 class StateSpaceBackend(StateBackend):
     """A class of vLLM's for layers with a state, such as ``vllm:MAMBA2``.
 
@@ -106,9 +99,11 @@ class StateSpaceBackend(StateBackend):
     """
 
     builder_only = True
-    supported_rules = ()
     their_backend: ClassVar[type[Any]]
     """vLLM's class."""
+
+    their_layer: ClassVar[type[VLLMStateImpl] | None]
+    """The layer that runs in cases of layers with a state; None if attncheck has none for this class."""
 
     @classmethod
     def get_kv_cache_shape(cls, num_blocks: int, block_size: int, num_kv_heads: int, head_size: int) -> tuple[int, ...]:
@@ -118,30 +113,50 @@ class StateSpaceBackend(StateBackend):
     @classmethod
     def unsupported_reasons(cls, layer: LayerSpec, cache: CacheSpec, batch: BatchSpec) -> list[str]:
         """See the contract; only the batch of a case of attention is used."""
-        reasons = super().unsupported_reasons(layer, cache, batch)
-        if isinstance(batch.path.options, RecurrenceOptions):
-            return reasons + cls.get_impl_cls().reasons(layer, batch.path.options) if not reasons else reasons
-        others = [] if batch.path.name == "paged" else [f"path {batch.path.name}: its builder is given plain steps"]
-        return [*reasons, *others]
+        options = batch.path.options
+        if not isinstance(options, RecurrenceOptions):
+            others = [] if batch.path.name == "paged" else [f"path {batch.path.name}: its builder is given plain steps"]
+            return super().unsupported_reasons(layer, cache, batch) + others
+        if cls.their_layer is None:
+            return [f"attncheck runs no kernels of {cls.get_name()}, only its builder"]
+        return super().unsupported_reasons(layer, cache, batch) or cls.their_layer.refusals(layer, options)
+
+    @classmethod
+    def unavailable_case_reasons(cls, device: str, layer: LayerSpec, cache: CacheSpec, batch: BatchSpec) -> list[str]:
+        """See the contract; kernels that cannot be launched, or that were never run by attncheck."""
+        if cls.their_layer is None or not isinstance(batch.path.options, RecurrenceOptions):
+            return []
+        if cls.their_layer.is_of_triton:
+            return interpreted.missing_triton()
+        on_cpu = package.platform().is_cpu()
+        return [] if on_cpu else ["attncheck runs the kernels of this layer that are built for CPUs, not Triton's"]
+
+    @classmethod
+    def required_environment(cls, device: str) -> dict[str, str]:
+        """See the contract; Triton kernels need a variable on a CPU."""
+        needs_triton = cls.their_layer is not None and cls.their_layer.is_of_triton
+        return interpreter.required_environment(device) if needs_triton else {}
 
     @classmethod
     def version(cls) -> str:
-        """Return vLLM's version."""
-        return package.version()
+        """Return vLLM's version, marked if kernels are interpreted."""
+        is_marked = cls.their_layer is not None and cls.their_layer.is_of_triton
+        return interpreter.marked(package.version()) if is_marked else package.version()
 
 
 def state_space_backend(theirs: type[Any]) -> type[StateSpaceBackend]:
     """Return the candidate for a class of vLLM's for layers with a state."""
     builder = named_after(theirs, StateSpaceBuilder, "Builder", {})
+    layer = LAYERS.get(theirs.get_name())
+    impl = named_after(theirs, layer or VLLMStateImpl, "Impl", {})
     members: dict[str, Any] = {
         "supported_layouts": ("NHD", "HND"),
         "supported_devices": (package.platform().device_type,),
+        "supported_rules": () if layer is None else (layer.their_rule,),
+        "max_speculative_tokens": None if layer is None else layer.max_drafts,
+        "their_layer": layer,
         "get_name": staticmethod(theirs.get_name),
-        "get_impl_cls": staticmethod(lambda: _NoImpl),
+        "get_impl_cls": staticmethod(lambda: impl),
         "get_builder_cls": staticmethod(lambda: builder),
     }
-    if theirs.get_name() in LAYERS:
-        rule, layer = LAYERS[theirs.get_name()]
-        impl = named_after(theirs, layer, "Impl", {})
-        members |= {"supported_rules": (rule,), "get_impl_cls": staticmethod(lambda: impl)}
     return named_after(theirs, StateSpaceBackend, "", members)

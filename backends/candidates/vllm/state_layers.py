@@ -8,7 +8,7 @@ vLLM's code, and its kernels read and write the states.
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from types import SimpleNamespace
+from types import MappingProxyType, SimpleNamespace
 from typing import Any, ClassVar
 
 import torch
@@ -32,6 +32,16 @@ _WIDTH = 4
 class VLLMStateImpl(StateImpl):
     """A layer of vLLM's. ``forward`` of the contract calls :meth:`run` of a subclass."""
 
+    their_rule: ClassVar[RecurrenceRule]
+    max_drafts: ClassVar[int | None] = None
+    """The most draft tokens of a decode; None for any number."""
+
+    head_sizes: ClassVar[tuple[int, ...]] = ()
+    """The head sizes of the kernels; empty for all."""
+
+    is_of_triton: ClassVar[bool] = False
+    """Whether its kernels are Triton's on every device. Those of other layers are run on a CPU alone."""
+
     @names_missing_parts("constructor")
     def __init__(self, **sizes: Any) -> None:
         """See the contract; dtype and number of drafts are those of the current config."""
@@ -45,9 +55,13 @@ class VLLMStateImpl(StateImpl):
             self._layer = self.made()
 
     @classmethod
-    def reasons(cls, layer: LayerSpec, options: RecurrenceOptions) -> list[str]:
+    def refusals(cls, layer: LayerSpec, options: RecurrenceOptions) -> list[str]:
         """Return why vLLM's layer cannot have the sizes, dtypes and options of a case."""
-        return []
+        if not cls.head_sizes or layer.head_size == layer.value_head_size in cls.head_sizes:
+            return []
+        supported = " or ".join(map(str, cls.head_sizes))
+        sizes = f"head_size {layer.head_size} and head_size_v {layer.value_head_size}"
+        return [f"{sizes}: vLLM's kernels require {supported} for both"]
 
     def made(self) -> Any:
         """Return vLLM's layer object, with all that its method reads but weights, caches and metadata."""
@@ -80,13 +94,18 @@ class VLLMStateImpl(StateImpl):
 class GatedDeltaNet(VLLMStateImpl):
     """The layer of Qwen3-Next and Qwen3.5, which computes ``g`` and ``beta`` from ``a`` and ``b``."""
 
+    their_rule = "gdn"
+    head_sizes = (64, 128)
+
     @classmethod
-    def reasons(cls, layer: LayerSpec, options: RecurrenceOptions) -> list[str]:
+    def refusals(cls, layer: LayerSpec, options: RecurrenceOptions) -> list[str]:
         """See the base class; the scale and the normalisation are those of the models."""
-        reasons = [] if options.qk_l2norm else ["qk_l2norm false: vLLM's layer normalises queries and keys"]
+        reasons = super().refusals(layer, options)
+        if not options.qk_l2norm:
+            reasons.append("qk_l2norm false: vLLM's layer normalises queries and keys")
         if layer.scale not in (None, layer.head_size**-0.5):
             reasons.append(f"scale {layer.scale}: vLLM's layer has the default")
-        if package.platform().is_cpu() and layer.dtype != "bfloat16":
+        if layer.dtype != "bfloat16":
             reasons.append(f"dtype {layer.dtype}: vLLM's layer requires bfloat16 on a CPU")
         return reasons
 
@@ -103,7 +122,7 @@ class GatedDeltaNet(VLLMStateImpl):
             head_v_dim=self.head_size_v,
             key_dim=key_dim,
             value_dim=value_dim,
-            conv1d=_convolution(2 * key_dim + value_dim, self._dtype),
+            conv1d=_convolution(2 * key_dim + value_dim, self._dtype)[1],
             activation=None,
         )
 
@@ -119,11 +138,13 @@ class GatedDeltaNet(VLLMStateImpl):
 class Mamba2(VLLMStateImpl):
     """The layer of Mamba-2, without gate and skip connection."""
 
+    their_rule = "mamba2"
+
     def made(self) -> Any:
         """See the base class."""
         kind = package.find("MambaMixer2", f"{_MAMBA}.mamba_mixer2")
         inner, of_groups = self.num_heads * self.head_size_v, self.num_kv_heads * self.head_size
-        convolution = _convolution(inner + 2 * of_groups, self._dtype)
+        weight, convolution = _convolution(inner + 2 * of_groups, self._dtype)
         _initialise_state_update(self._config)
         return _layer(
             kind,
@@ -136,7 +157,7 @@ class Mamba2(VLLMStateImpl):
             tped_conv_size=inner + 2 * of_groups,
             tped_dt_size=self.num_heads,
             conv1d=convolution,
-            conv_weights=convolution.weight.view(-1, _WIDTH),
+            conv_weights=weight.view(-1, _WIDTH),
             conv_kernel_size=_WIDTH,
             activation=None,
             split_hidden_states_B_C_fn=lambda rows: rows.split([inner, of_groups, of_groups], dim=-1),
@@ -155,6 +176,35 @@ class Mamba2(VLLMStateImpl):
         self._layer.conv_ssm_forward(projected, output.flatten(1))
 
 
+class LinearAttention(VLLMStateImpl):
+    """The layer of MiniMax-Text-01 behind its activation, in float32. Its queries are those of a case, scaled."""
+
+    their_rule = "linear"
+    max_drafts = 0
+    head_sizes = (64, 128)
+    is_of_triton = True
+
+    def made(self) -> Any:
+        """See the base class."""
+        kind = package.find("MiniMaxText01LinearAttention", f"{_MAMBA}.linear.minimax_linear_attn")
+        return _layer(kind, BLOCK=256, layer_idx=0)
+
+    def run(self, layer: Any, inputs: Mapping[str, Tensor], states: Tensor, metadata: Any, output: Tensor) -> None:
+        """See the base class."""
+        theirs, slots = self._layer, metadata.state_indices_tensor
+        theirs.tp_slope = layer.slopes.view(-1, 1, 1)
+        count = metadata.num_prefill_tokens + metadata.num_decode_tokens
+        query, key, value = (inputs[name][:count].float() for name in ("query", "key", "value"))
+        arguments = query * self.scale, key, value, states, slots, metadata
+        clear = package.find("clear_linear_attention_cache_for_new_sequences", f"{_MAMBA}.linear.minimax_linear_attn")
+        clear(states, slots, metadata)
+        run = theirs._prefill_and_mix_infer if metadata.num_prefills else theirs._decode_infer
+        output[:count] = run(*arguments).view(count, *output.shape[1:])
+
+    def _conv_states(self, states: Tensor) -> tuple[Tensor, ...]:
+        return ()
+
+
 def _layer(kind: type[Any], **attributes: Any) -> Any:
     """Return an object of vLLM's class ``kind`` with these attributes, whose constructor would need a model."""
     made = object.__new__(kind)
@@ -164,15 +214,18 @@ def _layer(kind: type[Any], **attributes: Any) -> Any:
     return made
 
 
-def _convolution(channels: int, dtype: torch.dtype) -> Any:
-    """Return a depthwise convolution that returns its input, packed as vLLM packs weights when they are loaded."""
+def _convolution(channels: int, dtype: torch.dtype) -> tuple[Tensor, Any]:
+    """Return the weight of a depthwise convolution that returns its input, and the module, whose weight is packed.
+
+    vLLM packs weights when they are loaded. Some layers keep a view of the plain one.
+    """
     made = torch.nn.Module()
     weight = torch.zeros(channels, 1, _WIDTH, dtype=dtype)
     weight[:, :, -1] = 1
     made.weight, made.bias = torch.nn.Parameter(weight, requires_grad=False), None
     if package.platform().is_cpu():
         package.module("vllm.model_executor.layers.utils").dispatch_cpu_unquantized_gemm(made, remove_weight=False)
-    return made
+    return weight, made
 
 
 @contextmanager
@@ -198,7 +251,7 @@ def _initialise_state_update(config: Any) -> None:
     )
 
 
-LAYERS: Mapping[str, tuple[RecurrenceRule, type[VLLMStateImpl]]] = {
-    "GDN_ATTN": ("gdn", GatedDeltaNet),
-    "MAMBA2_ATTN": ("mamba2", Mamba2),
-}
+LAYERS: Mapping[str, type[VLLMStateImpl]] = MappingProxyType(
+    {"GDN_ATTN": GatedDeltaNet, "MAMBA2_ATTN": Mamba2, "LINEAR_ATTN": LinearAttention}
+)
+"""The layer by the name of its class."""
