@@ -219,7 +219,7 @@ def _convolution(channels: int, dtype: torch.dtype) -> tuple[Tensor, Any]:
 
     vLLM packs weights when they are loaded. Some layers keep a view of the plain one.
     """
-    made = torch.nn.Module()
+    made: Any = torch.nn.Module()
     weight = torch.zeros(channels, 1, _WIDTH, dtype=dtype)
     weight[:, :, -1] = 1
     made.weight, made.bias = torch.nn.Parameter(weight, requires_grad=False), None
