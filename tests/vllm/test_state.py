@@ -5,6 +5,7 @@ import torch
 
 from attncheck.backends import registry
 from attncheck.cases.loader import load_suite
+from attncheck.harness.checks.findings import Broken
 from attncheck.harness.checks.recurrence import RecurrenceChecks
 
 pytestmark = [pytest.mark.vllm, pytest.mark.filterwarnings("default")]
@@ -18,16 +19,17 @@ def selected(*cases):
 
 
 def outcomes(run):
-    return {(record.case_id, record.check): record.outcome for record in run.records}
+    """The outcome by case and check, but of the backend alone that has such layers."""
+    judged = [record for record in run.records if record.outcome != "unsupported"]
+    return {(record.case_id, record.check): record.outcome for record in judged}
 
 
 def test_the_layers_of_a_cpu_are_right_without_drafts(run_vllm, tmp_path):
     cases = selected("gdn-mixed.float32", "gdn-large", "mamba2-mixed.bfloat16", "mamba2-prompts")
     checks = ("--check", "numerics,cache_write,containment,determinism")
     run, _ = run_vllm(tmp_path / "run.jsonl", *GDN, *MAMBA2, *SUITE, *cases, *checks)
-    found = {outcome for outcome in outcomes(run).values() if outcome != "unsupported"}
-    assert found == {"passed"}
-    assert sum(outcome == "passed" for outcome in outcomes(run).values()) == 16
+    assert len(outcomes(run)) == 16
+    assert set(outcomes(run).values()) == {"passed"}
 
 
 def test_faults_of_drafts_on_a_cpu_are_found(run_vllm, tmp_path):
@@ -35,7 +37,7 @@ def test_faults_of_drafts_on_a_cpu_are_found(run_vllm, tmp_path):
     run, printed = run_vllm(
         tmp_path / "run.jsonl", *GDN, *MAMBA2, *SUITE, *cases, "--check", "numerics,cache_write", code=1
     )
-    found = {key: outcome for key, outcome in outcomes(run).items() if outcome != "unsupported"}
+    found = outcomes(run)
     assert found["gdn-drafts", "numerics"] == found["gdn-drafts", "cache_write"] == "passed"
     assert found["gdn-few-drafts", "numerics"] == "errored"
     assert found["mamba2-drafts", "numerics"] == found["mamba2-drafts", "cache_write"] == "failed"
@@ -51,7 +53,7 @@ def test_linear_attention_takes_too_much_from_an_earlier_chunk(run_vllm, tmp_pat
         ("linear-chunks", "numerics"): "failed",
         ("linear-chunks", "cache_write"): "passed",
     }
-    assert "the initial state has not decayed before the first row" in printed
+    assert "the state before a prompt's first row has not decayed" in printed
     assert {record.backend_version for record in run.records} == {"0.32.0, interpreted"}
 
 
@@ -63,14 +65,8 @@ def fresh(metadata):
     metadata.has_initial_state = torch.zeros_like(metadata.has_initial_state)
 
 
-@pytest.mark.parametrize(
-    ("fault", "check", "words"),
-    [
-        (fresh, "numerics", "the initial state is ignored"),
-        (swapped_slots, "cache_write", ""),
-    ],
-)
-def test_a_fault_in_the_metadata_of_vllm_s_builder_is_found(monkeypatch, fault, check, words):
+@pytest.mark.parametrize(("fault", "check"), [(fresh, "numerics"), (swapped_slots, "cache_write")])
+def test_a_fault_in_the_metadata_of_vllm_s_builder_is_found(monkeypatch, fault, check):
     backend = registry.load("vllm:GDN_ATTN").backend
     theirs = backend.their_backend.get_builder_cls()
     build = theirs.build
@@ -82,6 +78,4 @@ def test_a_fault_in_the_metadata_of_vllm_s_builder_is_found(monkeypatch, fault, 
 
     monkeypatch.setattr(theirs, "build", faulty)
     case = next(case for case in load_suite("vllm_state").cases if case.id == "gdn-mixed.float32")
-    found = RecurrenceChecks(backend, case, 0, torch.device("cpu"), ()).find(check)()
-    assert type(found).__name__ == "Broken"
-    assert words in (found.meaning or "")
+    assert isinstance(RecurrenceChecks(backend, case, 0, torch.device("cpu"), ()).find(check)(), Broken)
