@@ -30,7 +30,14 @@ from torch import Tensor
 from attncheck.backends.contract import AttentionBackend, AttentionMetadataBuilder, CommonAttentionMetadata
 from attncheck.backends.dtypes import DTYPES
 from attncheck.reference.spec import LayerSpec
-from attncheck.reference.step_spec import BatchSpec, CacheSpec, RecurrenceOptions, RecurrenceRule, StateDType
+from attncheck.reference.step_spec import (
+    BatchSpec,
+    CacheSpec,
+    MambaCacheMode,
+    RecurrenceOptions,
+    RecurrenceRule,
+    StateDType,
+)
 
 NULL_BLOCK_ID = 0
 """The slot of padding requests. It is neither read nor written, as in vLLM."""
@@ -97,7 +104,8 @@ class StateSpec:
     """Description of the states that one group of layers shares; fields of vLLM's ``MambaSpec``.
 
     ``shapes``, ``dtypes``: one each, since the state of the convolution is not part of it. ``num_speculative_blocks``:
-    slots that a request has besides the first one, one for each draft token.
+    slots that a request has besides the first one, one for each draft token. ``block_size``: tokens of a block, at
+    whose end a state is kept with ``mamba_cache_mode`` ``"all"``.
     """
 
     shapes: tuple[tuple[int, ...], ...]
@@ -105,6 +113,7 @@ class StateSpec:
     mamba_type: RecurrenceRule
     block_size: int
     num_speculative_blocks: int = 0
+    mamba_cache_mode: MambaCacheMode = "none"
 
 
 @dataclass
@@ -123,6 +132,13 @@ class StateMetadata:
     has_initial_states: ``[R]`` bool. Where it is False, the state before the first row is 0, whatever the slot holds.
 
     num_accepted_tokens: ``[R]`` int32, at least 1.
+
+    With ``mamba_cache_mode`` ``"all"``, a request has a slot for each block of ``mamba_block_size`` tokens, in the
+    columns of ``state_indices_tensor``. There are no drafts. The state is read from column
+    ``block_idx_last_computed_token``. The states at the ends of the blocks ``block_idx_first_scheduled_token`` to
+    ``block_idx_last_scheduled_token - 1`` are written to their columns, and the state after the last row to column
+    ``block_idx_last_scheduled_token``. Other slots are cached, and another request may have them, too.
+    ``num_computed_tokens``: tokens before the first row. All are ``[R]`` int32, or None with ``"none"``.
     """
 
     num_prefills: int
@@ -133,6 +149,30 @@ class StateMetadata:
     state_indices_tensor: Tensor
     has_initial_states: Tensor
     num_accepted_tokens: Tensor
+    mamba_block_size: int = 0
+    num_computed_tokens: Tensor | None = None
+    block_idx_last_computed_token: Tensor | None = None
+    block_idx_first_scheduled_token: Tensor | None = None
+    block_idx_last_scheduled_token: Tensor | None = None
+
+    def source(self, request: int) -> int:
+        """Return the slot from which the state of a request is read."""
+        column = self.num_accepted_tokens[request] - 1
+        if self.block_idx_last_computed_token is not None:
+            column = self.block_idx_last_computed_token[request]
+        return int(self.state_indices_tensor[request, column])
+
+    def destinations(self, request: int) -> dict[int, int]:
+        """Return the slot of each state that is written, by the row of the request after which it is the state."""
+        slots = self.state_indices_tensor[request].tolist()
+        first, end = self.query_start_loc[request : request + 2].tolist()
+        if self.num_computed_tokens is None:
+            is_decode = request < self.num_decodes
+            return dict(enumerate(slots[: end - first])) if is_decode else {end - first - 1: slots[0]}
+        computed = int(self.num_computed_tokens[request])
+        columns = [(computed + row) // self.mamba_block_size for row in range(end - first)]
+        last_rows = {column: row for row, column in enumerate(columns)}
+        return {row: slots[column] for column, row in last_rows.items()}
 
 
 class StateMetadataBuilder(AttentionMetadataBuilder[StateMetadata]):
@@ -160,6 +200,8 @@ class StateMetadataBuilder(AttentionMetadataBuilder[StateMetadata]):
         num_decode_tokens = int(common.query_start_loc_cpu[num_decodes])
         if num_accepted_tokens is None:
             num_accepted_tokens = torch.ones(common.num_reqs, dtype=torch.int32, device=self.device)
+        if self.kv_cache_spec.mamba_cache_mode == "all":
+            columns = common.block_table_tensor.shape[1]
         return StateMetadata(
             num_prefills=num_real - num_decodes,
             num_prefill_tokens=int(common.query_start_loc_cpu[num_real]) - num_decode_tokens,
@@ -169,7 +211,27 @@ class StateMetadataBuilder(AttentionMetadataBuilder[StateMetadata]):
             state_indices_tensor=common.block_table_tensor[:, :columns],
             has_initial_states=has_state.to(self.device),
             num_accepted_tokens=num_accepted_tokens,
+            **self._blocks(common),
         )
+
+    def build_for_cudagraph_capture(self, common_attn_metadata: CommonAttentionMetadata) -> StateMetadata:
+        """Return the metadata of a capture: with drafts, each request has accepted as many tokens as it has rows."""
+        accepted = common_attn_metadata.query_start_loc.diff() if self.kv_cache_spec.num_speculative_blocks else None
+        return self.build(0, common_attn_metadata, num_accepted_tokens=accepted)
+
+    def _blocks(self, common: CommonAttentionMetadata) -> dict[str, Any]:
+        """Return the fields of ``mamba_cache_mode`` ``"all"``."""
+        if self.kv_cache_spec.mamba_cache_mode == "none":
+            return {}
+        size = self.kv_cache_spec.block_size
+        computed = common.num_computed_tokens_cpu.to(self.device)
+        return {
+            "mamba_block_size": size,
+            "num_computed_tokens": computed,
+            "block_idx_last_computed_token": (computed - 1).clamp(min=0) // size,
+            "block_idx_first_scheduled_token": computed // size,
+            "block_idx_last_scheduled_token": (common.seq_lens - 1).clamp(min=0) // size,
+        }
 
 
 class StateImpl(ABC):
@@ -211,6 +273,7 @@ class StateBackend(AttentionBackend):
     supported_state_dtypes: ClassVar[Sequence[StateDType]] = get_args(StateDType)
     max_speculative_tokens: ClassVar[int | None] = None
     """The most draft tokens of a decode; None for any number."""
+    supported_mamba_cache_modes: ClassVar[Sequence[MambaCacheMode]] = ("none",)
 
     accept_output_buffer = True
     supported_dtypes: ClassVar[Sequence[torch.dtype]] = tuple(DTYPES.values())
@@ -242,7 +305,7 @@ class StateBackend(AttentionBackend):
 
     @classmethod
     def unsupported_reasons(cls, layer: LayerSpec, cache: CacheSpec, batch: BatchSpec) -> list[str]:
-        """Return every reason why the dtype, the rule, the dtype of states or the drafts are not supported."""
+        """Return every reason why the dtype, an option of the rule, or the drafts are not supported."""
         reasons = super().unsupported_reasons(layer, cache, batch)
         options = batch.path.options
         if not isinstance(options, RecurrenceOptions):
@@ -250,6 +313,7 @@ class StateBackend(AttentionBackend):
         for name, value, supported in (
             ("rule", options.rule, cls.supported_rules),
             ("state_dtype", options.state_dtype, cls.supported_state_dtypes),
+            ("mamba_cache_mode", options.mamba_cache_mode, cls.supported_mamba_cache_modes),
         ):
             if value not in supported:
                 reasons.append(f"{name} {value}: supported are {', '.join(supported) or 'none'}")

@@ -146,7 +146,22 @@ def _check_recurrence(layer: LayerSpec, batch: BatchSpec, options: RecurrenceOpt
                 value=getattr(layer, each.name),
                 allowed=f"leave {each.name} out",
             )
+    keeps_blocks = options.mamba_cache_mode == "all"
+    if keeps_blocks and options.num_speculative_tokens:
+        raise SpecError(
+            "decodes with mamba_cache_mode all have no drafts",
+            field="path.recurrence.num_speculative_tokens",
+            value=options.num_speculative_tokens,
+            allowed="leave it out, or leave mamba_cache_mode out",
+        )
     for index, request in enumerate(batch.requests):
+        if request.shared_prefix and not keeps_blocks:
+            raise SpecError(
+                "requests share states with mamba_cache_mode all alone",
+                field=f"batch.requests.{index}.shared_prefix",
+                value=request.shared_prefix,
+                allowed="leave shared_prefix out, or give mamba_cache_mode: all",
+            )
         if request.context_len < 0:
             raise SpecError(
                 f"the {request.query_len} new tokens count as tokens of the request",

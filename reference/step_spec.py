@@ -91,6 +91,7 @@ class CausalConv1dOptions:
 
 RecurrenceRule = Literal["mamba1", "mamba2", "gdn", "kda", "linear"]
 StateDType = Literal["float32", "bfloat16"]
+MambaCacheMode = Literal["none", "all"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,6 +108,9 @@ class RecurrenceOptions:
     qk_l2norm: bool = option(True, "gdn and kda: whether the layer divides queries and keys by their 2-norm")
     num_speculative_tokens: int = option(
         0, "most draft tokens of a decode; each request has a slot more for each", ge=0
+    )
+    mamba_cache_mode: MambaCacheMode = option(
+        "none", "all: prefix caching keeps the state at the end of each block of cache.block_size tokens"
     )
 
 

@@ -14,6 +14,7 @@ class ReferenceStateBackend(StateBackend):
 
     get_name = staticmethod(lambda: "REFERENCE_STATE")
     get_impl_cls = staticmethod(lambda: ReferenceStateImpl)
+    supported_mamba_cache_modes = ("none", "all")
 
 
 class ReferenceStateImpl(StateImpl):
@@ -25,10 +26,9 @@ class ReferenceStateImpl(StateImpl):
         matrices = as_matrices(self.rule, states)
         weights = {name: getattr(layer, name).double() for name in WEIGHTS[self.rule]}
         starts = attn_metadata.query_start_loc.tolist()
-        accepted = attn_metadata.num_accepted_tokens.tolist()
-        for request, slots in enumerate(attn_metadata.state_indices_tensor.tolist()):
+        for request, slot in enumerate(attn_metadata.state_indices_tensor[:, 0].tolist()):
             first, end = starts[request], starts[request + 1]
-            if first == end or slots[0] == NULL_BLOCK_ID:
+            if first == end or slot == NULL_BLOCK_ID:
                 continue
             rows = recurrent_rows(
                 self.rule,
@@ -37,11 +37,10 @@ class ReferenceStateImpl(StateImpl):
                 scale=self.scale,
                 qk_l2norm=self.qk_l2norm,
             )
-            is_decode = request < attn_metadata.num_decodes
             has_state = bool(attn_metadata.has_initial_states[request])
-            state = matrices[slots[accepted[request] - 1]].double() if has_state else None
-            kept = range(end - first) if is_decode else [end - first - 1]
-            out, after = recurrence(rows, state, keep=kept)
+            state = matrices[attn_metadata.source(request)].double() if has_state else None
+            stored = attn_metadata.destinations(request)
+            out, after = recurrence(rows, state, keep=stored)
             output[first:end] = out.to(output.dtype).view_as(output[first:end])
-            for column, row in enumerate(kept):
-                matrices[slots[column]] = after[row].to(states.dtype)
+            for row, written in stored.items():
+                matrices[written] = after[row].to(states.dtype)

@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
+from itertools import islice
 from pathlib import Path
 
 import torch
@@ -14,13 +15,23 @@ from attncheck.backends.dtypes import DTYPES
 from attncheck.backends.state import NULL_BLOCK_ID
 from attncheck.cases.model import Case
 from attncheck.harness.checks.again import Repeats, Variation, later_fault
+from attncheck.harness.checks.cudagraph.recorder import CaptureError, Recording, UnseenError, recorder_for
 from attncheck.harness.checks.findings import Broken, Finding, Holds, NotExamined
 from attncheck.harness.checks.interface import dump_tensors, is_answer
 from attncheck.harness.checks.numerics import differing_rows, rows_in_words, summarize, wrong_figures
 from attncheck.harness.checks.refusals import check_declared
-from attncheck.harness.driver.recurrent import StateObservation, StateSession, without_padding
+from attncheck.harness.driver.foreign_code import call_backend
+from attncheck.harness.driver.recurrent import StateObservation, StateSession, StateStep, without_padding
 from attncheck.harness.problem.recurrent import PADDING, RecurrentProblem, StateRequest, build_recurrent
-from attncheck.harness.truth.recurrent import Computed, RecurrentTruth, computed, mistakes, recurrent_truth
+from attncheck.harness.truth.recurrent import (
+    Computed,
+    RecurrentTruth,
+    computed,
+    mistakes,
+    recurrent_truth,
+    wrong_orders,
+)
+from attncheck.reference.spec import AttentionCGSupport
 from attncheck.reports.analysis.phrases import plural
 from attncheck.reports.run_file.causes import UNKNOWN
 
@@ -28,6 +39,7 @@ from attncheck.reports.run_file.causes import UNKNOWN
 # `cache_write`: the states that the step stores are within the budget, and all other bytes of the pool are unchanged.
 # `containment`: slots of no request, slots of requests without a state, slots of rejected drafts and padding rows
 # influence neither outputs nor states, and no memory beside the output changes. `determinism`: equal bits.
+# `cudagraph`: a graph of decodes, captured with the null block alone, is right with other slots and fewer requests.
 # `invariance`: right requests are right again in other orders, slots, steps and pieces.
 #
 # Each step is judged by a truth of its own. Where a step continues another one, that truth begins with the states which
@@ -105,7 +117,7 @@ class _Judged:
     def _meaning(self) -> str | None:
         if not bool(torch.isfinite(self.seen.out).all()) or bool(self.seen.unwritten.any()):
             return None
-        for mistake in mistakes(self.problem):
+        for mistake in (*mistakes(self.problem), *wrong_orders(self.problem)):
             wrong = computed(self.problem, mistake)
             if not bool((self.truth.shares(wrong) > 1).any()):
                 continue  # this result is right, so it explains nothing
@@ -119,7 +131,7 @@ class _Judged:
         if all(torch.equal(before[slot], after[slot]) for slot in slots):
             return "the new state is not stored"
         budget, dtype = self.truth.state_budget, DTYPES[self.problem.options.state_dtype]
-        for mistake in mistakes(self.problem):
+        for mistake in (*mistakes(self.problem), *wrong_orders(self.problem)):
             stored = computed(self.problem, mistake)
             if not bool((self.truth.state_shares(stored) > 1).any()):
                 continue
@@ -150,6 +162,7 @@ class RecurrenceChecks:
             "containment": self._containment,
             "determinism": self._determinism,
             "invariance": self._invariance,
+            "cudagraph": self._cudagraph,
             "refusals": partial(check_declared, lambda: self._first),
         }
         reason = "a layer with a state has no log-sum-exp" if check == "lse" else _NOT_EXAMINED.format(check)
@@ -256,6 +269,60 @@ class RecurrenceChecks:
             done.append(variation.what)
         return Holds({"rows": len(self._right.positions), "variations": len(done)}, tuple(done))
 
+    def _cudagraph(self) -> Finding:
+        level = self._session.graph_support
+        if level is AttentionCGSupport.NEVER:
+            return NotExamined(("its builder declares no CUDA graphs",))
+        decodes = _decodes_of_a_graph(self._right, level)
+        if len(decodes) < 2:
+            return NotExamined(("a graph needs two right decodes of equal length",), "attncheck")
+        steps = _steps_of_a_graph(self._right, decodes)
+        for how, problem in steps.items():
+            wrong = self._wrong_in(problem, f"in a step {how}, without a graph", None)
+            if wrong is not None:
+                return wrong
+        step = StateStep(without_padding(self._right.ordered(decodes)), self._device)
+        recording = self._recording(step)
+        if not isinstance(recording, Recording):
+            return recording
+        for how, problem in steps.items():
+            step.fill(problem)
+            self._session.build(step)
+            for memory in recording.released():
+                return Broken(f"the graph uses memory that was released after its capture: {memory}")
+            seen = self._session.observed(problem, step, lambda: call_backend("replay", recording.replay))
+            judged = _Judged(problem, recurrent_truth(problem, self._truth), seen)
+            wrong = judged.wrong_output() or judged.wrong_pool()
+            if wrong is not None:
+                details = tuple(f"the graph repeats what it read on the host: {each}" for each in recording.host_reads)
+                summary = f"right without a graph, wrong in a replay {how}: {wrong.summary}"
+                return replace(wrong, summary=summary, meaning=None, details=(*wrong.details, *details))
+        notes = (f"{level.name} is declared; graphs of decodes alone are examined",)
+        return Holds({"replays": len(steps), "requests": len(decodes)}, notes)
+
+    def _recording(self, step: StateStep) -> Recording | Finding:
+        """Return the graph of a step whose slots are all the null block, and whose inputs are NaN."""
+        step.common.block_table_tensor.fill_(NULL_BLOCK_ID)
+        for tensor in step.inputs.values():
+            tensor.fill_(math.nan)
+        recorder = recorder_for(self._device)
+        common = step.common
+        recorder.mark_host(common.query_start_loc_cpu, common.seq_lens_cpu, common.num_computed_tokens_cpu)
+
+        def prepare() -> Callable[[], object]:
+            return partial(self._session.forward, step, self._session.build(step, for_capture=True))
+
+        def record() -> Recording | Finding:
+            try:
+                return recorder.record(prepare)
+            except CaptureError as refusal:
+                return Broken(f"the builder declares graphs, and forward cannot be captured: {refusal}")
+            except UnseenError as refusal:
+                return NotExamined((str(refusal),), "attncheck")
+
+        with torch.no_grad():
+            return call_backend("warm-up for capture", record)
+
     @cached_property
     def _right(self) -> RecurrentProblem:
         """The step with the requests alone that are right in the first step."""
@@ -278,15 +345,12 @@ class RecurrenceChecks:
             yield Variation("with prompts in two pieces", partial(self._wrong_in_pieces, cuts))
         drafted = [request for request in requests if request.is_decode and request.num_rows > 1]
         if drafted:
-            step = partial(self._later, self._first.seen, list(map(_after_roll_back, drafted)))
+            after = [_after_roll_back(request, place) for place, request in enumerate(drafted)]
+            step = partial(self._later, self._first.seen, after)
             yield Variation(
                 "after a roll-back of drafts", lambda: self._wrong_in(step(), "after a roll-back of drafts", None)
             )
-        reused = [
-            replace(each, initial=None, position=0, accepted=1, slots=other.slots)
-            for each, other in zip(requests, requests[1:] + requests[:1], strict=True)
-        ]
-        step_of_reused = replace(problem.ordered(reused), stale=self._first.seen.pool)
+        step_of_reused = replace(problem.ordered(_in_slots_of_others(requests)), stale=self._first.seen.pool)
         yield self._variation("in slots that other requests have left", step_of_reused, None)
 
     def _variation(self, how: str, problem: RecurrentProblem, meaning: str | None) -> Variation:
@@ -334,8 +398,36 @@ class RecurrenceChecks:
 
     def _later(self, seen: StateObservation, requests: list[StateRequest]) -> RecurrentProblem:
         """Return a step on the pool of an earlier one; each request has the state that it finds there."""
-        filled = [replace(each, initial=seen.pool[each.slots[each.accepted - 1]]) for each in requests]
+        filled = [replace(each, initial=seen.pool[each.source]) for each in requests]
         return replace(self._right.ordered(filled), stale=seen.pool)
+
+
+def _decodes_of_a_graph(problem: RecurrentProblem, level: AttentionCGSupport) -> list[StateRequest]:
+    """Return decodes of equal length that a graph of ``level`` can have, the longest ones."""
+    is_single = level is AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
+    decodes = [each for each in problem.requests if each.is_decode and (each.num_rows == 1 or not is_single)]
+    longest = max((each.num_rows for each in decodes), default=0)
+    return [each for each in decodes if each.num_rows == longest]
+
+
+def _steps_of_a_graph(problem: RecurrentProblem, decodes: list[StateRequest]) -> dict[str, RecurrentProblem]:
+    """Return the steps that one graph serves, by a description. They have equally many rows, with padding."""
+    num_rows, count = decodes[0].num_rows, len(problem.stale)
+
+    def padded(requests: list[StateRequest]) -> RecurrentProblem:
+        missing = len(decodes) - len(requests)
+        padding = {
+            name: torch.full((missing * num_rows, *rows.shape[1:]), math.nan, dtype=rows.dtype)
+            for name, rows in problem.padding.items()
+        }
+        return replace(problem.ordered(requests), padding=padding, padding_requests=missing)
+
+    mirrored = [replace(each, slots=tuple(count - slot for slot in each.slots)) for each in decodes[::-1]]
+    return {
+        "of decodes": padded(decodes),
+        "of decodes in other slots": padded(mirrored),
+        "of one decode and padding": padded(decodes[-1:]),
+    }
 
 
 def _columns(problem: RecurrentProblem) -> list[tuple[int, int]]:
@@ -351,16 +443,26 @@ def _different(requests: tuple[StateRequest, ...]) -> list[StateRequest]:
     return list(kinds.values())
 
 
+def _in_slots_of_others(requests: tuple[StateRequest, ...]) -> list[StateRequest]:
+    """Return new requests with the rows of these, without a state, in the slots of these."""
+    left = iter(dict.fromkeys(slot for each in requests[1:] + requests[:1] for slot in each.slots))
+    new = []
+    for each in requests:
+        count = -(-each.num_rows // each.block_size) if each.block_size else len(each.slots)
+        new.append(replace(each, initial=None, position=0, accepted=1, slots=tuple(islice(left, count))))
+    return new
+
+
 def _cut_of(request: StateRequest) -> int:
     """Return the row before which a prompt is cut in two; 0 if it is none, or if its first piece would be a decode."""
-    least = 1 if request.initial is None else len(request.slots) + 1
+    least = 1 if request.initial is None else request.most_decoded + 1
     cut = max(request.num_rows // 2, least)
     return 0 if request.is_decode or cut >= request.num_rows else cut
 
 
-def _after_roll_back(request: StateRequest) -> StateRequest:
-    """Return the next step of a decode, with other rows, after some of its drafts were accepted, but not all."""
-    accepted = 1 + request.number % (request.num_rows - 1)
+def _after_roll_back(request: StateRequest, place: int) -> StateRequest:
+    """Return the next step of a decode, with other rows, after its first ``place`` drafts at most were accepted."""
+    accepted = 1 + place % request.num_rows
     inputs = {name: tensor.flip(0) for name, tensor in request.inputs.items()}
     return replace(request, inputs=inputs, position=request.position + accepted, accepted=accepted)
 
@@ -374,10 +476,16 @@ def _moved(one: StateObservation, other: StateObservation) -> Tensor:
 def _meaning_of_strays(problem: RecurrentProblem, strays: tuple[int, ...]) -> str | None:
     owned = {slot for request in problem.requests for slot in request.slots}
     last = len(problem.stale) - 1
+    is_cached = problem.options.mamba_cache_mode == "all"
+    if is_cached and set(strays) <= problem.sources:
+        return "the slot from which a state was read was written, although the new state belongs to another block"
     if set(range(len(problem.stale))) - owned <= set(strays):
         return "all slots of no request were written, as by an operation on the whole cache"
     if NULL_BLOCK_ID in strays:
         return "the null block was written, which is the slot of padding requests"
     if last in strays and last not in owned:
         return "the last slot was written, which an index of -1 or a column behind those of a request selects"
-    return "columns of draft tokens that the step does not have were written" if set(strays) <= owned else None
+    if not set(strays) <= owned:
+        return None
+    words = "blocks that are cached" if is_cached else "columns of draft tokens that the step does not have"
+    return f"{words} were written"

@@ -37,6 +37,8 @@ from attncheck.reference.step_spec import (
     PaddingSpec,
     PathSpec,
     PCPOptions,
+    RecurrenceOptions,
+    RecurrenceRule,
     RequestSpec,
     SpecDecodeOptions,
     SplitKVOptions,
@@ -160,6 +162,20 @@ VALUES: Axes = MappingProxyType(
     }
 )
 """The values of keys whose types do not enumerate them."""
+
+RECURRENCES: tuple[PathSpec, ...] = tuple(
+    _path("recurrence", options)
+    for rule in get_args(RecurrenceRule)
+    for options in (
+        RecurrenceOptions(rule=rule),
+        RecurrenceOptions(rule=rule, state_dtype="bfloat16"),
+        RecurrenceOptions(rule=rule, num_speculative_tokens=3),
+        RecurrenceOptions(rule=rule, mamba_cache_mode="all"),
+        RecurrenceOptions(rule=rule, qk_l2norm=False),
+    )
+    if options.qk_l2norm or rule in ("gdn", "kda")  # other rules do not normalise
+)
+"""The values of ``path`` for backends of layers with a state, which declare no other path."""
 
 NOT_DRAWN: Mapping[str, str] = MappingProxyType(
     {
@@ -430,6 +446,7 @@ def draw_case(axes: Axes, choice: Mapping[str, Any], lengths: Lengths, seed: int
     if chosen.get("layer.mla") is not None:  # a latent cache determines heads and sizes
         chosen["layer.num_kv_heads"] = 1
         chosen["layer.head_size"] = chosen["layer.mla"].kv_lora_rank + chosen["layer.mla"].qk_rope_head_dim
+    chosen |= _sizes_of_rule(chosen.get("path") or plain(axes)["path"])
     for _ in range(len(chosen) + 1):
         try:
             case = _assembled(plain(axes) | chosen, lengths, Random(seed), name)
@@ -441,6 +458,16 @@ def draw_case(axes: Axes, choice: Mapping[str, Any], lengths: Lengths, seed: int
         else:
             return Drawn(case, {key: value for key, value in choice.items() if chosen.get(key) == value})
     return None
+
+
+def _sizes_of_rule(path: PathSpec | None) -> dict[str, int]:
+    """Return the sizes that the rule of a layer with a state determines."""
+    match path:
+        case PathSpec(options=RecurrenceOptions(rule="mamba1")):
+            return {"layer.num_kv_heads": 1, "layer.head_size_v": 1}
+        case PathSpec(options=RecurrenceOptions(rule="linear")):
+            return {GROUP: 1}
+    return {}
 
 
 def _key_at_fault(error: SpecError, chosen: Mapping[str, Any]) -> str | None:
@@ -589,6 +616,8 @@ def _query_len(kind: str, path: PathSpec, units: Sequence[int], uniform: int, lo
             return rows + random.choice((1, 2, 9))
         case DCPOptions() if random.random() < 0.5:
             return 1
+        case RecurrenceOptions(num_speculative_tokens=drafts) if drafts and random.random() < 0.5:
+            return random.randint(1, 1 + drafts)
     match kind:
         case "one":
             return 1
@@ -682,13 +711,16 @@ class DeclaredAxes:
 def declared_axes(reasons_against: ReasonsAgainst, constants: Sequence[int]) -> DeclaredAxes:
     """Return which values of each key the backend declares, changing one key of a plain case at a time.
 
-    The plain case is the first that the backend declares, over all combinations of dtype, sizes and latent cache. If it
-    declares none of them, every value counts as declared.
+    The plain case is the first that the backend declares, over all combinations of dtype, sizes and latent cache; if
+    there is none, over those of layers with a state. If it declares none of them, every value counts as declared.
     """
     axes = all_axes(constants)
     forms = ("layer.mla", "layer.dtype", "layer.head_size", "cache.block_size", "layer.attn_type")
-    choices = (dict(zip(forms, values, strict=True)) for values in product(*(axes[key] for key in forms)))
-    base = next(_declared_choices(axes, choices, reasons_against), None)
+    base = _first_declared(axes, forms, reasons_against)
+    if base is None:
+        of_states = {**axes, "path": RECURRENCES}
+        base = _first_declared(of_states, ("path", "layer.dtype", "layer.head_size"), reasons_against)
+        axes = axes if base is None else of_states
     if base is None:
         return DeclaredAxes(axes, {})
     first = {
@@ -706,6 +738,11 @@ def declared_axes(reasons_against: ReasonsAgainst, constants: Sequence[int]) -> 
         {key: tuple(v for v in values if v not in refused[key]) for key, values in first.items()},
         {key: tuple(values) for key, values in refused.items() if values},
     )
+
+
+def _first_declared(axes: Axes, forms: Sequence[str], reasons_against: ReasonsAgainst) -> dict[str, Any] | None:
+    choices = (dict(zip(forms, values, strict=True)) for values in product(*(axes[key] for key in forms)))
+    return next(_declared_choices(axes, choices, reasons_against), None)
 
 
 def _declared_choices(

@@ -1,14 +1,18 @@
 """A case of a layer with a state as tensors: inputs, weights, states, and their slots, bitwise equal on every machine.
 
 The requests are those of the batch, decodes first. A request with context has a state. It has one slot of the pool, and
-one more for each draft token. All other slots hold stale states, as do those of requests without a state.
+one more for each draft token. With ``mamba_cache_mode: all``, it has one for each block of its tokens, and requests
+with a common prefix share the slots of that prefix. All other slots hold stale states, as do those of requests without
+a state.
 
 The numbers are such that each part of a rule decides: heads forget within a row, or hardly in the whole prompt; betas
-reach 0 and 1, and keys recur, so that the delta rule has something to correct; states are as large as what rows add.
+reach 0 and 1, and keys recur, so that the delta rule has something to correct; some gates are 0 exactly; states are as
+large as what rows add.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import cycle, islice
 
 import torch
 from torch import Tensor
@@ -22,6 +26,7 @@ from attncheck.reference.spec import LayerSpec
 from attncheck.reference.step_spec import RecurrenceOptions
 
 FOREIGN, ABSENT, UNREAD = "slots of no request", "slots of requests without a state", "slots of rejected drafts"
+CACHED = "slots of blocks that the step does not read"
 PADDING = "padding rows"
 
 _FLOAT32_INPUTS = ("g", "beta")
@@ -38,6 +43,8 @@ _A_LOGS, _GATE_BIASES = (0.0, 0.5, -1.0), (0.5, -1.0)
 """``A_log`` and ``dt_bias`` of the heads of a gated delta network, in turn. Each dtype has these numbers."""
 
 _LEAST_SOFTPLUS = 2**-20
+_NO_GATE = -200.0
+"""A value of ``a`` for which ``g`` is 0 in float32."""
 
 _LARGE_DT, _LARGE_DT_EVERY = 4.0, 7
 _LENGTHS = (1.0, 0.5, 0.75)
@@ -45,6 +52,9 @@ _LENGTHS = (1.0, 0.5, 0.75)
 
 _RECURS_EVERY, _RECURS_AFTER = 3, 2
 """Every third row has the key of the row two before it."""
+
+_WITHOUT_DECAY = slice(1, None, 6)
+"""Rows of a delta rule whose ``g`` is 0 in all heads."""
 
 
 @dataclass(frozen=True)
@@ -54,6 +64,8 @@ class StateRequest:
     number, position: its number in the case, and the position of its first row in it. inputs: ``[rows, ...]`` each.
     initial: its state ``[H, V, K]`` before the first row, in the dtype of states; None if it has none.
     slots: its slots in the pool. accepted: the state is in ``slots[accepted - 1]``.
+    block_size: with ``mamba_cache_mode: all``, the tokens of each slot, and the state is in that of the last token
+    before the first row. 0 without.
     """
 
     number: int
@@ -62,6 +74,7 @@ class StateRequest:
     initial: Tensor | None
     slots: tuple[int, ...]
     accepted: int = 1
+    block_size: int = 0
 
     @property
     def num_rows(self) -> int:
@@ -69,13 +82,28 @@ class StateRequest:
         return len(next(iter(self.inputs.values())))
 
     @property
+    def most_decoded(self) -> int:
+        """The most rows of a decode."""
+        return 1 if self.block_size else len(self.slots)
+
+    @property
     def is_decode(self) -> bool:
         """Whether each row has a slot for the state after it."""
-        return self.initial is not None and self.num_rows <= len(self.slots)
+        return self.initial is not None and self.num_rows <= self.most_decoded
+
+    @property
+    def source(self) -> int:
+        """The slot of the state before the first row, whether the request has a state or not."""
+        if self.block_size:
+            return self.slots[max(self.position - 1, 0) // self.block_size]
+        return self.slots[self.accepted - 1]
 
     @property
     def written(self) -> dict[int, int]:
         """The row after which the state is stored, by slot."""
+        if self.block_size:
+            # Of several rows in a block, the last one counts: that at its end, or the last row of the request.
+            return {self.slots[(self.position + row) // self.block_size]: row for row in range(self.num_rows)}
         if self.is_decode:
             return dict(zip(self.slots, range(self.num_rows), strict=False))
         return {self.slots[0]: self.num_rows - 1}
@@ -150,18 +178,18 @@ class RecurrentProblem:
         """Return a step of other requests, decodes first."""
         return replace(self, requests=tuple(sorted(requests, key=lambda each: not each.is_decode)))
 
+    @property
+    def sources(self) -> set[int]:
+        """The slots of the states that the step reads."""
+        return {request.source for request in self.requests if request.initial is not None}
+
     def regions(self) -> dict[str, Tensor]:
         """Return int64 slots by name, of the regions whose content must not influence the result."""
         owned = {slot for request in self.requests for slot in request.slots}
         foreign = set(range(len(self.stale))) - owned
-        absent, unread = set[int](), set[int]()
-        for request in self.requests:
-            if request.initial is None:
-                absent.update(request.slots)
-            else:
-                unread.update(request.slots)
-                unread.remove(request.slots[request.accepted - 1])
-        found = {FOREIGN: foreign, ABSENT: absent, UNREAD: unread}
+        absent = {slot for request in self.requests if request.initial is None for slot in request.slots}
+        unread = UNREAD if self.options.mamba_cache_mode == "none" else CACHED
+        found = {FOREIGN: foreign, ABSENT: absent, unread: owned - absent - self.sources}
         return {name: torch.tensor(sorted(slots)) for name, slots in found.items() if slots}
 
     def pool(self) -> Tensor:
@@ -169,7 +197,7 @@ class RecurrentProblem:
         pool = self.stale.clone()
         for request in self.requests:
             if request.initial is not None:
-                pool[request.slots[request.accepted - 1]] = request.initial
+                pool[request.source] = request.initial
         return pool
 
     def packed(self, name: str) -> Tensor:
@@ -193,24 +221,31 @@ def build_recurrent(case: Case, seed: int) -> RecurrentProblem:
     ends = torch.tensor([spec.query_len for spec in specs]).cumsum(0).tolist()
     total = ends[-1] + case.batch.padding.tokens
     inputs = _draw_inputs(stream, layer, options, total)
+    block_size = case.cache.block_size if options.mamba_cache_mode == "all" else 0
     columns = 1 + options.num_speculative_tokens
+    counts = [-(-spec.total_len // block_size) if block_size else columns for spec in specs]
     # The null block is the first slot, and the last one is what an index of -1 would select.
-    num_slots = columns * (len(specs) + len(specs) // 2) + 4
-    slots = (stream.permutation(num_slots - 2)[: columns * len(specs)] + 1).view(-1, columns).tolist()
+    num_slots = sum(counts) + max(counts) * (len(specs) // 2) + 4
+    drawn = iter((stream.permutation(num_slots - 2) + 1).tolist())
+    slots = [tuple(islice(drawn, count)) for count in counts]
     shape = layer.num_heads, layer.value_head_size, layer.head_size
     stale = _states(stream, options, num_slots, shape)
     initial = _states(stream, options, len(specs), shape)
-    accepted = (stream.integers(len(specs), columns) + 1).tolist()
+    accepted = _accepted(columns)
+    sharer = max(range(len(specs)), key=lambda number: specs[number].shared_prefix)
     requests = []
     for number, (spec, end) in enumerate(zip(specs, ends, strict=True)):
+        shared = spec.shared_prefix // block_size if block_size else 0
         request = StateRequest(
             number=number,
             position=spec.context_len,
             inputs={name: tensor[end - spec.query_len : end] for name, tensor in inputs.items()},
-            initial=initial[number] if spec.context_len else None,
-            slots=tuple(slots[number]),
+            # A request whose whole context is shared has the state of the others that share it.
+            initial=initial[sharer if spec.context_len == spec.shared_prefix else number] if spec.context_len else None,
+            slots=slots[sharer][:shared] + slots[number][shared:],
+            block_size=block_size,
         )
-        requests.append(replace(request, accepted=accepted[number]) if request.is_decode else request)
+        requests.append(replace(request, accepted=next(accepted)) if request.is_decode else request)
     problem = RecurrentProblem(
         case=case,
         weights=_draw_weights(stream, layer, options),
@@ -225,6 +260,12 @@ def build_recurrent(case: Case, seed: int) -> RecurrentProblem:
 def stored_pool(problem: RecurrentProblem) -> Tensor:
     """Return the states before the step in the shape of the cache, ``[num_slots, *state_shape]``."""
     return as_stored(problem.options.rule, problem.pool())
+
+
+def _accepted(columns: int) -> Iterator[int]:
+    """Yield ``num_accepted_tokens`` of decodes in turn, for example 4, 1, 3, 2 if there are 4 columns of slots."""
+    order = [each for pair in zip(range(columns, 0, -1), range(1, columns + 1), strict=True) for each in pair]
+    return cycle(order[:columns])
 
 
 def _states(stream: RandomStream, options: RecurrenceOptions, count: int, shape: tuple[int, ...]) -> Tensor:
@@ -263,7 +304,9 @@ def _inputs_of(stream: RandomStream, layer: LayerSpec, options: RecurrenceOption
     noise = stream.uniform(total, heads).abs()
     if rule == "kda":
         channels = _in_turn(_LOG_DECAYS, heads * size).view(heads, size)
-        yield -channels * stream.uniform(total, heads, size).abs()
+        g = -channels * stream.uniform(total, heads, size).abs()
+        g[_WITHOUT_DECAY] = 0
+        yield g
     beta = (stream.uniform(total, heads) + 2) / 4
     beta[::5], beta[1::5] = 1 - beta[::5] / 64, beta[1::5] / 64
     if rule == "kda":
@@ -272,6 +315,7 @@ def _inputs_of(stream: RandomStream, layer: LayerSpec, options: RecurrenceOption
     amount, bias = _in_turn(_A_LOGS, heads).exp(), _in_turn(_GATE_BIASES, heads)
     softplus = (mean * noise / amount).clamp(min=_LEAST_SOFTPLUS)
     a, b = softplus + torch.log(-torch.expm1(-softplus)) - bias, torch.logit(beta)
+    a[_WITHOUT_DECAY] = _NO_GATE
     a, b = (gate.to(DTYPES[layer.dtype]).double() for gate in (a, b))
     yield from (-amount * torch.nn.functional.softplus(a + bias), torch.sigmoid(b), a, b)
 

@@ -111,7 +111,10 @@ def needed_bytes(case: Case, *, reserves: bool = False) -> int:
         columns = batch.num_tokens + 2 * batch.num_requests * (batch.path.options.width + 3)
         return _ROW_COPIES * columns * batch.path.options.channels * 8
     if isinstance(batch.path.options, RecurrenceOptions):
-        slots = 2 * batch.num_requests * (1 + batch.path.options.num_speculative_tokens) + 4
+        of_request = 1 + batch.path.options.num_speculative_tokens
+        if batch.path.options.mamba_cache_mode == "all":
+            of_request = -(-batch.max_seq_len // cache.block_size)
+        slots = 2 * batch.num_requests * of_request + 4
         states = slots * layer.num_heads * layer.head_size * layer.value_head_size
         rows = (batch.num_tokens + batch.padding.tokens) * layer.num_heads * (layer.head_size + layer.value_head_size)
         chunk = _LARGEST_CHUNK**2 * layer.num_heads * layer.head_size

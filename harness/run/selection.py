@@ -10,7 +10,7 @@ from shlex import quote
 from typing import Literal, TypeVar
 
 from attncheck.backends.declarations import OTHER_PATHS, needs_of
-from attncheck.cases.keys import with_defaults
+from attncheck.cases.keys import split_variant, with_defaults
 from attncheck.cases.loader import load_suite, select, suite_names, telling_ranks
 from attncheck.cases.model import Case, Suite
 from attncheck.errors import CaseFileError, SelectionError, SeveralMistakesError, UnknownNameError, shorten
@@ -247,6 +247,8 @@ class Selection:
     """Whether the cases were selected by pattern, keyword or key."""
     is_short: bool = False
     """Whether the run names no suite, case or backend; then :func:`default_cases` keeps only a few."""
+    faults: Mapping[str, CaseFileError] = field(default_factory=dict)
+    """Why some of :data:`DEFAULT_SUITES` cannot have the settings of the run; such suites are left out."""
 
     @property
     def all_cases(self) -> tuple[Case, ...]:
@@ -344,10 +346,21 @@ def select_cases(
     if ALL_SUITES in names:
         names = (*suite_names(), *(name for name in names if name != ALL_SUITES and name not in suite_names()))
     typed = {with_defaults(name, settings): name for name in names}
-    refs = tuple(typed)
     options = " ".join(f"--set {each}" for each in settings)
     named = " with ".join(filter(None, [" or ".join(names), options]))
-    loaded = tuple(_loaded(ref, f"{name} with {options}" if options else name) for ref, name in typed.items())
+    found: dict[str, Suite] = {}
+    faults: dict[str, CaseFileError] = {}
+    for ref, name in typed.items():
+        try:
+            found[ref] = _loaded(ref, f"{name} with {options}" if options else name)
+        except CaseFileError as error:
+            if suites:
+                raise
+            faults[name] = error  # a fault of the run only if a backend gets this suite
+    first_fault = next(iter(faults.values()), None)
+    if first_fault is not None and not found:
+        raise first_fault
+    refs, loaded = tuple(found), tuple(found.values())
     for position, suite in enumerate(loaded):
         twin = next((index for index, other in enumerate(loaded[:position]) if other.name == suite.name), None)
         if twin is not None:
@@ -357,7 +370,9 @@ def select_cases(
     if patterns := split_commas(patterns):
         for pattern in patterns:
             if not select(cases, [pattern]):
-                raise SelectionError(f"no case of {named} matches {pattern!r}; {_advice(cases, pattern, refs)}")
+                raise first_fault or SelectionError(
+                    f"no case of {named} matches {pattern!r}; {_advice(cases, pattern, refs)}"
+                )
         cases = tuple(select(cases, patterns))
     if keywords:
         cases = cases_by_keywords(cases, keywords)
@@ -366,10 +381,11 @@ def select_cases(
     if not cases:
         that = " that matches" if patterns or keywords or keys else ""
         with_checks = f" asks for {', '.join(wanted)}" if wanted else ""
-        raise SelectionError(f"no case of {named}{that}{with_checks}")
+        raise first_fault or SelectionError(f"no case of {named}{that}{with_checks}")
     names_cases = bool(patterns or keywords or keys)
     leaves_out = not split_commas(checks)
-    return Selection(loaded, refs, cases, wanted, leaves_out, by_default=not suites, names_cases=names_cases)
+    by_default = not suites
+    return Selection(loaded, refs, cases, wanted, leaves_out, by_default, names_cases, faults=faults)
 
 
 def _wanted_checks(checks: Sequence[str], skip: Sequence[str]) -> tuple[str, ...] | None:
@@ -396,9 +412,16 @@ def _wanted_checks(checks: Sequence[str], skip: Sequence[str]) -> tuple[str, ...
 
 
 def default_suites(selection: Selection, backends: Sequence[BackendDescription]) -> dict[str, str]:
-    """Return the default suite of each backend, by reference; ``selection`` must be one ``by_default``."""
-    names = dict(zip(DEFAULT_SUITES, (suite.name for suite in selection.suites), strict=True))
-    return {each.ref: names[each.default_suite] for each in backends}
+    """Return the default suite of each backend, by reference; ``selection`` must be one ``by_default``.
+
+    Raises:
+        CaseFileError: the suite of a backend cannot have the settings of the run.
+    """
+    for each in backends:
+        if each.default_suite in selection.faults:
+            raise selection.faults[each.default_suite]
+    names = {split_variant(ref)[0]: suite.name for ref, suite in zip(selection.refs, selection.suites, strict=True)}
+    return {each.ref: names.get(each.default_suite, each.default_suite) for each in backends}
 
 
 def default_cases(

@@ -16,9 +16,10 @@ An error enters the state and decays with it, in these runs as in a kernel. So n
 A stored state has the same budget in the dtype of states: each row of its matrix counts as one head of an output.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -28,6 +29,7 @@ from attncheck.errors import BlindCaseError
 from attncheck.harness.problem.recurrent import RecurrentProblem, StateRequest
 from attncheck.harness.truth.truth import NOTICEABLE
 from attncheck.harness.truth.unpaged import (
+    ROUNDINGS,
     Budget,
     allowed_errors,
     float32_bracket,
@@ -38,6 +40,8 @@ from attncheck.harness.truth.unpaged import (
 from attncheck.reference.attention.recurrence import RecurrentRows, recurrence, recurrent_rows
 
 _CHUNKS = (1, 16, 64)
+_ROUNDINGS = 4
+"""Roundings of an output that kernels for matrix units make: of the score, the value, its correction, and itself."""
 _NARROW = 8
 _LONGEST_CHUNK = 256
 """Rows over which kernels sum the logarithms of decays in float32."""
@@ -99,9 +103,8 @@ def recurrent_truth(problem: RecurrentProblem, first: RecurrentTruth | None = No
     weighted = _joined([_sizes(request, rows, 1) for request, rows in steps])
     spread = _joined([_sizes(request, rows, 2) for request, rows in steps])
     reach = torch.cat([_reach(rows) for _, rows in steps])
-    ends = torch.tensor([request.num_rows for request in problem.requests]).cumsum(0) - 1
     bracket = float32_bracket(reach, problem.layer.head_size)
-    of_state = bracket[ends].repeat_interleave(torch.tensor([len(each.written) for each in problem.requests]), dim=0)
+    of_state = bracket[_stored_rows(problem)]
     losses = [run.judged_out - right.judged_out for run in runs]
     usual = usual_losses(losses, spread.judged_out.sqrt())
     losses_of_states = [run.judged_states - right.judged_states for run in runs]
@@ -116,6 +119,7 @@ def recurrent_truth(problem: RecurrentProblem, first: RecurrentTruth | None = No
             bracket if right.judged_out is right.out else bracket.amax(dim=1, keepdim=True),
             weighted.judged_out,
             problem.dtype,
+            ROUNDINGS if problem.options.rule == "mamba1" else _ROUNDINGS,
         ),
         usual_errors(usual, spread.judged_out.sqrt()),
     )
@@ -155,13 +159,24 @@ def state_of(_problem: RecurrentProblem, request: StateRequest) -> Tensor | None
     return None if request.initial is None else request.initial.double()
 
 
+def stored_after(request: StateRequest) -> list[int]:
+    """Return the rows of a request after which its states are stored, in the order of its places."""
+    return list(request.written.values())
+
+
 @dataclass(frozen=True)
 class Mistake:
-    """A fault of a layer. ``meaning``: in words. ``rows``, ``state``: what it takes for those of a request."""
+    """A fault of a layer. ``meaning``: in words.
+
+    ``rows``, ``state``: what it takes for those of a request. ``stored``: the rows whose states it stores. ``loop``:
+    its form of :func:`recurrence`.
+    """
 
     meaning: str
     rows: Callable[[RecurrentProblem, StateRequest], RecurrentRows] = rows_of
     state: Callable[[RecurrentProblem, StateRequest], Tensor | None] = state_of
+    stored: Callable[[StateRequest], list[int]] = stored_after
+    loop: Callable[[RecurrentRows, Tensor | None, list[int]], tuple[Tensor, dict[int, Tensor]]] = recurrence
 
 
 _NONE = Mistake("")
@@ -171,19 +186,35 @@ def computed(problem: RecurrentProblem, mistake: Mistake = _NONE) -> Computed:
     """Return the exact result of a layer with a fault, or without."""
     return _joined(
         [
-            _loop(request, mistake.rows(problem, request), mistake.state(problem, request))
+            _looped(
+                mistake.loop(mistake.rows(problem, request), mistake.state(problem, request), mistake.stored(request)),
+                mistake.stored(request),
+            )
             for request in problem.requests
         ]
     )
 
 
-def _loop(request: StateRequest, rows: RecurrentRows, state: Tensor | None) -> Computed:
-    out, after = recurrence(rows, state, keep=request.written.values())
-    return Computed(out.double(), torch.stack([after[row] for row in request.written.values()]).double())
+def _loop(stored: list[int], rows: RecurrentRows, state: Tensor | None) -> Computed:
+    return _looped(recurrence(rows, state, keep=stored), stored)
+
+
+def _looped(found: tuple[Tensor, dict[int, Tensor]], stored: list[int]) -> Computed:
+    out, after = found
+    return Computed(out.double(), torch.stack([after[row] for row in stored]).double())
 
 
 def _joined(parts: list[Computed]) -> Computed:
     return Computed(torch.cat([part.out for part in parts]), torch.cat([part.states for part in parts]))
+
+
+def _stored_rows(problem: RecurrentProblem) -> list[int]:
+    """Return the row of the step after which each state is stored."""
+    rows, first = [], 0
+    for request in problem.requests:
+        rows += [first + row for row in stored_after(request)]
+        first += request.num_rows
+    return rows
 
 
 def _larger(one: tuple[Tensor, Tensor], other: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
@@ -200,7 +231,7 @@ def _budget(allowed: tuple[Tensor, Tensor], usual: tuple[Tensor, Tensor]) -> Bud
 
 def _honest_runs(problem: RecurrentProblem, steps: list[tuple[StateRequest, RecurrentRows]]) -> Iterator[Computed]:
     in_float32 = [(request, rows.to(torch.float32), request.initial) for request, rows in steps]
-    yield _joined([_loop(*each) for each in in_float32])
+    yield _joined([_loop(stored_after(request), rows, state) for request, rows, state in in_float32])
     if DTYPES[problem.options.state_dtype] != torch.float32:
         yield _joined([_out_of_stored(problem, *each) for each in in_float32])
     for size in _CHUNKS:
@@ -212,7 +243,7 @@ def _out_of_stored(
 ) -> Computed:
     """Return the loop whose outputs come from the rounded state; the plain loop for prompts but those of ``mamba1``."""
     if not request.is_decode and problem.options.rule != "mamba1":
-        return _loop(request, rows, state)
+        return _loop(stored_after(request), rows, state)
     stored = DTYPES[problem.options.state_dtype]
     outputs, states = [], []
     for t in range(request.num_rows):
@@ -220,7 +251,7 @@ def _out_of_stored(
         state = after[0].to(stored).float()
         outputs.append(torch.einsum("hvk,hk->hv", state, rows.query[t]))
         states.append(state)
-    kept = [states[t] for t in request.written.values()]
+    kept = [states[t] for t in stored_after(request)]
     return Computed(torch.stack(outputs).double(), torch.stack(kept).double())
 
 
@@ -234,18 +265,26 @@ def _rounded(
     problem: RecurrentProblem, size: int, request: StateRequest, rows: RecurrentRows, state: Tensor | None
 ) -> Computed:
     stored = DTYPES[problem.options.state_dtype]
+    kept = stored_after(request)
     if problem.options.rule == "mamba1":
-        out, after = rounded_chunks(rows, state, 1, torch.float32, stored if request.is_decode else torch.float32)
+        after_row = stored if request.is_decode else torch.float32
+        out, after = rounded_chunks(rows, state, 1, torch.float32, after_row, kept)
     else:
-        out, after = rounded_chunks(rows, state, 1 if request.is_decode else size, problem.dtype, stored)
-    kept = after if request.is_decode else after[-1:]
-    return Computed(out.double(), torch.stack(kept).to(stored).double())
+        out, after = rounded_chunks(rows, state, 1 if request.is_decode else size, problem.dtype, stored, kept)
+    return Computed(out.double(), torch.stack([after[row] for row in kept]).to(stored).double())
 
 
 def rounded_chunks(
-    rows: RecurrentRows, state: Tensor | None, size: int, dtype: torch.dtype, stored: torch.dtype
-) -> tuple[Tensor, list[Tensor]]:
-    """Return the outputs ``[T, H, V]``, and the state after each chunk of ``size`` rows, in float32.
+    rows: RecurrentRows,
+    state: Tensor | None,
+    size: int,
+    dtype: torch.dtype,
+    stored: torch.dtype,
+    stops: Collection[int] = (),
+) -> tuple[Tensor, dict[int, Tensor]]:
+    """Return the outputs ``[T, H, V]``, and the state after each chunk in float32, by the last row of the chunk.
+
+    A chunk has at most ``size`` rows, and ends at each row of ``stops``.
 
     Operands and results of each matrix product are rounded to ``dtype``, and the state to ``stored`` after each chunk.
     ``rows``: float32. With a delta rule, the corrected values are ``T (beta V) - T (beta K exp(G)) S``. ``T`` is the
@@ -257,9 +296,12 @@ def rounded_chunks(
 
     now = torch.zeros(rows.state_shape) if state is None else state.float()
     now = now.to(rows.query.device)
-    outputs, states = [], []
-    for first in range(0, len(rows.query), size):
-        at = slice(first, first + size)
+    outputs, states = [], {}
+    first = 0
+    for last in range(len(rows.query)):
+        if last - first + 1 < size and last not in stops and last + 1 < len(rows.query):
+            continue
+        at = slice(first, last + 1)
         query, key, value = low(rows.query[at]), low(rows.key[at]), low(rows.value[at])
         total = rows.log_decay[at].cumsum(0)
         sees = torch.ones(len(total), len(total), dtype=torch.bool, device=total.device).tril()
@@ -278,7 +320,8 @@ def rounded_chunks(
         kept = now * total[-1].exp()[:, None]
         now = kept + torch.einsum("thk,thv->hvk", low(key * (total[-1] - total).exp()), value)
         now = now.to(stored).float()
-        states.append(now)
+        states[last] = now
+        first = last + 1
     return torch.cat(outputs), states
 
 
@@ -286,11 +329,11 @@ def _sizes(request: StateRequest, rows: RecurrentRows, power: int) -> Computed:
     """Return the sums of the magnitudes of all summands, to a power. A delta rule has those that it takes, too."""
     values = rows.value.abs()
     if rows.beta is not None:
-        known = _loop(request, replace(rows, query=rows.key), _double(request.initial)).out
+        known = _loop(stored_after(request), replace(rows, query=rows.key), _double(request.initial)).out
         values = rows.beta[:, :, None] * (values + known.abs())
     initial = None if request.initial is None else request.initial.double().abs() ** power
     query, key, values = (each.abs() ** power for each in (rows.query, rows.key, values))
-    return _loop(request, RecurrentRows(query, key, values, power * rows.log_decay), initial)
+    return _loop(stored_after(request), RecurrentRows(query, key, values, power * rows.log_decay), initial)
 
 
 def _double(state: Tensor | None) -> Tensor | None:
@@ -317,6 +360,10 @@ def mistakes(problem: RecurrentProblem) -> Iterator[Mistake]:
     yield Mistake("the state of another request is read", state=_state_of_next)
     if options.num_speculative_tokens:
         yield Mistake("the state is read from column 0, not num_accepted_tokens - 1", state=_state_of_first_column)
+    if options.mamba_cache_mode == "all":
+        words = "the state is read from the block of the last new token, not of the last computed one"
+        yield Mistake(words, state=_state_of_last_block)
+        yield Mistake("all blocks of a request get the state after its last row", stored=_after_last_row)
     if rule in ("mamba1", "mamba2"):
         yield Mistake("dt_bias is missing", rows=_without_dt_bias)
     else:
@@ -327,20 +374,58 @@ def mistakes(problem: RecurrentProblem) -> Iterator[Mistake]:
         other = not options.qk_l2norm
         words = "queries and keys are normalised, and the case has qk_l2norm false" if other else ""
         yield Mistake(words or "queries and keys are not normalised", rows=partial(rows_of, qk_l2norm=other))
-    else:
-        yield Mistake("the decay follows the row's key and value instead of preceding them", rows=_late_decay)
     if 1 < layer.num_kv_heads < layer.num_heads:
         yield Mistake("head h reads the keys of head h % num_kv_heads", rows=_keys_in_turn)
+
+
+_Order = Literal["output first", "decay last", "undecayed", "correction first"]
+
+
+def wrong_orders(problem: RecurrentProblem) -> Iterator[Mistake]:
+    """Yield layers that do the parts of a row in a wrong order. Some change little; no case has to show them."""
+    yield Mistake("the output comes from the state before the row", loop=partial(_in_order, "output first"))
+    words = "the decay follows the row's key and value instead of preceding them"
+    yield Mistake(words, loop=partial(_in_order, "decay last"))
+    if problem.options.rule in ("gdn", "kda"):
+        words = "the delta rule takes from the new state what the undecayed one returns"
+        yield Mistake(words, loop=partial(_in_order, "undecayed"))
+    if problem.options.rule == "kda":
+        words = "the state is corrected before its decay, instead of after it"
+        yield Mistake(words, loop=partial(_in_order, "correction first"))
+
+
+def _in_order(
+    order: _Order, rows: RecurrentRows, state: Tensor | None, keep: list[int]
+) -> tuple[Tensor, dict[int, Tensor]]:
+    """Return what :func:`recurrence` does, for another order."""
+    now = torch.zeros(rows.state_shape, dtype=torch.float64) if state is None else state
+    decay = rows.log_decay.exp()
+    outputs, states = torch.empty_like(rows.value), {}
+    for t, (query, key, value) in enumerate(zip(rows.query, rows.key, rows.value, strict=True)):
+        before, decayed = now, now * decay[t, :, None, :]
+        added, taken = value, torch.zeros_like(value)
+        if rows.beta is not None:
+            beta = rows.beta[t, :, None]
+            added = beta * value
+            taken = beta * torch.einsum("hvk,hk->hv", decayed if order == "output first" else before, key)
+        change = torch.einsum("hv,hk->hvk", added - taken, key)
+        match order:
+            case "decay last":
+                now = (before + change) * decay[t, :, None, :]
+            case "correction first":
+                corrected = before - torch.einsum("hv,hk->hvk", taken, key)
+                now = corrected * decay[t, :, None, :] + torch.einsum("hv,hk->hvk", added, key)
+            case _:
+                now = decayed + change
+        outputs[t] = torch.einsum("hvk,hk->hv", before if order == "output first" else now, query)
+        if t in keep:
+            states[t] = now
+    return outputs, states
 
 
 def _without_decay(problem: RecurrentProblem, request: StateRequest) -> RecurrentRows:
     rows = rows_of(problem, request)
     return replace(rows, log_decay=torch.zeros_like(rows.log_decay))
-
-
-def _late_decay(problem: RecurrentProblem, request: StateRequest) -> RecurrentRows:
-    rows = rows_of(problem, request)
-    return replace(rows, key=rows.key * rows.log_decay.exp())
 
 
 def _without_dt_bias(problem: RecurrentProblem, request: StateRequest) -> RecurrentRows:
@@ -379,7 +464,7 @@ def _undecayed_state(problem: RecurrentProblem, request: StateRequest) -> Tensor
 
 
 def _stale_state(problem: RecurrentProblem, request: StateRequest) -> Tensor | None:
-    return problem.pool()[request.slots[request.accepted - 1]].double()
+    return problem.pool()[request.source].double()
 
 
 def _state_of_next(problem: RecurrentProblem, request: StateRequest) -> Tensor | None:
@@ -392,6 +477,14 @@ def _state_of_next(problem: RecurrentProblem, request: StateRequest) -> Tensor |
 
 def _state_of_first_column(problem: RecurrentProblem, request: StateRequest) -> Tensor | None:
     return None if request.initial is None else problem.pool()[request.slots[0]].double()
+
+
+def _state_of_last_block(problem: RecurrentProblem, request: StateRequest) -> Tensor | None:
+    return None if request.initial is None else problem.pool()[list(request.written)[-1]].double()
+
+
+def _after_last_row(request: StateRequest) -> list[int]:
+    return [request.num_rows - 1] * len(request.written)
 
 
 def _refuse_blindness(problem: RecurrentProblem, truth: RecurrentTruth) -> None:

@@ -9,7 +9,7 @@ from inline_snapshot import snapshot
 
 from attncheck.backends.candidates.reference_state import ReferenceStateBackend, ReferenceStateImpl
 from attncheck.backends.candidates.torch_sdpa import SDPABackend
-from attncheck.backends.candidates.torch_state import TorchStateBackend, TorchStateImpl
+from attncheck.backends.candidates.torch_state import TorchStateBackend, TorchStateBuilder, TorchStateImpl
 from attncheck.backends.registry import LoadedBackend
 from attncheck.backends.state import NULL_BLOCK_ID, StateMetadataBuilder, as_matrices
 from attncheck.backends.verification import contract_problems
@@ -21,15 +21,32 @@ from attncheck.harness.driver.recurrent import StatePool, StateSession
 from attncheck.harness.problem.recurrent import ABSENT, FOREIGN, UNREAD, build_recurrent
 from attncheck.harness.problem.sizes import needed_bytes
 from attncheck.harness.run.evaluate import Examiner, RunPlan
-from attncheck.harness.truth.recurrent import Computed, mistakes, recurrent_truth, rounded_chunks, rows_of
+from attncheck.harness.truth.recurrent import (
+    Computed,
+    mistakes,
+    recurrent_truth,
+    rounded_chunks,
+    rows_of,
+    wrong_orders,
+)
 from attncheck.reference.attention.recurrence import recurrence, recurrent_rows
 from attncheck.reference.spec import DEFAULT_CHECKS
-from attncheck.reference.step_spec import RecurrenceOptions
+from attncheck.reference.step_spec import RecurrenceOptions, RequestSpec
 
 CPU = torch.device("cpu")
-NOT_EXAMINED = dict.fromkeys(("lse", "features", "builder", "cudagraph"), "unsupported")
+NOT_EXAMINED = dict.fromkeys(("lse", "features", "builder"), "unsupported")
+WITHOUT_GRAPHS = NOT_EXAMINED | {"cudagraph": "unsupported"}
 MIXED = ((1, 20), (1, 9), (12, 30), (2, 2), (21, 21), (1, 1))
 DRAFTS = ((3, 20), (2, 9), (1, 9), (12, 30), (9, 9))
+BLOCKS = (
+    RequestSpec(query_len=1, seq_len=9, shared_prefix=8),
+    RequestSpec(query_len=6, seq_len=14, shared_prefix=8),
+    RequestSpec(query_len=1, seq_len=16),
+    RequestSpec(query_len=1, seq_len=7),
+    RequestSpec(query_len=12, seq_len=30),
+    RequestSpec(query_len=21),
+)
+"""Requests in blocks of 4 tokens; the first two read one state."""
 LAYERS = {
     "mamba1": {"num_heads": 12, "num_kv_heads": 1, "head_size": 8, "head_size_v": 1},
     "linear": {"num_heads": 4, "num_kv_heads": 4, "head_size": 16, "head_size_v": 8},
@@ -65,10 +82,11 @@ def outcomes(records):
     return {check: record.outcome for check, record in records.items()}
 
 
-def changed(base=TorchStateImpl, **members):
-    """Return a backend whose impl has other members."""
+def changed(base=TorchStateImpl, builder=StateMetadataBuilder, **members):
+    """Return a backend whose impl has other members. Its builder declares no graphs."""
     impl = type("Impl", (base,), members)
-    return type("Mine", (TorchStateBackend,), {"get_impl_cls": staticmethod(lambda: impl)})
+    classes = {"get_impl_cls": staticmethod(lambda: impl), "get_builder_cls": staticmethod(lambda: builder)}
+    return type("Mine", (TorchStateBackend,), classes)
 
 
 @pytest.mark.parametrize("rule", RULES)
@@ -77,7 +95,9 @@ def test_right_backends_pass_every_check(state_case, rule, drafts):
     case = state_case(rule, *(DRAFTS if drafts else MIXED), options={"num_speculative_tokens": drafts})
     for backend in (ReferenceStateBackend, TorchStateBackend):
         records = examine(backend, case)
-        assert outcomes(records) == dict.fromkeys(DEFAULT_CHECKS, "passed") | NOT_EXAMINED
+        has_graphs = backend is TorchStateBackend and not drafts  # two decodes of a length are needed
+        left_out = NOT_EXAMINED if has_graphs else WITHOUT_GRAPHS
+        assert outcomes(records) == dict.fromkeys(DEFAULT_CHECKS, "passed") | left_out
         assert records["numerics"].figures["budget_share"] < 0.8
         assert ("after a roll-back of drafts" in records["invariance"].notes) == bool(drafts)
         assert "with prompts in two pieces" in records["invariance"].notes
@@ -97,7 +117,7 @@ def test_a_kernel_that_rounds_each_product_is_within_the_budget(state_case, rule
             for request in problem.requests:
                 rows = rows_of(problem, request).to(torch.float32)
                 out, after = rounded_chunks(rows, request.initial, size, torch.bfloat16, torch.float32)
-                parts.append((out.bfloat16(), after[-1].to(problem.stale.dtype)))
+                parts.append((out.bfloat16(), after[len(out) - 1].to(problem.stale.dtype)))
             seen = Computed(
                 torch.cat([out for out, _ in parts]).double(), torch.stack([state for _, state in parts]).double()
             )
@@ -133,7 +153,7 @@ def test_an_output_of_the_stored_state_is_right(state_case, rule):
     """In a batch, and alone: a request alone has at least the budget of its rows in the batch."""
     case = state_case(rule, *MIXED, options={"state_dtype": "bfloat16"}, dtype="float32")
     records = examine(changed(forward=out_of_stored), case)
-    assert outcomes(records) == dict.fromkeys(DEFAULT_CHECKS, "passed") | NOT_EXAMINED
+    assert outcomes(records) == dict.fromkeys(DEFAULT_CHECKS, "passed") | WITHOUT_GRAPHS
 
 
 @pytest.mark.parametrize("rule", RULES)
@@ -266,7 +286,7 @@ def test_a_change_of_the_whole_cache_is_named(state_case):
 
 def test_a_result_that_is_right_explains_no_fault(state_case):
     """In a step of decodes, the stored state is the initial one: to read it is right."""
-    backend = changed(forward=off_by(1.013, lambda m: True))
+    backend = changed(forward=off_by(1.02, lambda m: True))
     case = state_case("mamba2", (1, 20), (1, 9))
     record = examine(backend, case, checks=("numerics",))["numerics"]
     assert (record.outcome, record.meaning) == ("failed", None)
@@ -405,7 +425,7 @@ def test_a_case_that_cannot_show_a_fault_is_refused(state_case):
 def test_each_mistake_of_a_rule_is_another_output(state_case, rule):
     options = {"num_speculative_tokens": 2}
     problem = build_recurrent(state_case(rule, *DRAFTS, options=options), 0)
-    meanings = [mistake.meaning for mistake in mistakes(problem)]
+    meanings = [mistake.meaning for mistake in (*mistakes(problem), *wrong_orders(problem))]
     assert len(set(meanings)) == len(meanings) >= 7
 
 
@@ -438,6 +458,165 @@ def test_the_form_of_a_class_is_checked():
     assert "cannot be called with (layer, inputs, states, attn_metadata, output)" in problem
 
 
+def test_right_backends_pass_with_prefix_caching(state_case):
+    for rule, state_dtype in (("gdn", "float32"), ("mamba1", "bfloat16"), ("linear", "float32")):
+        options = {"mamba_cache_mode": "all", "state_dtype": state_dtype}
+        case = state_case(rule, *BLOCKS, options=options, cache={"block_size": 4})
+        for backend in (ReferenceStateBackend, TorchStateBackend):
+            records = examine(backend, case)
+            assert outcomes(records) == dict.fromkeys(DEFAULT_CHECKS, "passed") | WITHOUT_GRAPHS
+            assert "in slots that other requests have left" in records["invariance"].notes
+
+
+def test_metadata_name_the_blocks_to_read_and_to_write(state_case):
+    """Decodes are requests 0, 2 and 3; the columns are counted by hand."""
+    built = {}
+
+    def forward(self, layer, inputs, states, attn_metadata, output):
+        built.update(vars(attn_metadata))
+        built["read"] = [attn_metadata.source(request) for request in range(6)]
+        built["written"] = [attn_metadata.destinations(request) for request in range(6)]
+        ReferenceStateImpl.forward(self, layer, inputs, states, attn_metadata, output)
+
+    case = state_case("gdn", *BLOCKS, options={"mamba_cache_mode": "all"}, cache={"block_size": 4})
+    problem = build_recurrent(case, 0)
+    StateSession(changed(ReferenceStateImpl, forward=forward), problem, CPU).run(problem)
+    assert (built["num_decodes"], built["num_prefills"], built["mamba_block_size"]) == (3, 3, 4)
+    assert built["num_computed_tokens"].tolist() == [8, 15, 6, 8, 18, 0, 0, 0]
+    assert built["block_idx_last_computed_token"].tolist() == [1, 3, 1, 1, 4, 0, 0, 0]
+    assert built["block_idx_first_scheduled_token"].tolist() == [2, 3, 1, 2, 4, 0, 0, 0]
+    assert built["block_idx_last_scheduled_token"].tolist() == [2, 3, 1, 3, 7, 5, 0, 0]
+    slots = [each.slots for each in problem.requests]
+    assert slots[0][:2] == slots[3][:2]
+    assert built["read"] == [slots[0][1], slots[1][3], slots[2][1], slots[0][1], slots[4][4], slots[5][0]]
+    of_prompts = [{3: 2, 5: 3}, {1: 4, 5: 5, 9: 6, 11: 7}, {3: 0, 7: 1, 11: 2, 15: 3, 19: 4, 20: 5}]
+    rows = [{0: 2}, {0: 3}, {0: 1}, *of_prompts]
+    assert built["written"] == [
+        {row: own[column] for row, column in each.items()} for own, each in zip(slots, rows, strict=True)
+    ]
+    wanted = [{slot: row for row, slot in each.items()} for each in built["written"]]
+    assert wanted == [each.written for each in problem.requests]
+
+
+def test_a_source_that_is_no_destination_must_stay(state_case):
+    def forward(self, layer, inputs, states, attn_metadata, output):
+        TorchStateImpl.forward(self, layer, inputs, states, attn_metadata, output)
+        states[attn_metadata.source(0)] = states[attn_metadata.destinations(0)[0]]
+
+    case = state_case("gdn", *BLOCKS, options={"mamba_cache_mode": "all"}, cache={"block_size": 4})
+    record = examine(changed(forward=forward), case, checks=("cache_write",))["cache_write"]
+    assert record.summary.startswith("1 slot that the step must leave alone changed")
+    assert "the slot from which a state was read was written" in record.meaning
+
+
+def test_a_backend_without_prefix_caching_is_not_examined_with_it(state_case):
+    narrow = type("Narrow", (TorchStateBackend,), {"supported_mamba_cache_modes": ("none",)})
+    case = state_case("gdn", *BLOCKS, options={"mamba_cache_mode": "all"}, cache={"block_size": 4})
+    assert examine(narrow, case)["numerics"].reasons == ("mamba_cache_mode all: supported are none",)
+
+
+def test_what_prefix_caching_does_not_have_is_refused(state_case):
+    drafted = state_case("gdn", (1, 9), options={"mamba_cache_mode": "all", "num_speculative_tokens": 2})
+    shared = state_case("gdn", *BLOCKS, cache={"block_size": 4})
+    for case, words in ((drafted, "have no drafts"), (shared, "share states with mamba_cache_mode all alone")):
+        with pytest.raises(SpecError, match=words):
+            check_meaning(case.layer, case.cache, case.batch)
+
+
+def in_order(order):
+    """Return a method that does the parts of each row of a delta rule in another order."""
+
+    def forward(self, layer, inputs, states, attn_metadata, output):
+        m = attn_metadata
+        pool = as_matrices(self.rule, states)
+        for request in range(m.num_decodes + m.num_prefills):
+            first, end = m.query_start_loc[request : request + 2].tolist()
+            own = {name: tensor[first:end].double() for name, tensor in inputs.items()}
+            rows = recurrent_rows(self.rule, own, {}, scale=self.scale, qk_l2norm=self.qk_l2norm)
+            state = pool[m.source(request)].double() * m.has_initial_states[request]
+            for t in range(end - first):
+                key, query = rows.key[t, :, :, None], rows.query[t, :, :, None]
+                value, beta = rows.value[t, :, :, None], rows.beta[t, :, None, None]
+                decay = rows.log_decay[t, :, None].exp()
+                before = state
+                if order == "decay last":
+                    state = (state + beta * (value - state @ key) * key.mT) * decay
+                elif order == "undecayed":
+                    state = state * decay + beta * (value - state @ key) * key.mT
+                elif order == "correction first":
+                    state = (state - beta * (state @ key) * key.mT) * decay + beta * value * key.mT
+                else:
+                    state = state * decay
+                    state = state + beta * (value - state @ key) * key.mT
+                output[first + t] = ((before if order == "output first" else state) @ query)[..., 0]
+                if t in m.destinations(request):
+                    pool[m.destinations(request)[t]] = state.to(pool.dtype)
+
+    return forward
+
+
+@pytest.mark.parametrize(
+    ("rule", "order", "words"),
+    [
+        ("gdn", "output first", "the output comes from the state before the row"),
+        ("gdn", "decay last", "the decay follows the row's key and value"),
+        ("gdn", "undecayed", "takes from the new state what the undecayed one returns"),
+        ("kda", "correction first", "the state is corrected before its decay"),
+    ],
+)
+def test_a_wrong_order_within_a_row_is_named(state_case, rule, order, words):
+    case = state_case(rule, *MIXED)
+    assert examine(changed(forward=in_order("")), case, checks=("numerics",))["numerics"].outcome == "passed"
+    record = examine(changed(forward=in_order(order)), case, checks=("numerics",))["numerics"]
+    assert record.outcome == "failed"
+    assert words in record.meaning
+
+
+def test_accepted_tokens_are_all_numbers_in_turn(state_case):
+    case = state_case("gdn", *[(4, 20)] * 4, (1, 9), options={"num_speculative_tokens": 3})
+    assert [request.accepted for request in build_recurrent(case, 0).requests] == [4, 1, 3, 2, 4]
+
+
+def test_some_gates_are_zero_in_decodes_and_prompts(state_case):
+    for rule in ("gdn", "kda"):
+        requests = build_recurrent(state_case(rule, *MIXED), 0).requests
+        without = [bool((request.inputs["g"] == 0).flatten(1).all(dim=1).any()) for request in requests]
+        assert without == [False, True, True, False, True, True]
+
+
+def graphs(forward):
+    """Return a function from a case to the record of ``cudagraph`` of a backend with another ``_decode``."""
+    backend = changed(builder=TorchStateBuilder, _decode=forward)
+    return lambda case: examine(backend, case, checks=("cudagraph",))["cudagraph"]
+
+
+def test_a_replay_serves_other_slots_and_fewer_requests(state_case):
+    case = state_case("gdn", (3, 20), (3, 9), (3, 12), (8, 8), options={"num_speculative_tokens": 2})
+    right = graphs(TorchStateImpl._decode)(case)
+    assert (right.outcome, right.figures["replays"], right.figures["requests"]) == ("passed", 3, 3)
+
+    class Copies(TorchStateBuilder):
+        def build(self, *args, **kwargs):
+            metadata = super().build(*args, **kwargs)
+            kept = vars(self).setdefault("kept", [])
+            kept.append(metadata.state_indices_tensor.clone())
+            return replace(metadata, state_indices_tensor=kept[-1])
+
+    def reads(self, layer, inputs, pool, metadata, output):
+        metadata.query_start_loc.tolist()
+        TorchStateImpl._decode(self, layer, inputs, pool, metadata, output)
+
+    def without_padding(self, layer, inputs, pool, metadata, output):
+        TorchStateImpl._decode(self, layer, inputs, pool, metadata, output)
+        pool[metadata.state_indices_tensor[-1, 0]] += 1
+
+    copies = type("Mine", (TorchStateBackend,), {"get_builder_cls": staticmethod(lambda: Copies)})
+    summary = examine(copies, case, checks=("cudagraph",))["cudagraph"].summary
+    assert summary.startswith("right without a graph, wrong in a replay of decodes: 9 of 9 rows are wrong")
+    assert "forward cannot be captured: host read" in graphs(reads)(case).summary
+    assert "without a graph" in graphs(without_padding)(case).summary
+
+
 def test_what_does_not_fit_is_unavailable_before_anything_is_made(state_case):
     records = examine(TorchStateBackend, state_case("gdn", (10**6, 10**6), num_heads=1024))
     assert set(outcomes(records).values()) == {"unavailable"}
@@ -461,6 +640,10 @@ def test_a_builder_counts_a_prompt_of_one_token_as_a_prompt(state_case):
 def test_the_suite_has_every_rule_and_dtype():
     found = {(case.batch.path.options.rule, case.batch.path.options.state_dtype) for case in load_suite("state")}
     assert found == {(rule, dtype) for rule in RULES for dtype in ("float32", "bfloat16")}
+    ids = {case.id for case in load_suite("state")}
+    assert {f"{rule}-{kind}" for rule in RULES for kind in ("mixed", "drafts", "blocks", "long", "sizes")} <= {
+        each.partition(".")[0] for each in ids
+    }
 
 
 def test_a_tolerance_widens_both_budgets(state_case):

@@ -7,14 +7,17 @@ from dataclasses import fields
 from itertools import combinations, islice
 from math import prod
 from random import Random
+from typing import get_args
 
 import pytest
 
+from attncheck.backends.candidates.torch_state import TorchStateBackend
 from attncheck.cases.loader import load_file
 from attncheck.cases.model import Case
 from attncheck.cases.yaml_text import case_yaml
 from attncheck.harness.fuzz.search import (
     NOT_DRAWN,
+    RECURRENCES,
     VALUES,
     DeclaredAxes,
     Lengths,
@@ -29,7 +32,7 @@ from attncheck.harness.fuzz.search import (
     sources_of,
 )
 from attncheck.reference.spec import LayerSpec
-from attncheck.reference.step_spec import PATHS, BatchSpec, CacheSpec, PaddingSpec, RequestSpec
+from attncheck.reference.step_spec import PATHS, BatchSpec, CacheSpec, PaddingSpec, RecurrenceRule, RequestSpec
 
 SPECS = {
     "layer.": LayerSpec,
@@ -51,7 +54,8 @@ def test_every_field_is_drawn_or_has_a_reason(prefix):
 
 def test_every_path_is_drawn_or_implied_by_the_layer():
     drawn = {path.name for path in VALUES["path"] if path is not None}
-    left_out = {"ranks", "recurrence"}  # the first starts processes for each case; the second is another family
+    left_out = {"ranks"}  # it starts processes for each case
+    drawn |= {path.name for path in RECURRENCES}
     assert drawn | {"paged", "encoder_only", "cross", "mla"} == set(PATHS) - left_out
 
 
@@ -262,6 +266,21 @@ def test_every_value_is_declared_if_no_case_is_undeclared():
     found = declared_axes(lambda cases: [("no",)] * len(cases), ())
     assert len(found.declared["layer.dtype"]) == 3
     assert not found.undeclared
+
+
+def test_a_backend_of_layers_with_a_state_gets_such_layers_of_every_rule():
+    def of_state(cases):
+        reasons = [TorchStateBackend.unsupported_reasons(each.layer, each.cache, each.batch) for each in cases]
+        has_state = [each.batch.path.name == "recurrence" for each in cases]
+        return [tuple(each) if held else ("no state",) for each, held in zip(reasons, has_state, strict=True)]
+
+    axes = declared_axes(of_state, ())
+    assert axes.declared["path"] == RECURRENCES
+    found = [each.case for each in islice(questions(axes, of_state, Lengths(), 0, ("numerics",)), 120)]
+    drawn_options = [case.batch.path.options for case in found]
+    assert {options.rule for options in drawn_options} == set(get_args(RecurrenceRule))
+    assert {options.mamba_cache_mode for options in drawn_options} == {"none", "all"}
+    assert {case.layer.head_size_v for case in found if case.batch.path.options.rule == "mamba1"} == {1}
 
 
 @pytest.fixture(scope="module")

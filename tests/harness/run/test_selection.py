@@ -7,8 +7,9 @@ from dataclasses import replace
 import pytest
 from inline_snapshot import snapshot
 
+from attncheck.cases.keys import split_variant
 from attncheck.cases.loader import load_suite
-from attncheck.errors import QuestionError, SelectionError
+from attncheck.errors import CaseFileError, QuestionError, SelectionError
 from attncheck.harness.run import selection as selection_module
 from attncheck.harness.run.outcomes import BackendDescription
 from attncheck.harness.run.selection import (
@@ -16,6 +17,7 @@ from attncheck.harness.run.selection import (
     Shard,
     cases_by_keywords,
     choose_checks,
+    default_suites,
     fit_pages,
     read_shard,
     select_cases,
@@ -158,6 +160,17 @@ def test_a_case_that_the_defaults_make_invalid_is_named_with_the_reason(suite, s
         f"no case of {named} matches 'decode.float32'; decode.float32 is left out, since it is invalid with these "
         "defaults: num_heads 7 is not a multiple of num_kv_heads 2"
     )
+
+
+def test_a_setting_of_one_family_is_refused_for_backends_of_another_alone():
+    """Latent layers of ``smoke`` and ``interpreted`` have no ``head_size_v``."""
+    selection = select_cases([], settings=["layer.head_size_v=64"])
+    names = [split_variant(ref)[0] for ref in selection.refs]
+    assert (names, list(selection.faults)) == (["state"], ["smoke", "interpreted"])
+    of_state, other = backend("one", default_suite="state"), backend("two", default_suite="smoke")
+    assert default_suites(selection, [of_state]) == {"one": "state"}
+    with pytest.raises(CaseFileError, match=r"smoke with --set layer\.head_size_v=64"):
+        default_suites(selection, [of_state, other])
 
 
 @pytest.mark.parametrize(
