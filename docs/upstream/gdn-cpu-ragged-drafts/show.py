@@ -9,7 +9,6 @@ import sys
 from types import SimpleNamespace
 
 import torch
-import torch.nn.functional as F
 from vllm.model_executor.layers.mamba.ops.cpu import gdn_attention
 
 WIDTH, DRAFTS, HEADS, SIZE = 4, 3, 2, 64
@@ -45,7 +44,7 @@ def step(rows: torch.Tensor, accepted: int, history: torch.Tensor, states: torch
 
 
 def run(lengths: list[int], accepted: list[int]) -> str:
-    """Run steps of these numbers of rows, of which the next one finds so many accepted; compare with one convolution."""
+    """Run steps of so many rows, of which so many are accepted, and compare them with one convolution."""
     torch.manual_seed(0)
     history = torch.zeros(5, CHANNELS, STATE_LEN, dtype=torch.bfloat16)
     states = torch.zeros(5, HEADS, SIZE, SIZE)
@@ -54,7 +53,7 @@ def run(lengths: list[int], accepted: list[int]) -> str:
     for count, taken in zip(lengths, accepted, strict=True):
         rows = torch.randn(count, CHANNELS).bfloat16()
         before = torch.cat([kept, rows])
-        right = F.conv1d(before.t()[None].float(), WEIGHT.float(), groups=CHANNELS)[0].t()
+        right = torch.nn.functional.conv1d(before.t()[None].float(), WEIGHT.float(), groups=CHANNELS)[0].t()
         try:
             seen = step(rows, last, history, states)
         except RuntimeError as error:

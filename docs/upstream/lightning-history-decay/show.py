@@ -1,4 +1,4 @@
-"""Show that lightning_attention takes too much from earlier blocks and from kv_history: exp(slope) times the right amount.
+"""Show that lightning_attention takes exp(slope) times too much from earlier blocks and from kv_history.
 
     python show.py
 
