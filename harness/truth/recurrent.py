@@ -307,7 +307,7 @@ def rounded_chunks(
         sees = torch.ones(len(total), len(total), dtype=torch.bool, device=total.device).tril()
         between = (total[:, None] - total[None]).masked_fill(~sees[:, :, None, None], -torch.inf).exp()
         if rows.beta is not None:
-            beta = low(rows.beta[at])
+            beta = rows.beta[at]
             overlap = beta.t()[:, :, None] * torch.einsum("thk,tihk,ihk->hti", key, between, key).tril(-1)
             unit = torch.eye(len(total), device=total.device).expand_as(overlap)
             inverse = low(torch.linalg.solve_triangular(overlap + unit, unit, upper=False, unitriangular=True))
