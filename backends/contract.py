@@ -162,7 +162,7 @@ class AttentionBackend(ABC):
     """Supported device types, as in ``torch.device.type``."""
 
     builder_only: ClassVar[bool] = False
-    """Whether only the metadata builder can be driven; no impl is constructed then."""
+    """Whether cases of attention drive the metadata builder alone; no impl is constructed for them."""
 
     def __init_subclass__(cls, **keywords: Any) -> None:
         super().__init_subclass__(**keywords)

@@ -81,6 +81,7 @@ class Declarations(Protocol):
     supported_layouts: tuple[str, ...]
     supported_attn_types: Sequence[str]
     supported_sinks_dtypes: tuple[str, ...]
+    builder_only: bool
 
     def is_mla(self) -> bool: ...
 
@@ -193,7 +194,8 @@ def undeclared(backend: Declarations, layer: LayerSpec, cache: CacheSpec, batch:
     """
     dtype = _not_among("dtype", layer.dtype, [str(d).removeprefix("torch.") for d in backend.get_supported_dtypes()])
     path = batch.path.name
-    if path == STATE_PATH or (backend.is_ssm() and path not in FUNCTION_PATHS):
+    has_other_layers = backend.is_ssm() and path not in FUNCTION_PATHS and not backend.builder_only
+    if path == STATE_PATH or has_other_layers:
         of_kind = "" if backend.is_ssm() and path == STATE_PATH else _NO_STATE if backend.is_ssm() else _HAS_STATE
         sizes = "" if of_kind else _head_size_reason(backend, _with_sizes_of_state(layer, batch))
         return [reason for reason in (dtype, of_kind, sizes) if reason]

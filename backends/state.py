@@ -11,8 +11,9 @@ under ``torch.no_grad()``::
 
 ``layer`` has the weights of :data:`WEIGHTS` as float32 attributes. ``inputs`` maps the names of :data:`INPUTS` to
 tensors ``[T, ...]`` of all requests, one after another, and then padding rows. ``g`` and ``beta`` are float32, all
-others are of the layer's dtype. ``forward`` writes the rows of all requests into ``output``, and the new states into
-``states``. It changes nothing else.
+others are of the layer's dtype. For kernels that compute the gates, ``gdn`` also has ``a`` and ``b``:
+``g = -exp(A_log) softplus(a + dt_bias)`` and ``beta = sigmoid(b)``. ``forward`` writes the rows of all requests into
+``output``, and the new states into ``states``. It changes nothing else.
 
 A candidate derives from :class:`StateBackend` and :class:`StateImpl`.
 """
@@ -48,7 +49,7 @@ INPUTS: Mapping[RecurrenceRule, tuple[str, ...]] = MappingProxyType(
     {
         "mamba1": _MAMBA,
         "mamba2": _MAMBA,
-        "gdn": (*_ATTENDED, "g", "beta"),
+        "gdn": (*_ATTENDED, "g", "beta", "a", "b"),
         "kda": (*_ATTENDED, "g", "beta"),
         "linear": _ATTENDED,
     }
@@ -60,9 +61,15 @@ The sizes by the names of a case are: D or H is ``num_heads``, G or the heads of
 """
 
 WEIGHTS: Mapping[RecurrenceRule, tuple[str, ...]] = MappingProxyType(
-    {"mamba1": ("A", "dt_bias"), "mamba2": ("A", "dt_bias"), "gdn": (), "kda": (), "linear": ("slopes",)}
+    {
+        "mamba1": ("A", "dt_bias"),
+        "mamba2": ("A", "dt_bias"),
+        "gdn": ("A_log", "dt_bias"),
+        "kda": (),
+        "linear": ("slopes",),
+    }
 )
-"""The names of the weights of each rule. ``dt_bias`` is added to ``dt`` before softplus."""
+"""The names of the weights of each rule. ``dt_bias`` is added to ``dt`` of Mamba, or ``a``, before softplus."""
 
 
 def state_shape(rule: RecurrenceRule, num_heads: int, head_size: int, head_size_v: int) -> tuple[int, ...]:

@@ -180,7 +180,9 @@ class TorchStateImpl(StateImpl):
         log_decay = -layer.slopes[None, :, None].expand(len(query), -1, 1)
         return _Rows(query * self.scale, key, value, log_decay)
 
-    def _rows_of_delta(self, query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor) -> _Rows:
+    def _rows_of_delta(
+        self, query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, **_gates: Tensor
+    ) -> _Rows:
         if self.qk_l2norm:
             query = query * (query.square().sum(-1, keepdim=True) + 1e-6).rsqrt()
             key = key * (key.square().sum(-1, keepdim=True) + 1e-6).rsqrt()

@@ -448,7 +448,7 @@ CHECKS = {"builder": Check(_check)}
 # request's page. Cannot see: what kernels compute, which metadata they read, and steps that verify drafts. Therefore no
 # level is ever reported as measured.
 
-_ONLY = "only its metadata builder is driven: its kernels take a state and weights, which no case describes"
+_ONLY = "only its metadata builder is driven: its kernels take a state, which no case of attention has"
 _BUCKET = 4
 _LENGTHS = (5, 40, 17, 33)
 """Numbers of keys of the requests in the first step. The second step's are longer."""

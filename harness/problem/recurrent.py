@@ -39,6 +39,13 @@ _LOG_DECAYS = (0.004, 4.0, 0.05, 0.5)
 
 _DT_BIASES = (-1.0, 0.5, -3.0)
 
+_A_LOGS, _GATE_BIASES = (0.0, 0.5, -1.0), (0.5, -1.0)
+"""``A_log`` and ``dt_bias`` of the heads of a gated delta network, in turn. Each dtype has these numbers."""
+
+_LEAST_SOFTPLUS = 2**-20
+_NO_GATE = -200.0
+"""A value of ``a`` for which ``g`` is 0 in float32."""
+
 _LARGE_DT, _LARGE_DT_EVERY = 4.0, 7
 _LENGTHS = (1.0, 0.5, 0.75)
 """Lengths of queries and keys that a layer does not normalise. Longer keys would let the state grow."""
@@ -295,16 +302,22 @@ def _inputs_of(stream: RandomStream, layer: LayerSpec, options: RecurrenceOption
     yield stream.uniform(total, heads, layer.value_head_size) / 2
     mean = _in_turn(_LOG_DECAYS, heads)
     noise = stream.uniform(total, heads).abs()
-    if rule == "gdn":
-        g = -mean * noise
-    else:
+    if rule == "kda":
         channels = _in_turn(_LOG_DECAYS, heads * size).view(heads, size)
         g = -channels * stream.uniform(total, heads, size).abs()
-    g[_WITHOUT_DECAY] = 0
-    yield g
+        g[_WITHOUT_DECAY] = 0
+        yield g
     beta = (stream.uniform(total, heads) + 2) / 4
     beta[::5], beta[1::5] = 1 - beta[::5] / 64, beta[1::5] / 64
-    yield beta
+    if rule == "kda":
+        yield beta
+        return
+    amount, bias = _in_turn(_A_LOGS, heads).exp(), _in_turn(_GATE_BIASES, heads)
+    softplus = (mean * noise / amount).clamp(min=_LEAST_SOFTPLUS)
+    a, b = softplus + torch.log(-torch.expm1(-softplus)) - bias, torch.logit(beta)
+    a[_WITHOUT_DECAY] = _NO_GATE
+    a, b = (gate.to(DTYPES[layer.dtype]).double() for gate in (a, b))
+    yield from (-amount * torch.nn.functional.softplus(a + bias), torch.sigmoid(b), a, b)
 
 
 def _draw_weights(stream: RandomStream, layer: LayerSpec, options: RecurrenceOptions) -> dict[str, Tensor]:
@@ -315,6 +328,8 @@ def _draw_weights(stream: RandomStream, layer: LayerSpec, options: RecurrenceOpt
         decay = _in_turn(_DECAYS, count) * (1 + stream.uniform(count) / 8)
         weights["A"] = -decay.view(heads, -1) if options.rule == "mamba1" else -decay
         weights["dt_bias"] = _in_turn(_DT_BIASES, heads) + stream.uniform(heads) / 8
+    elif options.rule == "gdn":
+        weights["A_log"], weights["dt_bias"] = _in_turn(_A_LOGS, heads), _in_turn(_GATE_BIASES, heads)
     elif options.rule == "linear":
         weights["slopes"] = _in_turn(_LOG_DECAYS, heads) * (1 + stream.uniform(heads) / 8)
     return {name: tensor.float() for name, tensor in weights.items()}

@@ -308,7 +308,7 @@ class Examiner:
         return (*everywhere, *unavailable_case_reasons(backend, case, device))
 
     def _examination(self, case: Case, backend: LoadedBackend, reasons: tuple[str, ...]) -> CaseChecks:
-        if backend.backend.builder_only:
+        if backend.backend.builder_only and case.batch.path.name != STATE_PATH:
             from attncheck.harness.checks.builder import BuilderChecks
 
             return BuilderChecks(backend.backend, case, self.plan.seed, self.device, reasons)

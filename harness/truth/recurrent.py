@@ -355,6 +355,7 @@ def mistakes(problem: RecurrentProblem) -> Iterator[Mistake]:
     rule, layer, options = problem.options.rule, problem.layer, problem.options
     yield Mistake("the decay is missing", rows=_without_decay)
     yield Mistake("the initial state is ignored", state=_no_state)
+    yield Mistake("the state before a prompt's first row has not decayed", state=_undecayed_state)
     yield Mistake("states are used where has_initial_states is False", state=_stale_state)
     yield Mistake("the state of another request is read", state=_state_of_next)
     if options.num_speculative_tokens:
@@ -453,6 +454,13 @@ def _keys_in_turn(problem: RecurrentProblem, request: StateRequest) -> Recurrent
 
 def _no_state(_problem: RecurrentProblem, _request: StateRequest) -> Tensor | None:
     return None
+
+
+def _undecayed_state(problem: RecurrentProblem, request: StateRequest) -> Tensor | None:
+    state = state_of(problem, request)
+    if state is None or request.is_decode:
+        return state
+    return state * (-rows_of(problem, request).log_decay[0, :, None]).exp()
 
 
 def _stale_state(problem: RecurrentProblem, request: StateRequest) -> Tensor | None:

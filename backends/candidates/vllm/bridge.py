@@ -23,17 +23,15 @@ from attncheck.backends.candidates.vllm.declarations import VLLMDeclarations, co
 from attncheck.backends.candidates.vllm.impl import VLLMImpl, VLLMLatentImpl
 from attncheck.backends.candidates.vllm.interpreted import launches_triton
 from attncheck.backends.candidates.vllm.layers import LatentSizes
-from attncheck.backends.candidates.vllm.selection import is_state_space, select
+from attncheck.backends.candidates.vllm.selection import is_state_space, named_after, select
+from attncheck.backends.candidates.vllm.state import state_space_backend
 from attncheck.backends.candidates.vllm.trial import missing_parts, refusals
 from attncheck.backends.contract import (
     AttentionBackend,
-    AttentionImpl,
-    CommonAttentionMetadata,
     Conventions,
     KVCacheSpec,
     MultipleOf,
 )
-from attncheck.backends.dtypes import DTYPES
 from attncheck.reference.spec import LayerSpec
 from attncheck.reference.step_spec import FP8_CACHES, ROW_FORMATS, BatchSpec, CacheSpec, SpecDecodeOptions
 
@@ -74,8 +72,8 @@ class VLLMBackend(AttentionBackend):
         found = declarations_of(theirs)
         is_latent = "mla" in found.features
         impl_base, builder_base = (VLLMLatentImpl, VLLMLatentBuilder) if is_latent else (VLLMImpl, VLLMBuilder)
-        impl = _named_after(theirs, impl_base, "Impl", {"brings_writer": found.has_writer})
-        builder = _named_after(theirs, builder_base, "Builder", {})
+        impl = named_after(theirs, impl_base, "Impl", {"brings_writer": found.has_writer})
+        builder = named_after(theirs, builder_base, "Builder", {})
         members = {
             "declared": found,
             # A latent layer writes before its forward. If this build has no writer, none is called.
@@ -99,7 +97,7 @@ class VLLMBackend(AttentionBackend):
             "get_impl_cls": staticmethod(lambda: impl),
             "get_builder_cls": staticmethod(lambda: builder),
         }
-        return _named_after(theirs, VLLMLatentBackend if is_latent else cls, "", members)
+        return named_after(theirs, VLLMLatentBackend if is_latent else cls, "", members)
 
     @classmethod
     def get_kv_cache_shape(
@@ -370,79 +368,3 @@ def _padding_reasons(batch: BatchSpec, is_decode: bool, *, has_graphs: bool) -> 
     if (padding.unmapped_tokens or padding.key_rows) and not has_graphs:
         reasons.append("rows that no slot is for: vLLM's runner pads no rows on a CPU")
     return reasons
-
-
-class StateSpaceBuilder(VLLMBuilder):
-    """The builder of :attr:`their_backend`."""
-
-    @classmethod
-    def spec_of(cls, layer: Any, config: Any, spec: KVCacheSpec) -> Any:
-        """Return vLLM's spec of a state with one element."""
-        specs = package.module("vllm.v1.kv_cache_interface")
-        return specs.MambaSpec(block_size=spec.block_size, shapes=((1,),), dtypes=(spec.dtype,))
-
-    def _translated(self, metadata: CommonAttentionMetadata) -> Any:
-        common = super()._translated(metadata)
-        common.block_table_tensor = common.block_table_tensor[:, :1]
-        return common
-
-
-class _NoImpl(AttentionImpl[Any]):
-    """Placeholder: there is no impl, since the layers of models call the kernels."""
-
-    def __init__(self, *_arguments: object, **_keywords: object) -> None:
-        raise NotImplementedError("vLLM's layers with a state call their kernels themselves, and not by an impl")
-
-    def forward(self, *_arguments: object, **_keywords: object) -> torch.Tensor:
-        """See the contract."""
-        raise NotImplementedError
-
-
-class StateSpaceBackend(AttentionBackend):
-    """A class of vLLM's for layers with a state, such as ``vllm:MAMBA2``; only its metadata builder can be driven.
-
-    Model layers call their kernels, with weights and states that no case describes. The builder gets what vLLM's runner
-    passes: a spec of the state, and for each request the page that holds its state.
-    """
-
-    builder_only = True
-    supported_dtypes = tuple(DTYPES.values())
-    their_backend: ClassVar[type[Any]]
-    """vLLM's class."""
-
-    @classmethod
-    def get_kv_cache_shape(cls, num_blocks: int, block_size: int, num_kv_heads: int, head_size: int) -> tuple[int, ...]:
-        """See the contract."""
-        raise NotImplementedError("a layer with a state has no cache of keys and values")
-
-    @classmethod
-    def unsupported_reasons(cls, layer: LayerSpec, cache: CacheSpec, batch: BatchSpec) -> list[str]:
-        """See the contract; only the batch of a case is used."""
-        reasons = super().unsupported_reasons(layer, cache, batch)
-        others = [] if batch.path.name == "paged" else [f"path {batch.path.name}: its builder is given plain steps"]
-        return [*reasons, *others]
-
-    @classmethod
-    def version(cls) -> str:
-        """Return vLLM's version."""
-        return package.version()
-
-
-def state_space_backend(theirs: type[Any]) -> type[StateSpaceBackend]:
-    """Return the candidate for a class of vLLM's for layers with a state."""
-    builder = _named_after(theirs, StateSpaceBuilder, "Builder", {})
-    members = {
-        "supported_layouts": ("NHD", "HND"),
-        "supported_devices": (package.platform().device_type,),
-        "get_name": staticmethod(theirs.get_name),
-        "get_impl_cls": staticmethod(lambda: _NoImpl),
-        "get_builder_cls": staticmethod(lambda: builder),
-    }
-    return _named_after(theirs, StateSpaceBackend, "", members)
-
-
-def _named_after(theirs: type[Any], base: type[Any], suffix: str, members: Mapping[str, Any]) -> type[Any]:
-    """Return a class derived from ``base``, named after vLLM's class ``theirs``, which is its ``their_backend``."""
-    described = f"vLLM's {theirs.__module__}.{theirs.__qualname__}."
-    own = {"their_backend": theirs, "__module__": __name__, "__doc__": described}
-    return type(f"{theirs.__name__}{suffix}", (base,), own | dict(members))

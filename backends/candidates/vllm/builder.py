@@ -11,7 +11,7 @@ from torch import Tensor
 from attncheck.backends.candidates.vllm import interpreted, package
 from attncheck.backends.candidates.vllm.cache import their_spec
 from attncheck.backends.candidates.vllm.config import soft_cap_entry, their_config
-from attncheck.backends.candidates.vllm.layers import current, set_value_size
+from attncheck.backends.candidates.vllm.layers import current, has_value_size, set_value_size
 from attncheck.backends.candidates.vllm.trial import names_missing_parts
 from attncheck.backends.contract import AttentionCGSupport, CommonAttentionMetadata, KVCacheSpec
 from attncheck.backends.paged_metadata import with_own_host_tensors
@@ -111,16 +111,18 @@ class VLLMBuilder(AttentionMetadataBuilder[Any]):
     ) -> None:
         """See the contract."""
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
-        if kv_cache_spec.attention_chunk_size is not None:
+        chunk_size = getattr(kv_cache_spec, "attention_chunk_size", None)
+        if chunk_size is not None:
             raise NotImplementedError(
-                f"attention_chunk_size {kv_cache_spec.attention_chunk_size}: vLLM runs chunks as virtual requests, "
+                f"attention_chunk_size {chunk_size}: vLLM runs chunks as virtual requests, "
                 "and passes no chunk size to a builder"
             )
         layers = _their_layers(layer_names, vllm_config)
         self.config = self.their_config(vllm_config, layers, kv_cache_spec)
         self.spec = self.spec_of(next(iter(layers.values()), None), self.config, kv_cache_spec)
         made = self.their_builder(kv_cache_spec)
-        set_value_size(self.their_backend, kv_cache_spec.head_size_v)
+        if has_value_size(self.their_backend):
+            set_value_size(self.their_backend, kv_cache_spec.head_size_v)
         with current(self.config):
             self.theirs = made(self.spec, layer_names, self.config, device)
         self.reorder_batch_threshold = self.theirs.reorder_batch_threshold

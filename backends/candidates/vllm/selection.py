@@ -120,3 +120,10 @@ def _refuse_undriven(argument: str, found: type[Any]) -> None:
             f"{argument} calls itself {found.get_name()!r}: vLLM's layers take names of AttentionBackendEnum only, "
             "of which CUSTOM is free"
         )
+
+
+def named_after(theirs: type[Any], base: type[Any], suffix: str, members: Mapping[str, Any]) -> type[Any]:
+    """Return a class derived from ``base``, named after vLLM's class ``theirs``, which is its ``their_backend``."""
+    described = f"vLLM's {theirs.__module__}.{theirs.__qualname__}."
+    own = {"their_backend": theirs, "__module__": base.__module__, "__doc__": described}
+    return type(f"{theirs.__name__}{suffix}", (base,), own | dict(members))

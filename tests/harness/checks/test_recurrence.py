@@ -410,7 +410,7 @@ def test_a_declared_case_that_raises_is_a_broken_declaration(state_case):
     records = examine(changed(forward=forward), state_case("gdn", (3, 9)))
     assert records["numerics"].outcome == "errored"
     assert records["refusals"].summary == snapshot(
-        "declared, but raised at forward: AttributeError: layer has no 'D': the contract provides"
+        "declared, but raised at forward: AttributeError: layer has no 'D': the contract provides A_log, dt_bias"
     )
 
 
