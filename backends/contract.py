@@ -222,6 +222,15 @@ class AttentionBackend(ABC):
         return False
 
     @classmethod
+    def is_sparse(cls) -> bool:
+        """Return whether the backend serves only layers with an indexer, whose steps have ``topk_indices``.
+
+        A class that returns True declares the feature ``sparse``. A class that declares the feature alone serves other
+        layers, too.
+        """
+        return False
+
+    @classmethod
     def is_ssm(cls) -> bool:
         """Return whether the backend serves only layers with a state (:mod:`attncheck.backends.state`)."""
         return False

@@ -335,6 +335,7 @@ def check_meaning(layer: LayerSpec, cache: CacheSpec, batch: BatchSpec) -> None:
         _check_request(cache, batch.path.name, request, f"batch.requests.{index}")
     _check_sharing(batch)
     _check_prefixes(layer, batch)
+    _check_indexer(layer, batch)
     _check_surroundings(layer, cache, batch)
     _check_pool(layer, cache, batch)
 
@@ -568,6 +569,28 @@ def _check_prefixes(layer: LayerSpec, batch: BatchSpec) -> None:
             value=layer.rswa_window,
             allowed="leave rswa_window out, or give the path paged",
         )
+
+
+_CHOSEN_KEYS = ("paged", "mla", "spec_decode", "micro_batch")
+"""Paths on which an indexer may choose the keys: no call divides the keys of a row."""
+
+
+def _check_indexer(layer: LayerSpec, batch: BatchSpec) -> None:
+    """Raise for ``index_topk`` beside image spans, or on a path that divides the keys of a row."""
+    if layer.index_topk is None:
+        return
+    obstacles = {
+        f"not defined for the path {batch.path.name}": batch.path.name not in _CHOSEN_KEYS,
+        "not defined beside mm_req_doc_ranges": any(request.mm_req_doc_ranges for request in batch.requests),
+    }
+    for reason, is_given in obstacles.items():
+        if is_given:
+            raise SpecError(
+                reason,
+                field="layer.index_topk",
+                value=layer.index_topk,
+                allowed=f"leave it out, or use one of the paths {', '.join(_CHOSEN_KEYS)}",
+            )
 
 
 def _check_image_spans(layer: LayerSpec, batch: BatchSpec, index: int) -> None:

@@ -65,6 +65,7 @@ class ReferenceBackend(PagedBackend):
             "mm_prefix",
             "rswa",
             "dcp",
+            "sparse",
         }
     )
     conventions = Conventions(padded_rows="untouched", cache_strides="any")
@@ -146,6 +147,7 @@ class ReferenceImpl(PagedImpl):
                 tree_mask=self._tree_of_step(metadata),
                 mm_req_doc_ranges=common.mm_req_doc_ranges,
                 rswa_prefix_lens=common.rswa_prefix_lens,
+                topk_indices=metadata.topk_indices,
             )
             out, lse = _cascade(attend, metadata.common_prefix_len) if metadata.common_prefix_len else attend()
         elif key is not None and value is not None:

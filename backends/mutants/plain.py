@@ -46,6 +46,7 @@ class PlainBackend(PagedBackend):
             "merge_nan",
             "mm_prefix",
             "rswa",
+            "sparse",
         }
     )
     conventions = Conventions(padded_rows="untouched")
@@ -147,6 +148,7 @@ class PlainImpl(PagedImpl):
                 keys, values = key[start:end].float(), value[start:end].float()
             seen = self.seen(metadata, q_pos, k_pos)
             seen = self.with_prefixes(seen, metadata, request, q_pos, k_pos)
+            seen = self.of_chosen_keys(seen, metadata, start, end)
             scores = self.scores(query[start:end], keys, q_pos, k_pos)
             scores = scores.masked_fill(~seen, -torch.inf)
             # Weight 0 does not hide NaN: values that no row sees are left out.
@@ -209,6 +211,20 @@ class PlainImpl(PagedImpl):
             key_inside = (key >= first) & (key <= last)
             seen = seen | (row_inside & key_inside)
         return seen
+
+    def of_chosen_keys(self, seen: Tensor, metadata: PagedMetadata, start: int, end: int) -> Tensor:
+        """Return which rows see which keys without those that an indexer did not choose for rows ``start .. end - 1``.
+
+        ``seen``: bool ``[rows, keys]``.
+        """
+        if metadata.topk_indices is None:
+            return seen
+        chosen = torch.zeros_like(seen)
+        own = metadata.topk_indices[start:end]
+        for row, named in enumerate(own.long()):
+            named = named[named >= 0]
+            chosen[row, named] = True
+        return seen & chosen
 
     def scores(self, query: Tensor, keys: Tensor, q_pos: Tensor, k_pos: Tensor) -> Tensor:
         """Return the scores before the mask, ``[H, rows, keys]``."""

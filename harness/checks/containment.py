@@ -72,14 +72,14 @@ def check_containment(case: CheckedCase) -> Finding:
     if fault is not None:
         return fault
     notes = repeats.notes
-    has_foreign_slots = session.pool is not None and bool(session.pool.regions)
+    has_foreign_slots = session.pool is not None and bool(session.pool.poisonable)
     if has_foreign_slots and session.backend.conventions.needs_finite_pool:
         effect = _effect(repeats, Fill(poison=math.nan))
         if effect is False:
             notes += ("needs_finite_pool is declared, and NaN in foreign slots does not reach the output here",)
     figures = {"rows": len(truth.out), "poisonings": len(fills), "bitwise": int(repeats.bitwise)}
     if session.pool is not None:
-        figures["slots_poisoned"] = sum(map(len, session.pool.regions.values()))
+        figures["slots_poisoned"] = sum(map(len, session.pool.poisonable.values()))
     return Holds(figures, notes)
 
 
@@ -104,7 +104,7 @@ def _padding_fault(session: Session, seen: Observation, fill: Fill | None) -> Br
 
 
 def _fills(problem: Problem, session: Session) -> Iterator[Fill]:
-    if session.pool is not None and session.pool.regions:
+    if session.pool is not None and session.pool.poisonable:
         storage = key_storage(problem.layer, problem.cache)
         for value in (math.nan, math.inf, -math.inf, _huge(problem)):
             # A format without infinities stores its largest number for Inf, which the last kind covers.
@@ -156,7 +156,7 @@ def _trace(session: Session, repeats: Repeats[Observation, Fill], fill: Fill, mo
             f"the output depends on padding rows of the inputs: with zeros instead of NaN, it changes in {moved}"
         )
     leaks = {}
-    for region in session.pool.regions if session.pool is not None else ():
+    for region in session.pool.poisonable if session.pool is not None else ():
         effect = _effect(repeats, Fill(poison=fill.poison, regions=(region,)))
         if isinstance(effect, StageError):
             leaks[region] = f"{region} (raises {effect.raised.error_type})"

@@ -41,6 +41,7 @@ from attncheck.harness.diagnosis.scores import (
     rescaling_explanations,
     score_explanations,
 )
+from attncheck.harness.diagnosis.sparse import sparse_explanations
 from attncheck.harness.problem.problem import Problem
 from attncheck.harness.problem.storage import output_error, output_values
 from attncheck.harness.truth.faults import Hypothesis
@@ -232,6 +233,7 @@ _SOURCES = (
     latent_explanations,
     common_explanations,
     prefix_explanations,
+    sparse_explanations,
     modifier_explanations,
     path_explanations,
     paging_explanations,
