@@ -465,7 +465,7 @@ class LayerSpec:
             )
 
     def _refuse_beside_indexer(self) -> None:
-        """Raise for masks that no layer with an indexer has, and for ALiBi, whose queries follow from a span of keys."""
+        """Raise for other masks, and for ALiBi, whose queries are made for a span of keys."""
         for name in ("sliding_window", "attn_chunk_size", "rswa_window", "alibi"):
             if getattr(self, name) not in (None, False):
                 raise SpecError(

@@ -82,13 +82,11 @@ class TorchMLAImpl(LatentImpl):
         """Attend in the latent space to all ``tokens [n, L + E]`` at once; query positions begin at ``first``."""
         seen = _seen(first, len(query), 0, len(tokens), metadata.common.causal, query.device)
         keys = tokens[:, None]
-        out_latent, lse = _attend(
-            self._in_latent_space(query), keys, keys[..., : self.kv_lora_rank], seen, self.scale
-        )
+        out_latent, lse = _attend(self._in_latent_space(query), keys, keys[..., : self.kv_lora_rank], seen, self.scale)
         return self._out_of_latent_space(out_latent, query.dtype), lse
 
     def _of_chosen(self, query: Tensor, tokens: Tensor, topk_indices: Tensor) -> State:
-        """Attend in the latent space, each row to the tokens that it names: ``topk_indices [q, K]``, negative for none."""
+        """Attend in the latent space, each row to the tokens that ``topk_indices [q, K]`` name; negative for none."""
         projected = self._in_latent_space(query)
         states = []
         for row, named in enumerate(topk_indices):

@@ -221,8 +221,8 @@ class PlainImpl(PagedImpl):
             return seen
         chosen = torch.zeros_like(seen)
         own = metadata.topk_indices[start:end]
-        for row, named in enumerate(own.long()):
-            named = named[named >= 0]
+        for row, entries in enumerate(own.long()):
+            named = entries[entries >= 0]
             chosen[row, named] = True
         return seen & chosen
 

@@ -33,6 +33,7 @@ def sparse_explanations(problem: Problem, truth: Truth) -> Iterator[Hypothesis]:
 
 def _changed(meaning: str, params: AttentionParams, rows: UnpagedAttention, change: Change) -> Iterator[Hypothesis]:
     """Yield the fault of other indices: with the causal mask, and without one, as kernels rely on the indices alone."""
+    assert rows.topk_indices is not None
     other = replace(rows, topk_indices=change(rows.topk_indices))
     yield altered(meaning, other, params, "sparse")
     yield altered(meaning, other, replace(params, causal=False), "sparse")
@@ -45,6 +46,9 @@ def _of_entries(indices: Tensor) -> dict[str, Change]:
     changes: dict[str, Change] = {
         "indices behind the first -1 are not read": lambda own: own.masked_fill(
             (own < 0).long().cumsum(dim=1) > 0, NONE
+        ),
+        "the first indices are read, as many as the row names keys": lambda own: own.masked_fill(
+            column >= (own >= 0).sum(dim=1, keepdim=True), NONE
         ),
         "indices count from 1": lambda own: torch.where(own < 0, own, own - 1),
         "the key behind each index is read": lambda own: torch.where(own < 0, own, own + 1),

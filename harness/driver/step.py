@@ -575,12 +575,13 @@ def micro_batches_of(step: Step, cuts: tuple[int, ...], threshold: int | None = 
         end_request = common.num_reqs if is_last else sum(start < end for start in starts[:-1])
         slices.append(UBatchSlice(slice(first_request, end_request), slice(first, end)))
     calls = []
-    for index, (piece, metadata) in enumerate(zip(slices, split_attn_metadata(slices, common), strict=True)):
+    for index, (piece, divided) in enumerate(zip(slices, split_attn_metadata(slices, common), strict=True)):
         tokens = piece.token_slice
         real = max(0, min(tokens.stop, step.num_rows) - tokens.start)
-        nth, position = _places(metadata)
+        metadata: CommonAttentionMetadata = divided
         if isinstance(common, SparseMetadata):
             metadata = with_topk_indices(metadata, _indices_of(common, torch.arange(tokens.start, tokens.stop)))
+        nth, position = _places(metadata)
         calls.append(
             ForwardCall(
                 common=step.loosened(metadata, is_divided=True),

@@ -15,7 +15,7 @@ NONE = -1
 """An entry that names no key."""
 
 _KINDS = 6
-"""Kinds of rows, drawn with equal chance: full, with repetitions, with gaps, of one key, of page edges, of late keys."""
+"""Kinds of rows, drawn alike: full, with repetitions, with gaps, of one key, of page edges, of the last keys."""
 
 
 def draw_topk_indices(requests: Sequence[Request], index_topk: int, block_size: int, stream: RandomStream) -> Tensor:

@@ -98,7 +98,7 @@ class UnpagedAttention:
         Keys for which ``hidden`` is True are not seen; positions do not change.
         """
         precision = precision or Precision()
-        if self.tree is None and hidden is None and self._is_plain:
+        if self.tree is None and hidden is None and self.is_plain:
             return varlen_attention(
                 self.query, self.keys, self.values, self.cu_seqlens_q, self.cu_seqlens_k, params, precision=precision
             )
@@ -111,7 +111,6 @@ class UnpagedAttention:
             sees = self._sees_without_tree(params, request, q_pos, k_pos)
             return sees if hidden is None else sees & ~hidden(request, q_pos, k_pos)
 
-        is_plain = hidden is None and self._is_plain
         return paged_attention(
             self.query,
             self.keys[:, None],
@@ -121,7 +120,7 @@ class UnpagedAttention:
             self.cu_seqlens_q,
             params,
             tree_mask=self.tree,
-            mask_fn=None if is_plain else seen,
+            mask_fn=None if hidden is None and self.is_plain else seen,
             precision=precision,
         )
 
@@ -146,8 +145,8 @@ class UnpagedAttention:
         return self.cu_seqlens_q[1:] - self.cu_seqlens_q[:-1]
 
     @property
-    def _is_plain(self) -> bool:
-        """Whether the parameters alone decide which keys rows see, but for a tree."""
+    def is_plain(self) -> bool:
+        """Whether the parameters alone decide which keys rows see, but for a tree: neither prefixes nor an indexer."""
         return not self.prefixes and self.topk_indices is None
 
     @property
