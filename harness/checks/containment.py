@@ -1,6 +1,7 @@
 """``containment``: memory that the batch does not own never influences the output.
 
-NaN, Inf and huge finite values are written to every slot that must not influence a row. The real rows must be bitwise
+NaN, Inf and huge finite values are written to every slot that must not influence a row: also to old keys of the batch
+that no row names, if an indexer chooses the keys. The real rows must be bitwise
 unchanged, or within the budget if the backend is not deterministic even on clean input. A difference counts only if the
 clean step reproduces and the poisoned step differs again in the same rows. Padding rows of the inputs must not matter,
 guard zones around the output must stay intact, and padding rows of the output must be finite, also with poison. Cannot
@@ -24,7 +25,7 @@ from attncheck.harness.driver.foreign_code import StageError
 from attncheck.harness.driver.observation import Observation
 from attncheck.harness.driver.outputs import CANARY
 from attncheck.harness.driver.session import Fill, Session
-from attncheck.harness.problem.problem import Problem
+from attncheck.harness.problem.problem import UNCHOSEN, Problem
 from attncheck.harness.problem.storage import key_storage
 from attncheck.reports.run_file.graph_levels import PADDING_EFFECT, PADDING_FAULTS, PaddingRows
 
@@ -177,8 +178,10 @@ def _meaning_of(leaks: Iterable[str]) -> str:
     parts = []
     if regions == {_TAIL}:
         parts.append("slots behind the last key of a request are read")
-    elif regions != {_LEFT_BEHIND}:
+    elif regions - {_LEFT_BEHIND, UNCHOSEN}:
         parts.append("memory that no request owns is read")
+    if UNCHOSEN in regions:
+        parts.append("keys that no row chose are read")
     if _LEFT_BEHIND in regions:
         parts.append(
             "keys before the windows of all rows are read: a cache manager may have given their pages to other requests"

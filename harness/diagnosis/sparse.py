@@ -7,7 +7,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from attncheck.harness.problem.indexer import NONE
+from attncheck.harness.problem.indexer import NONE, stale_row
 from attncheck.harness.problem.problem import Problem, rows_in_pool
 from attncheck.harness.truth.faults import Answer, Hypothesis, altered, attend_named
 from attncheck.harness.truth.truth import Truth
@@ -23,7 +23,7 @@ def sparse_explanations(problem: Problem, truth: Truth) -> Iterator[Hypothesis]:
     params, rows = truth.params, truth.rows
     if rows.topk_indices is None:
         return
-    changes = {**_of_entries(rows.topk_indices), **_of_other_rows(rows)}
+    changes = {**_of_entries(rows.topk_indices), **_of_other_rows(problem, rows)}
     for meaning, change in changes.items():
         yield from _changed(meaning, params, rows, change)
     yield from _beside_the_mask(params, rows, problem.cache.block_size)
@@ -64,14 +64,18 @@ def _first_entries(column: Tensor, count: int, own: Tensor) -> Tensor:
     return own.masked_fill(column >= count, NONE)
 
 
-def _of_other_rows(rows: UnpagedAttention) -> dict[str, Change]:
-    """Return the faults of reading the indices of other rows."""
+def _of_other_rows(problem: Problem, rows: UnpagedAttention) -> dict[str, Change]:
+    """Return the faults of reading the indices of other rows. Padding or a stale row follows the last one."""
+    assert rows.topk_indices is not None
+    behind = stale_row(problem.requests, rows.topk_indices.shape[1]).to(rows.topk_indices)[None]
+    if problem.case.batch.padding.query_rows:
+        behind = torch.full_like(behind, NONE)
     first_row = rows.cu_seqlens_q[:-1].repeat_interleave(rows.num_rows)
     last_row = rows.cu_seqlens_q[1:].repeat_interleave(rows.num_rows) - 1
     node = rows.places.node
     return {
         "indices of another row: the row before": lambda own: own.roll(1, dims=0),
-        "indices of another row: the row behind": lambda own: own.roll(-1, dims=0),
+        "indices of another row: the row behind": lambda own: torch.cat([own[1:], behind]),
         "indices of another row: row 0 of the step": lambda own: own[:1].expand_as(own),
         "indices of another row: the first row of the request": lambda own: own[first_row],
         "indices of another row: the last row of the request": lambda own: own[last_row],

@@ -12,6 +12,7 @@ from torch import Tensor
 from attncheck.backends.conventions import Conventions
 from attncheck.backends.declarations import is_chunked, is_merged
 from attncheck.harness.driver.chunks import chunks_of_rank
+from attncheck.harness.problem.indexer import stale_row
 from attncheck.harness.problem.pages import key_places
 from attncheck.harness.problem.problem import Problem
 from attncheck.reference import (
@@ -274,12 +275,12 @@ def with_topk_indices(common: CommonAttentionMetadata, topk_indices: Tensor) -> 
 def _topk_indices(problem: Problem, rows: Tensor, num_padding: int, conventions: Conventions) -> Tensor | None:
     """Return the indices of a step whose rows are ``rows`` of the problem, then padding, which names no key.
 
-    The stale rows name the first keys of request 0, in the form that the conventions state.
+    Stale rows follow. All indices have the form that the conventions state.
     """
     indices = problem.topk_indices
     if indices is None:
         return None
-    stale = torch.arange(indices.shape[1], dtype=torch.int32).clamp(max=problem.requests[0].num_keys - 1)
+    stale = stale_row(problem.requests, indices.shape[1])
     if conventions.topk_indices == "slots":
         of_rows = [torch.full((r.rows,), r.base) for r in problem.requests]
         place = indices + torch.cat(of_rows)[:, None]

@@ -32,6 +32,11 @@ def draw_topk_indices(requests: Sequence[Request], index_topk: int, block_size: 
     return indices
 
 
+def stale_row(requests: Sequence[Request], index_topk: int) -> Tensor:
+    """Return the entries of rows behind those of a step, int32 ``[index_topk]``: the first keys of request 0."""
+    return torch.arange(index_topk, dtype=torch.int32).clamp(max=requests[0].num_keys - 1)
+
+
 def _row_of(kind: int, position: int, width: int, block_size: int, stream: RandomStream) -> Tensor:
     """Return the entries of one row, int64 ``[width]``."""
     order = stream.permutation(position + 1)

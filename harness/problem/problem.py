@@ -529,6 +529,10 @@ def rows_in_pool(problem: Problem) -> RowsInPool:
     return read
 
 
+UNCHOSEN = "keys that no row chose"
+"""Name of the region of :func:`unchosen_slots`."""
+
+
 def unchosen_slots(problem: Problem) -> dict[str, Tensor]:
     """Return, by region name, the slots of old keys that no row of the batch chose; empty if there are none.
 
@@ -540,7 +544,7 @@ def unchosen_slots(problem: Problem) -> dict[str, Tensor]:
     own = [(r, indices[r.first_row : r.first_row + r.rows]) for r in problem.requests]
     chosen = torch.cat([rows[rows >= 0] + r.base for r, rows in own]).long()
     unchosen = _difference(problem.key_slots[problem.old_keys].unique(), problem.key_slots[chosen].unique())
-    return {"keys that no row chose": unchosen} if len(unchosen) else {}
+    return {UNCHOSEN: unchosen} if len(unchosen) else {}
 
 
 def foreign_slots(problem: Problem) -> dict[str, Tensor]:
