@@ -101,7 +101,7 @@ def test_a_builder_refuses_masks_that_the_backend_does_not_declare(refusals):
     ]
     build({"mm_req_doc_ranges": {0: [], 1: []}})
     chosen = with_topk_indices(common_metadata([5, 3], [9, 3]), torch.zeros(8, 4, dtype=torch.int32))
-    with pytest.raises(NotImplementedError, match="^BARE: topk_indices are not supported$"):
+    with pytest.raises(NotImplementedError, match="BARE: topk_indices are not supported"):
         BARE.get_builder_cls()(spec, [], None, cpu).build(0, chosen)
 
 

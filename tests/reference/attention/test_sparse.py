@@ -88,6 +88,8 @@ def test_both_forms_of_latent_attention_see_the_named_keys():
     want = dense_sparse_attention(query, keys.numpy(), values.numpy(), entries, params.softmax_scale)
     for form in (mla_attention_naive, mla_attention_absorbed):
         out, _ = form(
-            *(q_nope, q_pe, cache, w_uk, w_uv, table, lens, starts, params), topk_indices=torch.tensor(entries), q_tile=2
+            *(q_nope, q_pe, cache, w_uk, w_uv, table, lens, starts, params),
+            topk_indices=torch.tensor(entries),
+            q_tile=2,
         )
         assert np.allclose(out.numpy(), want)
