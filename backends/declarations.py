@@ -28,7 +28,7 @@ from attncheck.reference.step_spec import (
 if TYPE_CHECKING:
     import torch
 
-FUNCTION_PATHS = ("merge", "causal_conv1d")
+FUNCTION_PATHS = ("merge", "causal_conv1d", "indexer")
 """Paths that call a function of the backend instead of its attention."""
 
 STATE_PATH = "recurrence"

@@ -18,6 +18,7 @@ from attncheck.reference.step_spec import (
     CacheSpec,
     DCPOptions,
     FastPrefillOptions,
+    IndexerOptions,
     InputName,
     MicroBatchOptions,
     PaddingSpec,
@@ -89,6 +90,8 @@ def check_path(layer: LayerSpec, cache: CacheSpec, batch: BatchSpec) -> None:
             _check_micro_batch(layer, batch, cuts)
         case RecurrenceOptions():
             _check_recurrence(layer, batch, path.options)
+        case IndexerOptions():
+            _check_rows_of_indexer(batch)
         case _:
             pass
 
@@ -154,6 +157,19 @@ def _check_recurrence(layer: LayerSpec, batch: BatchSpec, options: RecurrenceOpt
                 value=request.seq_len,
                 allowed=f"give {request.query_len} or more",
             )
+
+
+def _check_rows_of_indexer(batch: BatchSpec) -> None:
+    """Raise for requests with more rows than keys, or whose keys belong to another request, too."""
+    for index, request in enumerate(batch.requests):
+        for name, is_wrong in (("seq_len", request.context_len < 0), ("shared_prefix", request.shared_prefix > 0)):
+            if is_wrong:
+                raise SpecError(
+                    "each row of an indexer has a key of its own, in pages of its request",
+                    field=f"batch.requests.{index}.{name}",
+                    value=getattr(request, name),
+                    allowed="leave shared_prefix out, and give no seq_len below query_len",
+                )
 
 
 def _check_rows(batch: BatchSpec, least: int, most: int, reason: str) -> None:

@@ -10,6 +10,10 @@ from attncheck.reference.attention.cache import (
     reshape_and_cache as reshape_and_cache,
     swap_blocks as swap_blocks,
 )
+from attncheck.reference.attention.indexer import (
+    index_scores as index_scores,
+    sparse_attn_indexer as sparse_attn_indexer,
+)
 from attncheck.reference.attention.mla import (
     MLAParams as MLAParams,
     mla_attention_absorbed as mla_attention_absorbed,

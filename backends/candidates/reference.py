@@ -24,6 +24,7 @@ from attncheck.backends.contract import (
 from attncheck.backends.paged import PagedBackend, PagedImpl
 from attncheck.backends.paged_metadata import PagedBuilder, PagedMetadata
 from attncheck.reference.attention.cache import copy_blocks, reshape_and_cache, swap_blocks
+from attncheck.reference.attention.indexer import sparse_attn_indexer
 from attncheck.reference.attention.online_softmax import merge_attn_states
 from attncheck.reference.attention.paged import dcp_rank_attention, paged_attention
 from attncheck.reference.attention.params import AttentionParams
@@ -85,6 +86,7 @@ class ReferenceBackend(PagedBackend):
             "copy_blocks": copy_blocks,
             "swap_blocks": swap_blocks,
             "causal_conv1d": causal_conv1d,
+            "sparse_attn_indexer": sparse_attn_indexer,
         }
 
 

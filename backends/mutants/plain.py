@@ -78,6 +78,7 @@ class PlainBackend(PagedBackend):
             "copy_blocks": copy_blocks,
             "swap_blocks": swap_blocks,
             "causal_conv1d": causal_conv1d,
+            "sparse_attn_indexer": sparse_attn_indexer,
         }
 
 
@@ -362,6 +363,40 @@ def causal_conv1d(
         y[start:end] = out.to(x.dtype)
         state[:, :past] = tape[:, tape.shape[1] - past :]
     return y
+
+
+def sparse_attn_indexer(
+    query: Tensor,
+    weights: Tensor,
+    key: Tensor,
+    index_cache: Tensor,
+    block_table: Tensor,
+    seq_lens: Tensor,
+    query_start_loc: Tensor,
+    slot_mapping: Tensor,
+    *,
+    index_topk: int,
+) -> Tensor:
+    """Store the new keys, and return the positions of the keys of the largest scores of each row, then -1."""
+    block_size = index_cache.shape[1]
+    rows = (slot_mapping >= 0).nonzero().squeeze(1)
+    slots = slot_mapping[rows]
+    index_cache[slots // block_size, slots % block_size] = key[rows]
+    chosen = torch.full((len(query), index_topk), -1, dtype=torch.int32, device=query.device)
+    starts = query_start_loc.tolist()
+    for request, seq_len in enumerate(seq_lens.tolist()):
+        start, end = starts[request], starts[request + 1]
+        k_pos = torch.arange(seq_len, device=query.device)
+        page = block_table[request][k_pos // block_size].long()
+        keys = index_cache[page, k_pos % block_size].float()
+        for row in range(start, end):
+            products = query[row].float() @ keys.T
+            scores = weights[row] @ products.relu()
+            position = seq_len - end + row
+            scores = scores.masked_fill(k_pos > position, -torch.inf)
+            count = min(index_topk, position + 1)
+            chosen[row, :count] = scores.topk(count).indices.int()
+    return chosen
 
 
 class Base(PlainBackend):
