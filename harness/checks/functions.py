@@ -370,6 +370,10 @@ def _figures(shares: Tensor) -> dict[str, float | int]:
     return {"rows": shares.shape[0], "heads": shares.shape[1], "budget_share": worst}
 
 
+_ONLY_LATER = (
+    "something is kept from an earlier call, the function is not deterministic, or the first numbers do not show the fault"
+)
+
 EXAMINATIONS: Mapping[str, tuple[str, type[Merging | Convolution | Indexing]]] = {
     "merge": (MERGE, Merging),
     "causal_conv1d": (CONVOLUTION, Convolution),
@@ -425,6 +429,6 @@ class FunctionChecks:
         return Broken(
             f"right in the first call, wrong in the second: {second.summary}",
             second.figures,
-            "something is kept from an earlier call, or the function is not deterministic",
+            second.meaning or _ONLY_LATER,
             second.details,
         )

@@ -222,9 +222,9 @@ def wrong_rows(indices: Tensor, scores: Scores) -> tuple[dict[str, Tensor], Tens
 
 # The path `indexer`: the function `sparse_attn_indexer` of a backend.
 #
-# `numerics`: the named keys of each row are those of the largest scores, as a set, with ties. `cache_write`: exactly the
-# slots of the new keys change. `containment`: slots that no request owns do not matter. Cannot see: the order in which
-# a row names its keys, which has no meaning.
+# `numerics`: each row names the keys of the largest scores, as a set with ties. `cache_write`: exactly the slots of the
+# new keys change. `containment`: slots that no request owns do not matter. Cannot see: the order in which a row names
+# its keys, which has no meaning.
 
 INDEXER = "sparse_attn_indexer"
 
@@ -311,7 +311,8 @@ class Indexing:
         for kind, wrong in kinds.items():
             if bool(wrong.any()):
                 summary = f"{rows_in_words(self._problem, wrong)} {kind}"
-                return Broken(summary, figures, self._meaning(seen) if explains else None, seen.changed)
+                meaning = self._meaning(seen) if explains else None
+                return Broken(summary, figures, meaning, seen.changed, finding=f"rows {kind}")
         if bool((seen.indices[rows:] >= 0).any()):
             return Broken("rows of padding name keys; entries of -1 are right", figures)
         if seen.changed:
