@@ -324,8 +324,8 @@ class AttentionBackend(ABC):
 
         Possible names are ``merge_attn_states``, ``causal_conv1d``, ``sparse_attn_indexer``, ``reshape_and_cache``,
         ``copy_blocks`` and ``swap_blocks``. Each has the signature of the function in :mod:`attncheck.reference`,
-        without its ``precision``. Results have the dtype of the inputs (an LSE is float32), or a wider one. The paths ``merge``,
-        ``causal_conv1d`` and ``indexer`` examine the first three, ``cache_write`` the others.
+        without its ``precision``. Results have the dtype of the inputs (an LSE is float32), or a wider one. The paths
+        ``merge``, ``causal_conv1d`` and ``indexer`` examine the first three, ``cache_write`` the others.
         """
         return {}
 

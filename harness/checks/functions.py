@@ -371,7 +371,7 @@ def _figures(shares: Tensor) -> dict[str, float | int]:
 
 
 _ONLY_LATER = (
-    "something is kept from an earlier call, the function is not deterministic, or the first numbers do not show the fault"
+    "something is kept from an earlier call, the function is not deterministic, or the first numbers hide the fault"
 )
 
 EXAMINATIONS: Mapping[str, tuple[str, type[Merging | Convolution | Indexing]]] = {

@@ -204,9 +204,10 @@ def wrong_rows(indices: Tensor, scores: Scores) -> tuple[dict[str, Tensor], Tens
     index = torch.where(is_named & (indices < longest), indices, longest)
     named = torch.zeros(len(indices), longest + 1, dtype=torch.bool).scatter_(1, index, True)[:, :longest]
     is_visible = torch.arange(longest) < num_visible
+    seen = named & is_visible
     count, wanted = named.sum(dim=1), num_visible[:, 0].clamp(max=indices.shape[1])
     best, best_at = (scores.value - scores.slack).masked_fill(~is_visible | named, -torch.inf).max(dim=1)
-    worst, worst_at = (scores.value + scores.slack).masked_fill(~named, torch.inf).min(dim=1)
+    worst, worst_at = (scores.value + scores.slack).masked_fill(~seen, torch.inf).min(dim=1)
     slack = scores.slack.gather(1, best_at[:, None]) + scores.slack.gather(1, worst_at[:, None])
     off = (scores.value.gather(1, best_at[:, None]) - scores.value.gather(1, worst_at[:, None])).clamp(min=0)
     share = torch.where(off == 0, 0.0, off / slack)[:, 0]
@@ -214,7 +215,7 @@ def wrong_rows(indices: Tensor, scores: Scores) -> tuple[dict[str, Tensor], Tens
     kinds = {
         BEHIND: (indices >= num_visible).any(dim=1),
         TWICE: is_named.sum(dim=1) > count + (is_named & (indices >= longest)).sum(dim=1),
-        FEW: (named & is_visible).sum(dim=1) < wanted,
+        FEW: seen.sum(dim=1) < wanted,
         BELOW: has_both & (best > worst),
     }
     return kinds, share.masked_fill(~has_both, 0.0)
