@@ -21,13 +21,17 @@ from attncheck.reference.step_spec import IndexerOptions
 # The rows and keys of an indexer, and the scores of every row and key in float64.
 #
 # Some rows have all weights negative, a query of zeros (all scores are equal), or queries along one key: the row's own,
-# the one behind it, or the last one of a page. Pages, tables and slots are those of a batch of attention.
+# the one behind it, or the last one of a page. Some scores are all close to one large number, so that coarse sums
+# exchange keys. Pages, tables and slots are those of a batch of attention.
 
 _KINDS = 8
-"""Kinds of rows, which take turns: half of them are random."""
+"""Kinds of rows, which take turns: the first is random."""
 
 _LARGE = 64.0
-"""Factor of the queries of large scores; a power of two, so that they are exact in every dtype."""
+"""Factor of the queries of large scores, and their last channel for close ones: a power of two, exact in each dtype."""
+
+_LEVEL = 2.0
+"""The last channel of every key."""
 
 
 @dataclass(frozen=True)
@@ -112,6 +116,7 @@ def build_indexer(case: Case, seed: int) -> IndexProblem:
     lengths = [r.num_keys for r in requests]
     layout = lay_out(case, lengths, key_places(lengths), stream)()
     keys = stream.uniform(sum(lengths), size).to(dtype)
+    keys[:, -1] = _LEVEL
     rows = sum(r.rows for r in requests)
     problem = IndexProblem(
         case=case,
@@ -143,6 +148,8 @@ def _plant(problem: IndexProblem) -> None:
         query[rows] = keys[target[rows] % len(keys), None].expand_as(query[rows])
         weights[rows] = weights[rows].abs()
     query[kind == 6] *= _LARGE
+    query[..., -1][kind == 7] = _LARGE
+    weights[kind == 7] = weights[kind == 7].abs()
 
 
 @dataclass(frozen=True)

@@ -62,21 +62,26 @@ def key_of_each_head(topk_indices: Tensor, positions: Tensor, number: Tensor) ->
 
     topk_indices: ``[q, K]``. positions: int64 ``[q]``. number: int64 ``[q, H]``, which selects the key.
 
-    Of five heads, three get a key that the row names, one the hidden key that is nearest to one of these, and one key
-    0, or the row's own key if it names key 0. A row that sees every key up to its own gets keys that it names.
+    Of five heads, two get a key that the row names, one the key that it names most often, one a hidden key beside one
+    of these, and one key 0, or the row's own key if it names key 0. A row without hidden keys gets keys that it names.
     """
-    longest = int(positions.max()) + 1
-    key = torch.arange(max(longest, 1))
-    named = torch.zeros(len(positions), len(key) + 1, dtype=torch.bool)
-    named.scatter_(1, torch.where(topk_indices < 0, len(key), topk_indices).long(), True)
-    named = named[:, :-1]
+    key = torch.arange(max(int(positions.max()) + 1, 1))
+    times = times_named(topk_indices, len(key))
+    named = times > 0
     hidden = (key <= positions[:, None]) & ~named
     beside = hidden & (_shifted(named, 1) | _shifted(named, -1))
     second = _nth(named, number + 1)
-    wanted = _nth(named, number)
+    wanted = torch.where(number % 5 == 0, times.argmax(dim=1)[:, None], _nth(named, number))
     near = torch.where(beside.any(1, keepdim=True), _nth(beside, number), second)
     end = torch.where(named[:, :1], positions.clamp(min=0)[:, None], 0).expand_as(number)
     return torch.where(number % 5 == 3, near, torch.where(number % 5 == 4, end, wanted)), second
+
+
+def times_named(topk_indices: Tensor, num_keys: int) -> Tensor:
+    """Return how often each row of ``topk_indices [q, K]`` names each key: int64 ``[q, num_keys]``."""
+    index = torch.where(topk_indices < 0, num_keys, topk_indices).long()
+    times = index.new_zeros(len(index), num_keys + 1)
+    return times.scatter_add_(1, index, torch.ones_like(index))[:, :num_keys]
 
 
 def _shifted(named: Tensor, by: int) -> Tensor:

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from attncheck.harness.problem.indexer import times_named
 from attncheck.harness.problem.pages import visible_span
 from attncheck.harness.problem.problem import Problem
 from attncheck.harness.problem.storage import UpProjections, key_storage, value_storage
@@ -133,7 +134,9 @@ def _topk_toggles(params: AttentionParams, rows: UnpagedAttention, seen: Tensor)
     twice = Hypothesis(
         "keys that topk_indices name twice count twice", lambda: attend_named(rows, params, own), ("sparse",)
     )
-    yield Toggle("topk_indices: repetitions", twice, (own >= 0).sum(dim=1) > seen, mostly=False)
+    times = times_named(own, int(rows.num_keys.max()))
+    is_uneven = times.amax(dim=1) > torch.where(times > 0, times, own.shape[1]).amin(dim=1)
+    yield Toggle("topk_indices: repetitions", twice, is_uneven, mostly=False)
 
 
 def attend_named(
