@@ -320,7 +320,7 @@ class Indexing:
             if bool(wrong.any()):
                 summary = f"{rows_in_words(self._problem, wrong)} {kind}"
                 meaning = self._meaning(seen) if explains else None
-                return Broken(summary, figures, meaning, seen.changed, finding=f"rows {kind}")
+                return Broken(summary, figures, meaning, seen.changed, finding="" if meaning else f"rows {kind}")
         if bool((seen.indices[rows:] >= 0).any()):
             return Broken("rows of padding name keys; entries of -1 are right", figures)
         if seen.changed:
