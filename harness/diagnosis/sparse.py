@@ -9,7 +9,7 @@ from torch import Tensor
 
 from attncheck.harness.problem.indexer import NONE, stale_row
 from attncheck.harness.problem.problem import Problem, rows_in_pool
-from attncheck.harness.truth.faults import Answer, Hypothesis, altered, attend_named
+from attncheck.harness.truth.faults import Answer, Hypothesis, altered, attend_named, keys_seen
 from attncheck.harness.truth.truth import Truth
 from attncheck.harness.truth.unpaged import UnpagedAttention
 from attncheck.reference import AttentionParams
@@ -32,11 +32,16 @@ def sparse_explanations(problem: Problem, truth: Truth) -> Iterator[Hypothesis]:
 
 
 def _changed(meaning: str, params: AttentionParams, rows: UnpagedAttention, change: Change) -> Iterator[Hypothesis]:
-    """Yield the fault of other indices: with the causal mask, and without one, as kernels rely on the indices alone."""
+    """Yield the fault of other indices: with the causal mask, and without one if a row then sees more keys.
+
+    Kernels often rely on the indices alone.
+    """
     assert rows.topk_indices is not None
     other = replace(rows, topk_indices=change(rows.topk_indices))
     yield altered(meaning, other, params, "sparse")
-    yield altered(meaning, other, replace(params, causal=False), "sparse")
+    without_mask = replace(params, causal=False)
+    if not torch.equal(keys_seen(other, without_mask), keys_seen(other, params)):
+        yield altered(meaning, other, without_mask, "sparse")
 
 
 def _of_entries(indices: Tensor) -> dict[str, Change]:
@@ -97,17 +102,23 @@ def _beside_the_mask(params: AttentionParams, rows: UnpagedAttention, block_size
     whole = torch.where(pages < 0, NONE, pages + in_page).flatten(1)
     meaning = "all keys of the pages of the chosen keys are visible"
     yield altered(meaning, replace(rows, topk_indices=whole), params, "sparse")
-    many = rows.num_rows.repeat_interleave(rows.num_rows) > 1
-    for meaning, is_masked in (
-        ("topk_indices are ignored in requests of several rows", ~many),
-        ("topk_indices are ignored in requests of one row", many),
-    ):
-        every = torch.arange(int(rows.num_keys.max()), device=own.device, dtype=own.dtype).expand(len(own), -1)
-        unused = own.new_full((len(own), max(0, every.shape[1] - own.shape[1])), NONE)
-        named = torch.cat([own, unused], dim=1)
-        every = torch.cat([every, own.new_full((len(own), named.shape[1] - every.shape[1]), NONE)], dim=1)
-        mixed = torch.where(is_masked[:, None], named, every)
-        yield altered(meaning, replace(rows, topk_indices=mixed), params, "sparse")
+    is_alone = rows.num_rows.repeat_interleave(rows.num_rows) == 1
+    for which, is_ignored in (("one row", is_alone), ("several rows", ~is_alone)):
+        meaning = f"topk_indices are ignored in requests of {which}"
+        yield altered(meaning, replace(rows, topk_indices=_with_all_keys(rows, is_ignored)), params, "sparse")
+
+
+def _with_all_keys(rows: UnpagedAttention, of_rows: Tensor) -> Tensor:
+    """Return indices that name all keys for the rows ``of_rows`` (bool ``[T]``), and the chosen ones for the others."""
+    own = rows.topk_indices
+    assert own is not None
+    longest = int(rows.num_keys.max())
+    every = torch.arange(longest, device=own.device, dtype=own.dtype).expand(len(own), -1)
+    return torch.where(
+        of_rows[:, None],
+        torch.cat([every, torch.full_like(own, NONE)], dim=1),
+        torch.cat([torch.full_like(every, NONE), own], dim=1),
+    )
 
 
 def _at_slots(problem: Problem, truth: Truth) -> Answer:
