@@ -64,7 +64,7 @@ _ALL = (
         of="builder",
         unexamined="no probe replays a graph of decodes with batches of several query lengths",
     ),
-    Claim(member="is_sparse", unexamined="no case has sparse attention"),
+    Claim(member="is_sparse", feature="sparse"),
     Claim(member="supports_mm_prefix", feature="mm_prefix"),
     Claim(member="supports_rswa", feature="rswa"),
     Claim(member="supports_dcp", feature="dcp"),

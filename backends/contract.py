@@ -222,6 +222,15 @@ class AttentionBackend(ABC):
         return False
 
     @classmethod
+    def is_sparse(cls) -> bool:
+        """Return whether the backend serves only layers with an indexer, whose steps have ``topk_indices``.
+
+        A class that returns True declares the feature ``sparse``. A class that declares the feature alone serves other
+        layers, too.
+        """
+        return False
+
+    @classmethod
     def is_ssm(cls) -> bool:
         """Return whether the backend serves only layers with a state (:mod:`attncheck.backends.state`)."""
         return False
@@ -313,10 +322,10 @@ class AttentionBackend(ABC):
     def functions(cls) -> dict[str, Callable[..., Any]]:
         """Return the functions offered besides attention, keyed by name.
 
-        Possible names are ``merge_attn_states``, ``causal_conv1d``, ``reshape_and_cache``, ``copy_blocks`` and
-        ``swap_blocks``. Each has the signature of the function in :mod:`attncheck.reference`, without its
-        ``precision``. Results have the dtype of the inputs (an LSE is float32), or a wider one. The paths ``merge`` and
-        ``causal_conv1d`` examine the first two, ``cache_write`` the others.
+        Possible names are ``merge_attn_states``, ``causal_conv1d``, ``sparse_attn_indexer``, ``reshape_and_cache``,
+        ``copy_blocks`` and ``swap_blocks``. Each has the signature of the function in :mod:`attncheck.reference`,
+        without its ``precision``. Results have the dtype of the inputs (an LSE is float32), or a wider one. The paths
+        ``merge``, ``causal_conv1d`` and ``indexer`` examine the first three, ``cache_write`` the others.
         """
         return {}
 

@@ -16,6 +16,7 @@ PaddedRows = Literal["untouched", "finite"]
 OperandStrides = Literal["any", "rows"]
 HostLens = Literal["upper_bound", "exact"]
 CacheStrides = Literal["undeclared", "any", "blocks", "pages"]
+TopkIndices = Literal["positions", "slots"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,6 +82,16 @@ class Conventions:
     ``pages``: none; the pages follow one another. ``undeclared``: the backend reads all strides, or raises.
     """
 
+    topk_indices: TopkIndices = "positions"
+    """What ``topk_indices`` of sparse attention name: ``positions`` in the row's request, or ``slots`` of the cache.
+
+    A slot is ``page * block_size + offset``, as FlashMLA takes it. vLLM's indexer returns positions, which its classes
+    convert.
+    """
+
+    repeated_topk_indices: bool = True
+    """Whether a row may name a key twice, which counts once. An indexer does not; if False, no row does."""
+
     @property
     def pool_orders(self) -> tuple[PoolOrder, ...]:
         """The values of ``cache.pool_order`` that ``cache_strides`` declares; only LB if undeclared."""
@@ -108,6 +119,7 @@ class Conventions:
             ("operand_strides", get_args(OperandStrides)),
             ("host_lens", get_args(HostLens)),
             ("cache_strides", get_args(CacheStrides)),
+            ("topk_indices", get_args(TopkIndices)),
         ):
             if getattr(self, name) not in allowed:
                 raise ValueError(f"{name} = {getattr(self, name)!r}: must be one of {', '.join(allowed)}")

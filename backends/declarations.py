@@ -28,7 +28,7 @@ from attncheck.reference.step_spec import (
 if TYPE_CHECKING:
     import torch
 
-FUNCTION_PATHS = ("merge", "causal_conv1d")
+FUNCTION_PATHS = ("merge", "causal_conv1d", "indexer")
 """Paths that call a function of the backend instead of its attention."""
 
 STATE_PATH = "recurrence"
@@ -53,6 +53,7 @@ _UNREAD: Mapping[str, str] = MappingProxyType(
 """Declarations of vLLM's class that attncheck's classes do not read, and the declaration to write instead."""
 
 _NO_LATENT_CACHE = "the layer has no latent cache"
+_NO_INDEXER = "the layer has no indexer"
 _NO_STATE = "the layer has a KV cache, not a state"
 _HAS_STATE = "the layer has a state, not a KV cache"
 
@@ -84,6 +85,8 @@ class Declarations(Protocol):
     builder_only: bool
 
     def is_mla(self) -> bool: ...
+
+    def is_sparse(self) -> bool: ...
 
     def is_ssm(self) -> bool: ...
 
@@ -202,6 +205,8 @@ def undeclared(backend: Declarations, layer: LayerSpec, cache: CacheSpec, batch:
     if backend.is_mla() and layer.mla is None:
         # Other reasons would not concern this backend. A function that it offers has no cache at all.
         return [reason for reason in [dtype] if reason] if path in FUNCTION_PATHS else [_NO_LATENT_CACHE]
+    if backend.is_sparse() and layer.index_topk is None:
+        return [reason for reason in [dtype] if reason] if path in FUNCTION_PATHS else [_NO_INDEXER]
     reasons = [
         dtype,
         _not_among("attn_type", str(layer.attn_type), [str(t) for t in backend.supported_attn_types]),
@@ -248,6 +253,7 @@ def _layer_needs(layer: LayerSpec) -> list[str]:
         "fp8_query": layer.query_quant,
         "mla": layer.mla is not None,
         "rswa": layer.rswa_window is not None,
+        "sparse": layer.index_topk is not None,
     }
     modifiers = [MODIFIERS[name].feature for name in layer.modifiers]
     return modifiers + [feature for feature, needed in needs.items() if needed]
@@ -338,6 +344,8 @@ def _describe(feature: str, layer: LayerSpec, cache: CacheSpec, batch: BatchSpec
             return "mm_req_doc_ranges of image spans"
         case "rswa":
             return f"rswa_window {layer.rswa_window}"
+        case "sparse":
+            return f"index_topk {layer.index_topk}: an indexer chooses the keys"
         case "short_keys":
             short = next((request for request in batch.requests if request.context_len < 0), None)
             if short is None:

@@ -20,6 +20,7 @@ from attncheck.backends.contract import (
     KVCacheSpec,
 )
 from attncheck.backends.declarations import block_size_reason
+from attncheck.reference.utilities.metadata import SparseMetadata
 
 
 @dataclass
@@ -43,6 +44,11 @@ class PagedMetadata:
     def num_rows(self) -> int:
         """Number of rows that belong to requests; padding rows follow them."""
         return self.query_start_loc[-1]
+
+    @property
+    def topk_indices(self) -> torch.Tensor | None:
+        """The keys that an indexer chose for each row, as in :class:`SparseMetadata`; None without an indexer."""
+        return topk_indices_of(self.common)
 
     @property
     def query_lens(self) -> tuple[int, ...]:
@@ -86,6 +92,7 @@ class PagedBuilder(AttentionMetadataBuilder[PagedMetadata]):
         """Build the metadata. A shared prefix may be ignored, since every block table row includes its pages."""
         common, declared = common_attn_metadata, self.backend.conventions
         refuse_image_spans(self.backend, common)
+        refuse_topk_indices(self.backend, common)
         waits = self.has_exact_lens and not declared.sync_free_build and declared.host_lens != "exact"
         return self.metadata_cls(
             common=with_own_host_tensors(common),
@@ -144,6 +151,17 @@ def refuse_image_spans(backend: type[AttentionBackend], common: CommonAttentionM
             raise NotImplementedError(
                 f"{backend.get_name()}: mm_req_doc_ranges {ranges} of request {request} are not supported"
             )
+
+
+def topk_indices_of(common: CommonAttentionMetadata) -> torch.Tensor | None:
+    """Return ``topk_indices`` of a step's metadata; None if its layers have no indexer."""
+    return common.topk_indices if isinstance(common, SparseMetadata) else None
+
+
+def refuse_topk_indices(backend: type[AttentionBackend], common: CommonAttentionMetadata) -> None:
+    """Raise ``NotImplementedError`` for keys that an indexer chose if the backend does not declare the feature."""
+    if topk_indices_of(common) is not None and "sparse" not in backend.features:
+        raise NotImplementedError(f"{backend.get_name()}: topk_indices are not supported")
 
 
 def tree_of(vllm_config: Any, device: torch.device) -> torch.Tensor | None:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from attncheck.backends.base.gathering import encode_fp8, stored_values
+from attncheck.backends.base.gathering import chosen_keys, encode_fp8, stored_values, without_unchosen
 from attncheck.backends.impl import AttentionLayer
 from attncheck.backends.paged_metadata import PagedMetadata
 from attncheck.reference.attention.params import AttentionParams
@@ -38,6 +38,7 @@ class UniformRequests:
     key, value: ``[n, s, num_kv_heads, head size]``; keys gathered from a cache repeat the last key where there is none,
         because even values that no row sees must not be NaN.
     is_real: bool ``[n, q]``, False for rows of padding.
+    chosen: bool ``[n, q, s]``, the keys that an indexer chose for each row; None without an indexer.
     """
 
     rows: slice
@@ -47,6 +48,7 @@ class UniformRequests:
     key: Tensor
     value: Tensor
     is_real: Tensor
+    chosen: Tensor | None = None
 
 
 def uniform_query_len(metadata: PagedMetadata, limit: int) -> int | None:
@@ -123,6 +125,10 @@ def uniform_requests(
             found = [given[rows].unflatten(0, exists.shape).masked_fill(is_absent, 0) for given in (key, value)]
         else:
             raise RuntimeError("neither a cache nor keys and values to attend to")
+        chosen = None
+        if metadata.topk_indices is not None:
+            chosen = chosen_keys(metadata.topk_indices[rows].unflatten(0, (-1, query_len)), num_keys)
+            found = [without_unchosen(each, chosen) for each in found]
         is_real = torch.arange(rows.start, rows.stop, device=device) < common.query_start_loc[-1]
         yield UniformRequests(
             rows=rows,
@@ -132,6 +138,7 @@ def uniform_requests(
             key=found[0],
             value=found[1],
             is_real=is_real.unflatten(0, (-1, query_len)),
+            chosen=chosen,
         )
 
 

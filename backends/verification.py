@@ -26,9 +26,14 @@ _STATE_LAYER = ("rule", "num_heads", "num_kv_heads", "head_size", "head_size_v",
 _STATE_FORWARD = ("layer", "inputs", "states", "attn_metadata", "output")
 
 _CONVOLUTION = ("x", "weight", "bias", "conv_states", "query_start_loc", "cache_indices", "has_initial_state")
+_INDEXER = (
+    *("query", "weights", "key", "index_cache", "block_table"),
+    *("seq_lens", "query_start_loc", "slot_mapping"),
+)
 _FUNCTIONS: Mapping[str, tuple[Sequence[str], Sequence[str]]] = {
     "merge_attn_states": (("out_a", "lse_a", "out_b", "lse_b"), ()),
     "causal_conv1d": (_CONVOLUTION, ("activation", "pad_id")),
+    "sparse_attn_indexer": (_INDEXER, ("index_topk",)),
     "reshape_and_cache": (("key", "value", "key_cache", "value_cache", "slot_mapping"), ("k_scale", "v_scale")),
     "copy_blocks": (("caches", "mapping"), ()),
     "swap_blocks": (("src", "dst", "mapping"), ()),

@@ -18,6 +18,7 @@ from attncheck.reference.step_spec import (
     CacheSpec,
     DCPOptions,
     FastPrefillOptions,
+    IndexerOptions,
     InputName,
     MicroBatchOptions,
     PaddingSpec,
@@ -89,6 +90,8 @@ def check_path(layer: LayerSpec, cache: CacheSpec, batch: BatchSpec) -> None:
             _check_micro_batch(layer, batch, cuts)
         case RecurrenceOptions():
             _check_recurrence(layer, batch, path.options)
+        case IndexerOptions():
+            _check_rows_of_indexer(batch)
         case _:
             pass
 
@@ -169,6 +172,19 @@ def _check_recurrence(layer: LayerSpec, batch: BatchSpec, options: RecurrenceOpt
                 value=request.seq_len,
                 allowed=f"give {request.query_len} or more",
             )
+
+
+def _check_rows_of_indexer(batch: BatchSpec) -> None:
+    """Raise for requests with more rows than keys, or whose keys belong to another request, too."""
+    for index, request in enumerate(batch.requests):
+        for name, is_wrong in (("seq_len", request.context_len < 0), ("shared_prefix", request.shared_prefix > 0)):
+            if is_wrong:
+                raise SpecError(
+                    "each row of an indexer has a key of its own, in pages of its request",
+                    field=f"batch.requests.{index}.{name}",
+                    value=getattr(request, name),
+                    allowed="leave shared_prefix out, and give no seq_len below query_len",
+                )
 
 
 def _check_rows(batch: BatchSpec, least: int, most: int, reason: str) -> None:
@@ -350,6 +366,7 @@ def check_meaning(layer: LayerSpec, cache: CacheSpec, batch: BatchSpec) -> None:
         _check_request(cache, batch.path.name, request, f"batch.requests.{index}")
     _check_sharing(batch)
     _check_prefixes(layer, batch)
+    _check_indexer(layer, batch)
     _check_surroundings(layer, cache, batch)
     _check_pool(layer, cache, batch)
 
@@ -583,6 +600,28 @@ def _check_prefixes(layer: LayerSpec, batch: BatchSpec) -> None:
             value=layer.rswa_window,
             allowed="leave rswa_window out, or give the path paged",
         )
+
+
+_CHOSEN_KEYS = ("paged", "mla", "spec_decode", "micro_batch")
+"""Paths on which an indexer may choose the keys: no call divides the keys of a row."""
+
+
+def _check_indexer(layer: LayerSpec, batch: BatchSpec) -> None:
+    """Raise for ``index_topk`` beside image spans, or on a path that divides the keys of a row."""
+    if layer.index_topk is None:
+        return
+    obstacles = {
+        f"not defined for the path {batch.path.name}": batch.path.name not in _CHOSEN_KEYS,
+        "not defined beside mm_req_doc_ranges": any(request.mm_req_doc_ranges for request in batch.requests),
+    }
+    for reason, is_given in obstacles.items():
+        if is_given:
+            raise SpecError(
+                reason,
+                field="layer.index_topk",
+                value=layer.index_topk,
+                allowed=f"leave it out, or use one of the paths {', '.join(_CHOSEN_KEYS)}",
+            )
 
 
 def _check_image_spans(layer: LayerSpec, batch: BatchSpec, index: int) -> None:

@@ -10,6 +10,10 @@ from attncheck.reference.attention.cache import (
     reshape_and_cache as reshape_and_cache,
     swap_blocks as swap_blocks,
 )
+from attncheck.reference.attention.indexer import (
+    index_scores as index_scores,
+    sparse_attn_indexer as sparse_attn_indexer,
+)
 from attncheck.reference.attention.mla import (
     MLAParams as MLAParams,
     mla_attention_absorbed as mla_attention_absorbed,
@@ -31,6 +35,7 @@ from attncheck.reference.attention.params import (
     AttentionParams as AttentionParams,
     Precision as Precision,
     PrefixMask as PrefixMask,
+    chosen_keys as chosen_keys,
     layer_params as layer_params,
     visible as visible,
     window_pair as window_pair,
@@ -74,6 +79,7 @@ from attncheck.reference.utilities.metadata import (
     CommonAttentionMetadata as CommonAttentionMetadata,
     PAD_SLOT_ID as PAD_SLOT_ID,
     PrefillingMetadata as PrefillingMetadata,
+    SparseMetadata as SparseMetadata,
     compute_causal_conv1d_metadata as compute_causal_conv1d_metadata,
     compute_mm_prefix_range_tensor as compute_mm_prefix_range_tensor,
     fill_mm_prefix_query_ranges as fill_mm_prefix_query_ranges,

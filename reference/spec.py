@@ -243,6 +243,7 @@ FEATURES: tuple[str, ...] = (
     "mm_prefix",
     "rswa",
     "dcp",
+    "sparse",
 )
 """Everything a backend may declare in ``features``."""
 
@@ -372,6 +373,9 @@ class LayerSpec:
     rswa_window: int | None = option(
         None, "a query sees the first keys of its request (rswa_prefix_len), and at most this many more", ge=1
     )
+    index_topk: int | None = option(
+        None, "an indexer chooses the keys of each row, at most this many: topk_indices of the step", ge=1
+    )
     kv_sharing: bool = option(False, "the layer reads another layer's cache and writes nothing")
     mla: MLASpec | None = option(None, "multi-head latent attention")
     output_quant: OutputQuantSpec | None = option(None, "quantisation fused into the output")
@@ -422,6 +426,8 @@ class LayerSpec:
                 )
         if self.rswa_window is not None:
             self._refuse_beside_rswa()
+        if self.index_topk is not None:
+            self._refuse_beside_indexer()
         if self.attn_type == AttentionType.ENCODER_DECODER:
             for name in self.position_modifiers:
                 raise SpecError(
@@ -456,6 +462,24 @@ class LayerSpec:
                 field="rswa_window",
                 value=self.rswa_window,
                 allowed="leave rswa_window out, or leave causal and attn_type out",
+            )
+
+    def _refuse_beside_indexer(self) -> None:
+        """Raise for other masks, and for ALiBi, whose queries are made for a span of keys."""
+        for name in ("sliding_window", "attn_chunk_size", "rswa_window", "alibi"):
+            if getattr(self, name) not in (None, False):
+                raise SpecError(
+                    f"the keys that an indexer chooses are not defined beside {name}",
+                    field="index_topk",
+                    value=self.index_topk,
+                    allowed=f"leave {name} out, or leave index_topk out",
+                )
+        if not self.is_causal:
+            raise SpecError(
+                "an indexer chooses keys for causal decoder layers",
+                field="index_topk",
+                value=self.index_topk,
+                allowed="leave index_topk out, or leave causal and attn_type out",
             )
 
     @property

@@ -89,6 +89,16 @@ class CausalConv1dOptions:
     bias: bool = option(True, "whether a bias is added")
 
 
+@dataclass(frozen=True, kw_only=True)
+class IndexerOptions:
+    """``indexer``: the function that chooses the keys of sparse attention; the cache holds its keys alone."""
+
+    __pydantic_config__: ClassVar = STRICT
+    index_topk: int = option(16, "most keys of a row", gt=0)
+    index_n_heads: int = option(4, "query heads of the indexer, which share one key", gt=0)
+    index_head_dim: int = option(32, "size of its heads", gt=0)
+
+
 RecurrenceRule = Literal["mamba1", "mamba2", "gdn", "kda", "linear"]
 StateDType = Literal["float32", "bfloat16"]
 MambaCacheMode = Literal["none", "all"]
@@ -123,6 +133,7 @@ PathOptions = (
     | PCPOptions
     | MicroBatchOptions
     | CausalConv1dOptions
+    | IndexerOptions
     | RecurrenceOptions
 )
 
@@ -143,6 +154,7 @@ PATH_OPTIONS: Mapping[str, type[PathOptions] | None] = {
     "micro_batch": MicroBatchOptions,
     "merge": None,
     "causal_conv1d": CausalConv1dOptions,
+    "indexer": IndexerOptions,
     "recurrence": RecurrenceOptions,
 }
 """The class of the options of every path, or None if it has none."""

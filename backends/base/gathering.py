@@ -26,6 +26,7 @@ class UnpagedRequest:
     key, value: ``[n, num_kv_heads, head size]``; n may be 0.
     tree: bool ``[rows, rows]``, which of the last keys each row may see; None if there is no tree.
     doc_ranges: its image spans, as first and last position. first_keys: how many it sees beyond a window.
+    chosen: bool ``[rows, n]``, the keys that an indexer chose for each row; None without an indexer.
     """
 
     rows: slice
@@ -36,6 +37,7 @@ class UnpagedRequest:
     tree: Tensor | None = None
     doc_ranges: Sequence[tuple[int, int]] = ()
     first_keys: int = 0
+    chosen: Tensor | None = None
 
     @property
     def num_rows(self) -> int:
@@ -101,9 +103,29 @@ def unpaged_requests(
         else:
             raise RuntimeError("neither a cache nor keys and values to attend to")
         tree = metadata.tree if metadata.tree is not None and len(metadata.tree) == end - start else None
+        chosen = None
+        if metadata.topk_indices is not None:
+            chosen = chosen_keys(metadata.topk_indices[start:end], seq_len)[:, lo:hi]
+            found_key, found_value = without_unchosen(found_key, chosen), without_unchosen(found_value, chosen)
         yield UnpagedRequest(
-            slice(start, end), first_position, lo, found_key, found_value, tree, doc_ranges, first_keys
+            slice(start, end), first_position, lo, found_key, found_value, tree, doc_ranges, first_keys, chosen
         )
+
+
+def chosen_keys(topk_indices: Tensor, num_keys: int) -> Tensor:
+    """Return which of ``num_keys`` keys each row of ``topk_indices [..., K]`` names, bool ``[..., num_keys]``."""
+    exists = (topk_indices >= 0) & (topk_indices < num_keys)
+    index = torch.where(exists, topk_indices, num_keys).long()
+    named = torch.zeros(*index.shape[:-1], num_keys + 1, dtype=torch.bool, device=index.device)
+    return named.scatter_(-1, index, True)[..., :num_keys]
+
+
+def without_unchosen(rows: Tensor, chosen: Tensor) -> Tensor:
+    """Return keys or values ``[..., n, heads, size]`` with zeros where no row of ``chosen [..., rows, n]`` sees them.
+
+    Their contents must not matter, and a weight of 0 does not hide NaN.
+    """
+    return rows.masked_fill(~chosen.any(dim=-2)[..., None, None], 0)
 
 
 def grouped_requests(found: Iterable[UnpagedRequest], limit: int | None) -> Iterator[list[UnpagedRequest]]:

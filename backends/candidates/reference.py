@@ -24,6 +24,7 @@ from attncheck.backends.contract import (
 from attncheck.backends.paged import PagedBackend, PagedImpl
 from attncheck.backends.paged_metadata import PagedBuilder, PagedMetadata
 from attncheck.reference.attention.cache import copy_blocks, reshape_and_cache, swap_blocks
+from attncheck.reference.attention.indexer import sparse_attn_indexer
 from attncheck.reference.attention.online_softmax import merge_attn_states
 from attncheck.reference.attention.paged import dcp_rank_attention, paged_attention
 from attncheck.reference.attention.params import AttentionParams
@@ -65,6 +66,7 @@ class ReferenceBackend(PagedBackend):
             "mm_prefix",
             "rswa",
             "dcp",
+            "sparse",
         }
     )
     conventions = Conventions(padded_rows="untouched", cache_strides="any")
@@ -84,6 +86,7 @@ class ReferenceBackend(PagedBackend):
             "copy_blocks": copy_blocks,
             "swap_blocks": swap_blocks,
             "causal_conv1d": causal_conv1d,
+            "sparse_attn_indexer": sparse_attn_indexer,
         }
 
 
@@ -146,6 +149,7 @@ class ReferenceImpl(PagedImpl):
                 tree_mask=self._tree_of_step(metadata),
                 mm_req_doc_ranges=common.mm_req_doc_ranges,
                 rswa_prefix_lens=common.rswa_prefix_lens,
+                topk_indices=metadata.topk_indices,
             )
             out, lse = _cascade(attend, metadata.common_prefix_len) if metadata.common_prefix_len else attend()
         elif key is not None and value is not None:

@@ -1,7 +1,7 @@
 """The reference for latent attention as a candidate: float64 inside, rounded once at the end.
 
 It uses the formulations that the harness's own reference does not use: attention in the latent space, and in pieces of
-the context if the layer has a workspace.
+the context if the layer has a workspace and no indexer.
 """
 
 from torch import Tensor
@@ -14,6 +14,7 @@ from attncheck.reference.attention.mla import mla_attention_absorbed, mla_attent
 class ReferenceMLABackend(LatentBackend):
     """Backend for any sizes and any block size. No CUDA graph: the reference reads lengths on the host."""
 
+    features = LatentBackend.features | {"sparse"}
     conventions = Conventions(padded_rows="untouched", cache_strides="any")
     get_name = staticmethod(lambda: "REFERENCE_MLA")
     get_impl_cls = staticmethod(lambda: ReferenceMLAImpl)
@@ -56,6 +57,6 @@ class ReferenceMLAImpl(LatentImpl):
         q_nope, q_pe = query.split([self.qk_nope_head_dim, self.qk_rope_head_dim], dim=-1)
         batch = common.block_table_tensor, common.seq_lens, common.query_start_loc
         arguments = (q_nope, q_pe, kv_cache, *self.projections, *batch, params)
-        if metadata.workspace is not None:
+        if metadata.workspace is not None and metadata.topk_indices is None:
             return mla_attention_chunked(*arguments, workspace=metadata.workspace, k_scale=scale)
-        return mla_attention_absorbed(*arguments, k_scale=scale)
+        return mla_attention_absorbed(*arguments, k_scale=scale, topk_indices=metadata.topk_indices)

@@ -1,7 +1,8 @@
 """Latent attention in plain torch as a candidate: the algorithm of an engine, without its kernels.
 
-Requests with few new rows are computed in the latent space, directly on the cache rows. For other requests, keys and
-values are up-projected, with the context in pieces of at most the workspace; the pieces are merged by their LSE. Values
+Requests with few new rows are computed in the latent space, directly on the cache rows, as are all rows whose keys an
+indexer chose: each gathers its own. For other requests, keys and values are up-projected, with the context in pieces of
+at most the workspace; the pieces are merged by their LSE. Values
 that an engine stores between its kernels have the layer's dtype; scores and sums are float32.
 """
 
@@ -24,6 +25,7 @@ State = tuple[Tensor, Tensor]
 class TorchMLABackend(LatentBackend):
     """Backend for any sizes and any block size. No CUDA graph: gathering and chunking follow lengths from the host."""
 
+    features = LatentBackend.features | {"sparse"}
     conventions = Conventions(padded_rows="untouched", cache_strides="any")
     get_name = staticmethod(lambda: "TORCH_MLA")
     get_impl_cls = staticmethod(lambda: TorchMLAImpl)
@@ -66,24 +68,45 @@ class TorchMLAImpl(LatentImpl):
             tokens = kv_cache[places]
             first = seq_len - (end - start)
             tokens = decode_fp8(tokens, layer._k_scale, query.dtype) if tokens.itemsize == 1 else tokens.to(query.dtype)
-            forward = self._absorbed if end - start <= DECODE_ROWS else self._up_projected
-            out, lse = forward(query[start:end], tokens, first, metadata)
+            if metadata.topk_indices is not None:
+                out, lse = self._of_chosen(query[start:end], tokens, metadata.topk_indices[start:end])
+            elif end - start <= DECODE_ROWS:
+                out, lse = self._absorbed(query[start:end], tokens, first, metadata)
+            else:
+                out, lse = self._up_projected(query[start:end], tokens, first, metadata)
             output[start:end] = out.to(output.dtype)
             if output_lse is not None:
                 output_lse[start:end] = lse
 
     def _absorbed(self, query: Tensor, tokens: Tensor, first: int, metadata: LatentMetadata) -> State:
         """Attend in the latent space to all ``tokens [n, L + E]`` at once; query positions begin at ``first``."""
-        w_uk, w_uv = self.projections
-        q_nope, q_pe = query.split([self.qk_nope_head_dim, self.qk_rope_head_dim], dim=-1)
-        q_latent = torch.einsum("qhp,lhp->qhl", q_nope.float(), w_uk.float()).to(query.dtype)
         seen = _seen(first, len(query), 0, len(tokens), metadata.common.causal, query.device)
         keys = tokens[:, None]
-        out_latent, lse = _attend(
-            torch.cat([q_latent, q_pe], dim=-1), keys, keys[..., : self.kv_lora_rank], seen, self.scale
-        )
-        out_latent = out_latent.to(query.dtype).float()
-        return torch.einsum("qhl,lhv->qhv", out_latent, w_uv.float()), lse
+        out_latent, lse = _attend(self._in_latent_space(query), keys, keys[..., : self.kv_lora_rank], seen, self.scale)
+        return self._out_of_latent_space(out_latent, query.dtype), lse
+
+    def _of_chosen(self, query: Tensor, tokens: Tensor, topk_indices: Tensor) -> State:
+        """Attend in the latent space, each row to the tokens that ``topk_indices [q, K]`` name; negative for none."""
+        projected = self._in_latent_space(query)
+        states = []
+        for row, named in enumerate(topk_indices):
+            keys = tokens[named[named >= 0].long().unique(), None]
+            seen = torch.ones(1, len(keys), dtype=torch.bool, device=keys.device)
+            states.append(_attend(projected[row, None], keys, keys[..., : self.kv_lora_rank], seen, self.scale))
+        out_latent, lse = (torch.cat(parts) for parts in zip(*states, strict=True))
+        return self._out_of_latent_space(out_latent, query.dtype), lse
+
+    def _in_latent_space(self, query: Tensor) -> Tensor:
+        """Return the projected query, ``[q, H, L + E]``, in its own dtype."""
+        w_uk, _ = self.projections
+        q_nope, q_pe = query.split([self.qk_nope_head_dim, self.qk_rope_head_dim], dim=-1)
+        q_latent = torch.einsum("qhp,lhp->qhl", q_nope.float(), w_uk.float()).to(query.dtype)
+        return torch.cat([q_latent, q_pe], dim=-1)
+
+    def _out_of_latent_space(self, out_latent: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return the output ``[q, H, V]`` in float32; as between kernels, the latent one is rounded to ``dtype``."""
+        _, w_uv = self.projections
+        return torch.einsum("qhl,lhv->qhv", out_latent.to(dtype).float(), w_uv.float())
 
     def _up_projected(self, query: Tensor, tokens: Tensor, first: int, metadata: LatentMetadata) -> State:
         """Attend to the new tokens, then to the context piece by piece; every row sees its whole context."""

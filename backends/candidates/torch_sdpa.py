@@ -70,6 +70,7 @@ class SDPABackend(PagedBackend):
             "output_quant",
             "short_keys",
             "tree",
+            "sparse",
         }
     )
     conventions = Conventions(padded_rows="finite", cache_strides="any")
@@ -155,10 +156,12 @@ class SDPAImpl(PagedImpl):
         query_1qHD, key_1kHD, value_1kHD = query[None], piece.key[None], piece.value[None]
         # For one prompt from its start, SDPA's own causal mask is the same (top left and bottom right coincide).
         is_plain = params.causal and params.window[0] < 0 and self.alibi_slopes is None and piece.tree is None
-        if is_plain and piece.first_position == 0:
+        if piece.chosen is None and is_plain and piece.first_position == 0:
             return self._attention(query_1qHD, key_1kHD, value_1kHD, None, is_causal=True)[0]
         ahead = (piece.key_positions()[None, :] - piece.query_positions()[:, None])[None]
         seen = _seen(params, ahead, piece.tree)
+        if piece.chosen is not None:
+            seen &= piece.chosen
         if (slopes := self.slopes_on(ahead.device)) is not None:
             mask: Tensor | None = _alibi_mask(slopes, seen, ahead)
         else:
@@ -172,6 +175,8 @@ class SDPAImpl(PagedImpl):
         """Return ``[rows, num_heads, value head size]``; padding rows are 0, as are rows that see nothing."""
         ahead = piece.key_positions[:, None, :] - piece.query_positions[:, :, None]
         seen = _seen(params, ahead, tree)
+        if piece.chosen is not None:
+            seen &= piece.chosen
         if not params.causal:  # positions beyond the last key are ahead of every row
             seen &= piece.exists[:, None, :]
         slopes = self.slopes_on(ahead.device)

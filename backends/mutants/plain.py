@@ -46,6 +46,7 @@ class PlainBackend(PagedBackend):
             "merge_nan",
             "mm_prefix",
             "rswa",
+            "sparse",
         }
     )
     conventions = Conventions(padded_rows="untouched")
@@ -77,6 +78,7 @@ class PlainBackend(PagedBackend):
             "copy_blocks": copy_blocks,
             "swap_blocks": swap_blocks,
             "causal_conv1d": causal_conv1d,
+            "sparse_attn_indexer": sparse_attn_indexer,
         }
 
 
@@ -147,6 +149,7 @@ class PlainImpl(PagedImpl):
                 keys, values = key[start:end].float(), value[start:end].float()
             seen = self.seen(metadata, q_pos, k_pos)
             seen = self.with_prefixes(seen, metadata, request, q_pos, k_pos)
+            seen = self.of_chosen_keys(seen, metadata, start, end)
             scores = self.scores(query[start:end], keys, q_pos, k_pos)
             scores = scores.masked_fill(~seen, -torch.inf)
             # Weight 0 does not hide NaN: values that no row sees are left out.
@@ -209,6 +212,20 @@ class PlainImpl(PagedImpl):
             key_inside = (key >= first) & (key <= last)
             seen = seen | (row_inside & key_inside)
         return seen
+
+    def of_chosen_keys(self, seen: Tensor, metadata: PagedMetadata, start: int, end: int) -> Tensor:
+        """Return which rows see which keys without those that an indexer did not choose for rows ``start .. end - 1``.
+
+        ``seen``: bool ``[rows, keys]``.
+        """
+        if metadata.topk_indices is None:
+            return seen
+        chosen = torch.zeros_like(seen)
+        own = metadata.topk_indices[start:end]
+        for row, entries in enumerate(own.long()):
+            named = entries[entries >= 0]
+            chosen[row, named] = True
+        return seen & chosen
 
     def scores(self, query: Tensor, keys: Tensor, q_pos: Tensor, k_pos: Tensor) -> Tensor:
         """Return the scores before the mask, ``[H, rows, keys]``."""
@@ -346,6 +363,40 @@ def causal_conv1d(
         y[start:end] = out.to(x.dtype)
         state[:, :past] = tape[:, tape.shape[1] - past :]
     return y
+
+
+def sparse_attn_indexer(
+    query: Tensor,
+    weights: Tensor,
+    key: Tensor,
+    index_cache: Tensor,
+    block_table: Tensor,
+    seq_lens: Tensor,
+    query_start_loc: Tensor,
+    slot_mapping: Tensor,
+    *,
+    index_topk: int,
+) -> Tensor:
+    """Store the new keys, and return the positions of the keys of the largest scores of each row, then -1."""
+    block_size = index_cache.shape[1]
+    rows = (slot_mapping >= 0).nonzero().squeeze(1)
+    slots = slot_mapping[rows]
+    index_cache[slots // block_size, slots % block_size] = key[rows]
+    chosen = torch.full((len(query), index_topk), -1, dtype=torch.int32, device=query.device)
+    starts = query_start_loc.tolist()
+    for request, seq_len in enumerate(seq_lens.tolist()):
+        start, end = starts[request], starts[request + 1]
+        k_pos = torch.arange(seq_len, device=query.device)
+        page = block_table[request][k_pos // block_size].long()
+        keys = index_cache[page, k_pos % block_size].float()
+        for row in range(start, end):
+            products = query[row].float() @ keys.T
+            scores = weights[row] @ products.relu()
+            position = seq_len - end + row
+            scores = scores.masked_fill(k_pos > position, -torch.inf)
+            count = min(index_topk, position + 1)
+            chosen[row, :count] = scores.topk(count).indices.int()
+    return chosen
 
 
 class Base(PlainBackend):

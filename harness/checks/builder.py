@@ -490,7 +490,8 @@ class BuilderChecks:
         make = partial(construct_builder, self._backend, (problem,), self._device, capture_sizes=sizes)
         builder = finder.construct(lambda: call_backend("builder", make))
         order = request_order(problem, builder.reorder_batch_threshold)
-        calls = forward_calls_of(make_step(problem, self._device, order), self._backend.features)[:1]
+        step = make_step(problem, self._device, order, conventions=self._backend.conventions)
+        calls = forward_calls_of(step, self._backend.features)[:1]
         notes: list[str] = []
         return _first_fault(_build_faults(self._backend, problem, (builder,), calls, finder, notes), notes)
 
@@ -531,7 +532,8 @@ class BuilderChecks:
         captured = call_backend("capture", lambda: builder.build_for_cudagraph_capture(dummy))
         at_capture = trace({path: part for path, part in parts_of(captured).items() if not _is_empty(part)})
         for problem in steps:
-            fresh = forward_calls_of(make_step(_padded(problem), self._device), self._backend.features)[0]
+            padded = make_step(_padded(problem), self._device, conventions=self._backend.conventions)
+            fresh = forward_calls_of(padded, self._backend.features)[0]
             common = inputs.load(fresh).common
             built = parts_of(call_backend("build", partial(builder.build, 0, common)))
             now = trace(built)

@@ -1,6 +1,7 @@
 """``containment``: memory that the batch does not own never influences the output.
 
-NaN, Inf and huge finite values are written to every slot that must not influence a row. The real rows must be bitwise
+NaN, Inf and huge finite values are written to every slot that must not influence a row: also to old keys of the batch
+that no row names, if an indexer chooses the keys. The real rows must be bitwise
 unchanged, or within the budget if the backend is not deterministic even on clean input. A difference counts only if the
 clean step reproduces and the poisoned step differs again in the same rows. Padding rows of the inputs must not matter,
 guard zones around the output must stay intact, and padding rows of the output must be finite, also with poison. Cannot
@@ -24,7 +25,7 @@ from attncheck.harness.driver.foreign_code import StageError
 from attncheck.harness.driver.observation import Observation
 from attncheck.harness.driver.outputs import CANARY
 from attncheck.harness.driver.session import Fill, Session
-from attncheck.harness.problem.problem import Problem
+from attncheck.harness.problem.problem import UNCHOSEN, Problem
 from attncheck.harness.problem.storage import key_storage
 from attncheck.reports.run_file.graph_levels import PADDING_EFFECT, PADDING_FAULTS, PaddingRows
 
@@ -72,14 +73,14 @@ def check_containment(case: CheckedCase) -> Finding:
     if fault is not None:
         return fault
     notes = repeats.notes
-    has_foreign_slots = session.pool is not None and bool(session.pool.regions)
+    has_foreign_slots = session.pool is not None and bool(session.pool.poisonable)
     if has_foreign_slots and session.backend.conventions.needs_finite_pool:
         effect = _effect(repeats, Fill(poison=math.nan))
         if effect is False:
             notes += ("needs_finite_pool is declared, and NaN in foreign slots does not reach the output here",)
     figures = {"rows": len(truth.out), "poisonings": len(fills), "bitwise": int(repeats.bitwise)}
     if session.pool is not None:
-        figures["slots_poisoned"] = sum(map(len, session.pool.regions.values()))
+        figures["slots_poisoned"] = sum(map(len, session.pool.poisonable.values()))
     return Holds(figures, notes)
 
 
@@ -104,7 +105,7 @@ def _padding_fault(session: Session, seen: Observation, fill: Fill | None) -> Br
 
 
 def _fills(problem: Problem, session: Session) -> Iterator[Fill]:
-    if session.pool is not None and session.pool.regions:
+    if session.pool is not None and session.pool.poisonable:
         storage = key_storage(problem.layer, problem.cache)
         for value in (math.nan, math.inf, -math.inf, _huge(problem)):
             # A format without infinities stores its largest number for Inf, which the last kind covers.
@@ -156,7 +157,7 @@ def _trace(session: Session, repeats: Repeats[Observation, Fill], fill: Fill, mo
             f"the output depends on padding rows of the inputs: with zeros instead of NaN, it changes in {moved}"
         )
     leaks = {}
-    for region in session.pool.regions if session.pool is not None else ():
+    for region in session.pool.poisonable if session.pool is not None else ():
         effect = _effect(repeats, Fill(poison=fill.poison, regions=(region,)))
         if isinstance(effect, StageError):
             leaks[region] = f"{region} (raises {effect.raised.error_type})"
@@ -177,8 +178,10 @@ def _meaning_of(leaks: Iterable[str]) -> str:
     parts = []
     if regions == {_TAIL}:
         parts.append("slots behind the last key of a request are read")
-    elif regions != {_LEFT_BEHIND}:
+    elif regions - {_LEFT_BEHIND, UNCHOSEN}:
         parts.append("memory that no request owns is read")
+    if UNCHOSEN in regions:
+        parts.append("keys that no row chose are read")
     if _LEFT_BEHIND in regions:
         parts.append(
             "keys before the windows of all rows are read: a cache manager may have given their pages to other requests"

@@ -1,4 +1,4 @@
-"""Checks of single functions that a backend offers: ``merge_attn_states`` and ``causal_conv1d``."""
+"""Checks of single functions that a backend offers: to merge states, to convolve, and to choose keys."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -15,6 +15,7 @@ from attncheck.cases.model import Case
 from attncheck.harness.checks.again import Repeats
 from attncheck.harness.checks.convolution import CONVOLUTION, Convolution
 from attncheck.harness.checks.findings import Broken, Finding, FindingError, Holds, NotExamined
+from attncheck.harness.checks.indexer import INDEXER, Indexing
 from attncheck.harness.checks.interface import Function, as_tensor, call, dump_tensors, is_answer
 from attncheck.harness.checks.numerics import lse_shares, rows_in_words, summarize
 from attncheck.harness.checks.refusals import check_declared
@@ -369,9 +370,14 @@ def _figures(shares: Tensor) -> dict[str, float | int]:
     return {"rows": shares.shape[0], "heads": shares.shape[1], "budget_share": worst}
 
 
-EXAMINATIONS: Mapping[str, tuple[str, type[Merging | Convolution]]] = {
+_ONLY_LATER = (
+    "something is kept from an earlier call, the function is not deterministic, or the first numbers hide the fault"
+)
+
+EXAMINATIONS: Mapping[str, tuple[str, type[Merging | Convolution | Indexing]]] = {
     "merge": (MERGE, Merging),
     "causal_conv1d": (CONVOLUTION, Convolution),
+    "indexer": (INDEXER, Indexing),
 }
 """Maps a path to the name of its function in ``functions()``, and to the class that examines it."""
 
@@ -412,7 +418,7 @@ class FunctionChecks:
         if self._examination is not None:
             dump_tensors(folder, self._case, self._seed, backend, self._examination.tensors())
 
-    def _numerics(self, examination: Merging | Convolution) -> Finding:
+    def _numerics(self, examination: Merging | Convolution | Indexing) -> Finding:
         """Judge the first call, and a second one with other numbers in the same shapes."""
         first = examination.numerics()
         if self._later is None or not isinstance(first, Holds):
@@ -423,6 +429,6 @@ class FunctionChecks:
         return Broken(
             f"right in the first call, wrong in the second: {second.summary}",
             second.figures,
-            "something is kept from an earlier call, or the function is not deterministic",
+            second.meaning or _ONLY_LATER,
             second.details,
         )

@@ -328,7 +328,8 @@ def other_kind_of_layer(problem: Problem, backend: type[AttentionBackend]) -> La
     """
     layer = problem.layer
     other = replace(layer, scale=(layer.softmax_scale or 1.0) / 2)
-    if layer.mla is None and layer.attn_type == AttentionType.DECODER and layer.rswa_window is None:
+    has_own_mask = layer.rswa_window is not None or layer.index_topk is not None
+    if layer.mla is None and layer.attn_type == AttentionType.DECODER and not has_own_mask:
         window = replace(other, sliding_window=None if layer.sliding_window else _WINDOW)
         other = other if unsupported_reasons(backend, replace(problem.case, layer=window)) else window
         cap = replace(other, logits_soft_cap=None if layer.logits_soft_cap else 2.0)
@@ -520,8 +521,19 @@ def step_of_spans(problem: Problem, number: int, spans: list[tuple[int, int, int
         requests=tuple(requests),
         query=problem.query[of_case % len(problem.query)],
         layout=layout,
+        topk_indices=_chosen_in(problem, of_case),
     )
     return LoopStep(step, of_case)
+
+
+def _chosen_in(problem: Problem, of_case: Tensor) -> Tensor | None:
+    """Return the keys of each row of a step, int32 ``[T, K]``: of a row that the case does not have, key 0 alone."""
+    if problem.topk_indices is None:
+        return None
+    indices = problem.topk_indices[of_case % len(problem.query)].clone()
+    indices[of_case < 0] = -1
+    indices[of_case < 0, 0] = 0
+    return indices
 
 
 def _judged(rows: RightRows, step: LoopStep) -> RightRows:

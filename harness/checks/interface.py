@@ -198,6 +198,7 @@ def dump_case(folder: Path, problem: Problem, truth: Truth, backend: str, seen: 
         "keys": problem.keys,
         "values": problem.values,
         **_weights(problem),
+        "topk_indices": problem.topk_indices,
         "cu_seqlens_q": problem.cu_seqlens_q,
         "cu_seqlens_k": problem.cu_seqlens_k,
         "block_table": problem.block_table,

@@ -72,10 +72,10 @@ class TriedForm:
 def is_plain(case: Case) -> bool:
     """Return whether the case is a causal decoder layer on the path ``paged`` or ``mla`` with nothing added.
 
-    That would be modifiers, a shared cache, R-SWA, or a quantised query or output.
+    That would be modifiers, a shared cache, R-SWA, an indexer, or a quantised query or output.
     """
     layer = case.layer
-    others = (layer.kv_sharing, layer.output_quant, layer.query_quant, layer.rswa_window)
+    others = (layer.kv_sharing, layer.output_quant, layer.query_quant, layer.rswa_window, layer.index_topk)
     is_decoder = case.batch.path.name in ("paged", "mla") and layer.is_causal
     return is_decoder and not layer.modifiers and not any(others)
 
@@ -424,7 +424,8 @@ def _unmodified(layer: LayerSpec) -> Iterator[ChangedLayer]:
         heads = tuple(range(0, layer.num_heads, group))
         what = f"with one query head per KV head instead of {group}"
         yield ChangedLayer(what, replace(layer, num_heads=layer.num_kv_heads), heads)
-    if layer.attn_type == AttentionType.DECODER and layer.mla is None and layer.rswa_window is None:
+    has_own_mask = layer.rswa_window is not None or layer.index_topk is not None
+    if layer.attn_type == AttentionType.DECODER and layer.mla is None and not has_own_mask:
         causal = not layer.is_causal
         yield ChangedLayer(f"with causal {causal}", replace(layer, causal=causal), name="" if causal else "causal")
 

@@ -88,6 +88,8 @@ def draw_mask(layer: LayerSpec, path: PathSpec, request: RequestSpec, width: int
     tall = -(-rows // MOST_LINES)
     wide = max(-(-keys // width), 1)
     scale = f", a character is {tall} x {wide}" if tall * wide > 1 else ""
+    if layer.index_topk is not None:
+        scale += f"; of the visible keys of a row, an indexer chooses at most {layer.index_topk}"
     lines = [f"{plural(rows, 'row')} x {plural(keys, 'key')}{scale}"]
     start = keys - rows  # the rows are aligned to the end of the keys
     for top in range(0, rows, tall):

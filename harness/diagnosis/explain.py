@@ -41,6 +41,7 @@ from attncheck.harness.diagnosis.scores import (
     rescaling_explanations,
     score_explanations,
 )
+from attncheck.harness.diagnosis.sparse import sparse_explanations
 from attncheck.harness.problem.problem import Problem
 from attncheck.harness.problem.storage import output_error, output_values
 from attncheck.harness.truth.faults import Hypothesis
@@ -232,6 +233,7 @@ _SOURCES = (
     latent_explanations,
     common_explanations,
     prefix_explanations,
+    sparse_explanations,
     modifier_explanations,
     path_explanations,
     paging_explanations,
@@ -423,7 +425,8 @@ def _standing(
         every = known_faults(problem, part)
         return (each for each in every if among is None or without_figures(each.meaning) in among)
 
-    if problem.layer.mla is not None or len(smallest) == len(problem.requests):
+    is_whole = problem.layer.mla is not None or problem.topk_indices is not None  # faults of other rows need these
+    if is_whole or len(smallest) == len(problem.requests):
         yield from faults(truth)
         return
     kept = torch.tensor([r in smallest.values() for r in range(len(work))], device=shares.device)

@@ -340,10 +340,10 @@ def other_spans(problem: Problem, truth: Truth, values: Tensor, shares: Tensor) 
     """Return (meaning, output ``[T, H, Dv]``) of the spans nearest to ``values``: with other ends, with other starts.
 
     ``shares``: the errors of ``values`` in budgets, ``[T, H]``. Only wrong rows get another span. Empty if no other
-    span comes nearer, if a tree, image spans or first keys make the mask, or if there are too many rows or keys.
+    span comes nearer, if a tree, prefixes or an indexer make the mask, or if there are too many rows or keys.
     """
     wrong = (shares > 1).any(dim=1)
-    if truth.rows.tree is not None or truth.rows.prefixes or not 0 < int(wrong.sum()) <= _MOST_SPANS:
+    if truth.rows.tree is not None or not truth.rows.is_plain or not 0 < int(wrong.sum()) <= _MOST_SPANS:
         return []
     outs = {"end": truth.out.clone(), "start": truth.out.clone()}
     moved: dict[str, list[int]] = {"end": [], "start": []}

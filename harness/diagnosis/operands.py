@@ -54,11 +54,11 @@ def common_explanations(problem: Problem, truth: Truth) -> Iterator[Hypothesis]:
         yield altered("the causal mask is missing", rows, replace(params, causal=False))
     else:
         yield altered("a causal mask is applied", rows, replace(params, causal=True), "non_causal")
-    if rows.tree is None and not rows.prefixes and (params.causal or max(params.window) >= 0):
+    if rows.tree is None and rows.is_plain and (params.causal or max(params.window) >= 0):
         every = replace(params, causal=False, window=(-1, -1), attn_chunk_size=None)
         for row, shift in (("the next row: a key too late", 1), ("the row before: a key too early", -1)):
             yield altered(f"the mask is that of {row}", rows, every, hidden=partial(_is_hidden_from, params, shift))
-    if not rows.prefixes:
+    if rows.is_plain:
         yield from _windows_of_other_rows(params, rows, problem.cache.block_size)
     lost = _lost_keys(rows, problem.cache.block_size)
     for meaning, hidden in lost if params.causal else chain(lost, _lengths_of_others(rows)):
@@ -164,7 +164,7 @@ def _lost_keys(rows: UnpagedAttention, block_size: int) -> Iterator[tuple[str, H
     query_lens = (rows.cu_seqlens_q[1:] - rows.cu_seqlens_q[:-1]).tolist()
     key_lens = (rows.cu_seqlens_k[1:] - rows.cu_seqlens_k[:-1]).tolist()
     context = [k - q for q, k in zip(query_lens, key_lens, strict=True)]
-    is_causal_alone = not rows.prefixes  # with image spans, rows would lose more than the fault names
+    is_causal_alone = rows.is_plain  # with image spans, rows would lose more than the fault names
     if is_causal_alone:
         yield "the causal mask is aligned to the first key (top left)", lambda r, q, k: k > q - context[r]
     yield "the keys of this step are missing", lambda r, _q, k: k >= context[r]
@@ -431,7 +431,8 @@ def equal_row_counts(problem: Problem, truth: Truth) -> Iterator[Hypothesis]:
     longest, average = int(rows.num_rows.max()), (total + padding.tokens) // (requests + padding.requests)
     for count in dict.fromkeys((longest, average)):
         missing = count * requests - total
-        if missing < 0 or rows.tree is not None or bool((rows.num_rows == count).all()):
+        has_rows_of_its_own = rows.tree is not None or rows.topk_indices is not None
+        if missing < 0 or has_rows_of_its_own or bool((rows.num_rows == count).all()):
             continue
         query = torch.cat([rows.query, rows.query.new_zeros(missing, *rows.query.shape[1:])])
         equal = replace(rows, query=query, cu_seqlens_q=torch.arange(requests + 1, device=query.device) * count)

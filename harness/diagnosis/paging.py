@@ -86,7 +86,7 @@ def _keys_behind(problem: Problem, truth: Truth, read: RowsInPool) -> Iterator[H
     These are seen by every row, or counted as keys of the request.
     """
     params, rows = truth.params, truth.rows
-    if params.attn_chunk_size is not None or rows.tree is not None or rows.prefixes:
+    if params.attn_chunk_size is not None or rows.tree is not None or not rows.is_plain:
         return
     size, num_keys = problem.cache.block_size, rows.num_keys.tolist()
     width = problem.block_table.shape[1] * size

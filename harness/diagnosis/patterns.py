@@ -102,7 +102,7 @@ def _row_properties(problem: Problem, rows: Tensor, others: Tensor) -> Iterator[
             for name, value in (("position", position), ("number in the request", nth), ("number", row)):
                 yield f"whose {name} is a multiple of {step}", value % step == 0
                 yield f"whose {name} is {step - 1} modulo {step}", value % step == step - 1
-    if not problem.prefixes:
+    if not problem.prefixes and problem.topk_indices is None:
         start, _ = visible_span(params_of(problem), position, num_keys)
         yield "whose keys begin inside of a page", start % size != 0
         yield "whose keys begin behind the first key", start > 0

@@ -33,7 +33,7 @@ def _inputs(pristine: ForwardCall, call: ForwardCall) -> Iterator[tuple[str, obj
         was, now = getattr(pristine, name), getattr(call, name)
         if was is not None:
             yield (name, was[:count], now[:count]) if is_like(now, was) else (name, was, now)
-    for field in fields(CommonAttentionMetadata):
+    for field in fields(pristine.common):
         yield f"metadata.{field.name}", getattr(pristine.common, field.name), getattr(call.common, field.name)
 
 

@@ -28,7 +28,7 @@ from attncheck.harness.driver.foreign_code import (
     wait_for,
 )
 from attncheck.harness.problem.pages import RandomStream
-from attncheck.harness.problem.problem import STALE_ROWS, Problem, foreign_slots, stale_rows
+from attncheck.harness.problem.problem import STALE_ROWS, Problem, foreign_slots, stale_rows, unchosen_slots
 from attncheck.harness.problem.sizes import SMALL_POOL, stored_sizes
 from attncheck.harness.problem.storage import Storage, alike, key_storage, value_storage
 from attncheck.reference.step_spec import REGISTERED, ROW_FORMATS, CacheSpec
@@ -282,15 +282,21 @@ class KVPool:
     def filled(self, poison: float | None = None, regions: tuple[str, ...] | None = None) -> Tensor:
         """Return the cache with the contents it has before a step.
 
-        ``poison``: written to foreign slots, or only to those of ``regions`` if given. None leaves stale rows there.
+        ``poison``: written to foreign slots and to keys that no row chose, or only to those of ``regions`` if given.
+        None leaves stale rows and these keys there.
         """
         require_memory(self.kv_cache, "kv_cache", "forward")
         self._memory.restore(self._clean)
         if poison is not None:
-            chosen = [slots for name, slots in self.regions.items() if regions is None or name in regions]
+            chosen = [slots for name, slots in self.poisonable.items() if regions is None or name in regions]
             if chosen:
                 self._poison(torch.cat(chosen), poison)
         return self.kv_cache
+
+    @property
+    def poisonable(self) -> dict[str, Tensor]:
+        """The slots whose contents must not affect any row, by region name."""
+        return self.regions | unchosen_slots(self.problem)
 
     def _poison(self, slots: Tensor, poison: float) -> None:
         def spread(number: float) -> None:

@@ -515,6 +515,7 @@ class Session:
             pad_seq_len=self.backend.conventions.pad_seq_len,
             loose=fill.loose,
             strides=fill.strides,
+            conventions=self.backend.conventions,
             new_rows=fill.rows,
         )
         return step, forward_calls_of(step, self.backend.features, self.threshold)

@@ -2,19 +2,22 @@
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from attncheck.backends.conventions import Conventions
 from attncheck.backends.declarations import is_chunked, is_merged
 from attncheck.harness.driver.chunks import chunks_of_rank
+from attncheck.harness.problem.indexer import stale_row
 from attncheck.harness.problem.pages import key_places
 from attncheck.harness.problem.problem import Problem
 from attncheck.reference import (
     CommonAttentionMetadata,
+    SparseMetadata,
     UBatchSlice,
     make_local_attention_virtual_batches,
     split_attn_metadata,
@@ -137,6 +140,8 @@ class Step:
     """What is above the batch's own: names of maxima of the metadata, and ``host_lens``."""
     output_form: StrideForm
     """Memory layout of the output."""
+    topk_indices: Tensor | None = None
+    """int32 ``[T + ROWS_BEHIND, K]``, on the host: the keys that an indexer chose; None without an indexer."""
 
     @property
     def num_key_rows(self) -> int:
@@ -192,6 +197,9 @@ class Step:
             local = torch.tensor([held[i] for i in self.order], dtype=torch.int32)
             local = _padded(local, len(seq_lens) - len(local), 0)
             metadata.dcp_local_seq_lens = local.to(self.query.device, non_blocking=True, copy=True)
+        if self.topk_indices is not None:
+            indices = self.topk_indices.to(self.query.device, non_blocking=True, copy=True)
+            metadata = with_topk_indices(metadata, indices)
         if isinstance(self.problem.case.batch.path.options, FastPrefillOptions):
             metadata.logits_indices_padded = self._logits_indices()
             metadata.num_logits_indices = self.num_rows
@@ -252,6 +260,36 @@ class Step:
         tokens = [torch.arange(end - r.rows, end) for r, end in zip(requests, ends, strict=True)]
         padding = torch.zeros(len(self.query) - self.num_rows, dtype=torch.int64)
         return torch.cat([*tokens, padding]).to(self.query.device, non_blocking=True)
+
+
+ROWS_BEHIND = 3
+"""Rows of ``topk_indices`` behind those of a step, as a buffer of many tokens has them."""
+
+
+def with_topk_indices(common: CommonAttentionMetadata, topk_indices: Tensor) -> SparseMetadata:
+    """Return the metadata with the keys that an indexer chose."""
+    own = {field.name: getattr(common, field.name) for field in fields(common)}
+    return SparseMetadata(**(own | {"topk_indices": topk_indices}))
+
+
+def _topk_indices(problem: Problem, rows: Tensor, num_padding: int, conventions: Conventions) -> Tensor | None:
+    """Return the indices of a step whose rows are ``rows`` of the problem, then padding, which names no key.
+
+    Stale rows follow. All indices have the form that the conventions state.
+    """
+    indices = problem.topk_indices
+    if indices is None:
+        return None
+    stale = stale_row(problem.requests, indices.shape[1])
+    if conventions.topk_indices == "slots":
+        of_rows = [torch.full((r.rows,), r.base) for r in problem.requests]
+        place = indices + torch.cat(of_rows)[:, None]
+        indices = torch.where(indices < 0, -1, problem.key_slots[place.clamp(min=0)].int())
+        stale = problem.key_slots[stale.long()].int()
+    if not conventions.repeated_topk_indices:
+        is_repeated = (indices[:, :, None] == indices[:, None, :]).tril(diagonal=-1).any(dim=2)
+        indices = indices.masked_fill(is_repeated, -1)
+    return torch.cat([_padded(indices[rows], num_padding, -1), stale.expand(ROWS_BEHIND, -1)])
 
 
 def bounded_requests(problem: Problem, common: CommonAttentionMetadata) -> Tensor:
@@ -323,6 +361,7 @@ def make_step(
     pad_seq_len: int = 0,
     loose: tuple[str, ...] = (),
     strides: StridesSpec | None = None,
+    conventions: Conventions = Conventions(),  # noqa: B008 (frozen)
     new_rows: tuple[Tensor, Tensor] | None = None,
 ) -> Step:
     """Return the step of ``problem`` on ``device``, its requests in ``order`` (default: the order of the case).
@@ -367,6 +406,7 @@ def make_step(
         pad_seq_len=pad_seq_len,
         loose=loose,
         output_form=strides.output,
+        topk_indices=_topk_indices(problem, rows, padding.query_rows, conventions),
     )
 
 
@@ -536,9 +576,12 @@ def micro_batches_of(step: Step, cuts: tuple[int, ...], threshold: int | None = 
         end_request = common.num_reqs if is_last else sum(start < end for start in starts[:-1])
         slices.append(UBatchSlice(slice(first_request, end_request), slice(first, end)))
     calls = []
-    for index, (piece, metadata) in enumerate(zip(slices, split_attn_metadata(slices, common), strict=True)):
+    for index, (piece, divided) in enumerate(zip(slices, split_attn_metadata(slices, common), strict=True)):
         tokens = piece.token_slice
         real = max(0, min(tokens.stop, step.num_rows) - tokens.start)
+        metadata: CommonAttentionMetadata = divided
+        if isinstance(common, SparseMetadata):
+            metadata = with_topk_indices(metadata, _indices_of(common, torch.arange(tokens.start, tokens.stop)))
         nth, position = _places(metadata)
         calls.append(
             ForwardCall(
@@ -629,6 +672,8 @@ def _ordered(call: ForwardCall, threshold: int | None) -> ForwardCall:
     tokens = torch.cat([torch.arange(starts[i], starts[i + 1], dtype=torch.int64) for i in order])
     common = call.common
     rows = torch.cat([tokens, torch.arange(len(tokens), len(call.query))])
+    if isinstance(common, SparseMetadata):
+        common = with_topk_indices(common, _indices_of(common, rows))
     ordered_starts = (
         torch.tensor([0, *(query_lens[i] for i in order)]).cumsum(0).to(call.common.query_start_loc_cpu.dtype)
     )
@@ -651,6 +696,13 @@ def _ordered(call: ForwardCall, threshold: int | None) -> ForwardCall:
         nth=call.nth[tokens],
         position=call.position[tokens],
     )
+
+
+def _indices_of(common: SparseMetadata, rows: Tensor) -> Tensor:
+    """Return ``topk_indices`` of some rows of the step, then those that are left from earlier steps."""
+    indices = common.topk_indices
+    assert indices is not None
+    return torch.cat([_taken(indices, rows), indices[-ROWS_BEHIND:]])
 
 
 def _taken(x: Tensor, index: Tensor | Sequence[int]) -> Tensor:

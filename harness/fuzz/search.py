@@ -188,6 +188,7 @@ NOT_DRAWN: Mapping[str, str] = MappingProxyType(
         "batch.requests.shared_prefix": "batch.shared_prefix",
         "batch.requests.mm_req_doc_ranges": "few backends declare image spans; the suite mm_prefix has their edges",
         "batch.requests.rswa_prefix_len": "few backends declare first keys; the suite mm_prefix has their edges",
+        "layer.index_topk": "few backends declare sparse attention; the suite sparse has its edges",
         "layer.rswa_window": "as batch.requests.rswa_prefix_len, without which it is a sliding window",
         "batch.padding": "padding.requests and padding.tokens",
         "batch.path": "path",

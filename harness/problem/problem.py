@@ -11,6 +11,7 @@ from torch import Tensor
 
 from attncheck.backends.dtypes import DTYPES
 from attncheck.cases.model import Case
+from attncheck.harness.problem.indexer import draw_topk_indices
 from attncheck.harness.problem.pages import (
     KeyPart,
     KeyPlaces,
@@ -55,6 +56,7 @@ class Rows(NamedTuple):
     keys: Tensor
     values: Tensor
     up_projections: UpProjections | None
+    topk_indices: Tensor | None = None
 
 
 def planted_inputs(case: Case) -> frozenset[str]:
@@ -82,8 +84,9 @@ def draw_rows(case: Case, requests: Sequence[Request], places: KeyPlaces, stream
         needles = needles.new_ones(1, naive.num_kv_heads, naive.head_size)
     options = case.batch.path.options
     tree = ancestors(options.parents) if isinstance(options, TreeOptions) else None
-    query = needle_queries(naive, needles, requests, case.cache.block_size, inputs, tree)
-    return Rows(query_storage(layer, case.cache).storable(query), keys, values, up_projections)
+    topk_indices = _chosen_keys(case, requests, stream)
+    query = needle_queries(naive, needles, requests, case.cache.block_size, inputs, tree, topk_indices)
+    return Rows(query_storage(layer, case.cache).storable(query), keys, values, up_projections, topk_indices)
 
 
 def mix_rows(given: Rows, case: Case, requests: Sequence[Request], stream: RandomStream) -> Rows:
@@ -94,7 +97,12 @@ def mix_rows(given: Rows, case: Case, requests: Sequence[Request], stream: Rando
         for rows, count in ((given.query, num_rows), (given.keys, num_keys), (given.values, num_keys))
     )
     _share_prefixes(case, requests, keys, values)
-    return Rows(query, keys, values, given.up_projections)
+    return Rows(query, keys, values, given.up_projections, _chosen_keys(case, requests, stream))
+
+
+def _chosen_keys(case: Case, requests: Sequence[Request], stream: RandomStream) -> Tensor | None:
+    index_topk = case.layer.index_topk
+    return None if index_topk is None else draw_topk_indices(requests, index_topk, case.cache.block_size, stream)
 
 
 def _draw(
@@ -145,6 +153,8 @@ class Problem:
     layout: PageLayout
     up_projections: UpProjections | None = None
     """The weights that turn latent rows into keys and values; None for every other layer."""
+    topk_indices: Tensor | None = None
+    """int32 ``[T, index_topk]``: positions of the keys that each row sees, -1 for none; None without an indexer."""
     dcp_local_seq_lens: tuple[int, ...] | None = None
     """How many keys of each request this rank holds; None unless the problem is that of one rank."""
 
@@ -315,6 +325,7 @@ def build_problem(case: Case, seed: int, rows_of: Problem | None = None) -> Prob
         values=rows.values,
         layout=layout,
         up_projections=rows.up_projections,
+        topk_indices=rows.topk_indices,
     )
 
 
@@ -443,6 +454,7 @@ def arranged(problem: Problem, how: Arrangement) -> Problem:
         keys=problem.keys[keys],
         values=problem.values[keys],
         layout=layout,
+        topk_indices=None if problem.topk_indices is None else problem.topk_indices[rows],
     )
 
 
@@ -515,6 +527,24 @@ def rows_in_pool(problem: Problem) -> RowsInPool:
         return keys[index], values[index]
 
     return read
+
+
+UNCHOSEN = "keys that no row chose"
+"""Name of the region of :func:`unchosen_slots`."""
+
+
+def unchosen_slots(problem: Problem) -> dict[str, Tensor]:
+    """Return, by region name, the slots of old keys that no row of the batch chose; empty if there are none.
+
+    They hold keys of the batch, so they are in no region of :func:`foreign_slots`. Poison in them must not matter.
+    """
+    indices = problem.topk_indices
+    if indices is None or not problem.has_pool:
+        return {}
+    own = [(r, indices[r.first_row : r.first_row + r.rows]) for r in problem.requests]
+    chosen = torch.cat([rows[rows >= 0] + r.base for r, rows in own]).long()
+    unchosen = _difference(problem.key_slots[problem.old_keys].unique(), problem.key_slots[chosen].unique())
+    return {UNCHOSEN: unchosen} if len(unchosen) else {}
 
 
 def foreign_slots(problem: Problem) -> dict[str, Tensor]:

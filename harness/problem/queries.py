@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from attncheck.harness.problem.indexer import key_of_each_head
 from attncheck.harness.problem.pages import Request, visible_span
 from attncheck.reference import layer_params
 from attncheck.reference.spec import LayerSpec
@@ -158,14 +159,16 @@ def needle_queries(
     block_size: int,
     inputs: frozenset[str],
     tree: Tensor | None = None,
+    topk_indices: Tensor | None = None,
 ) -> Tensor:
     """Return float64 queries ``[T, H, D]`` for ``keys`` (``[N, Hkv, D]``, the concatenated keys of all requests).
 
-    ``tree``: bool ``[Q, Q]``, which new key each row of a request sees; None without a tree.
+    ``tree``: bool ``[Q, Q]``, which new key each row of a request sees; None without a tree. ``topk_indices``: int32
+    ``[T, K]``, the keys that each row sees; None without an indexer.
     """
     if not requests:
         return keys.new_zeros(0, layer.num_heads, layer.head_size, dtype=torch.float64)
-    parts = [_row_queries(layer, keys, rows, block_size, inputs, tree) for rows in _rows_of(requests)]
+    parts = [_row_queries(layer, keys, rows, block_size, inputs, tree, topk_indices) for rows in _rows_of(requests)]
     return torch.cat(parts)
 
 
@@ -212,6 +215,7 @@ def _row_queries(
     block_size: int,
     inputs: frozenset[str],
     tree: Tensor | None,
+    topk_indices: Tensor | None,
 ) -> Tensor:
     heads = torch.arange(layer.num_heads)
     number = rows.number[:, None]
@@ -221,6 +225,10 @@ def _row_queries(
         # Version 1 of the generator ignores the end of a chunk. That changes nothing if a causal mask hides more.
         _, hi = visible_span(replace(params, attn_chunk_size=None), rows.position, rows.num_keys)
     target, other = _targets(rows, block_size, lo, hi, number + heads, tree)
+    if topk_indices is not None:
+        indices = topk_indices[rows.number]
+        target, other = key_of_each_head(indices, rows.position, number + heads)
+        lo = hi - ((indices >= 0).sum(dim=1) - 1).clamp(min=0)  # as many keys as the row names
     # The key index wraps at the end of the batch: the neighbour of the last request is the first one.
     kv_head = heads // (layer.num_heads // layer.num_kv_heads)
     needle = keys[(rows.base[:, None] + target) % len(keys), kv_head].double()

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from attncheck.harness.problem.indexer import times_named
 from attncheck.harness.problem.pages import visible_span
 from attncheck.harness.problem.problem import Problem
 from attncheck.harness.problem.storage import UpProjections, key_storage, value_storage
@@ -57,6 +58,7 @@ def toggles(params: AttentionParams, rows: UnpagedAttention) -> Iterator[Toggle]
     yield from _window_toggles(params, rows, seen)
     yield from _chunk_toggles(params, rows, seen)
     yield from _prefix_toggles(params, rows, seen)
+    yield from _topk_toggles(params, rows, seen)
     if rows.tree is not None:
         flat = replace(rows, tree=None)
         ignored = altered("the tree is ignored: drafts see other branches", flat, params, "tree")
@@ -117,6 +119,56 @@ def _prefix_toggles(params: AttentionParams, rows: UnpagedAttention, seen: Tenso
         yield toggle(f"{key} + 1", feature, meaning, with_first_keys(lambda own: own + 1))
         meaning = "one first key too few is visible beyond the window"
         yield toggle(f"{key} - 1", feature, meaning, with_first_keys(lambda own: max(own - 1, 0)))
+
+
+def _topk_toggles(params: AttentionParams, rows: UnpagedAttention, seen: Tensor) -> Iterator[Toggle]:
+    own = rows.topk_indices
+    if own is None:
+        return
+    every = replace(rows, topk_indices=None)
+    ignored = altered("topk_indices are ignored: rows see all keys of the causal mask", every, params, "sparse")
+    yield Toggle("index_topk", ignored, keys_seen(every, params) > seen, mostly=True)
+    with_first = replace(rows, topk_indices=own.clamp(min=0))
+    read = altered("-1 in topk_indices is read as key 0", with_first, params, "sparse")
+    yield Toggle("topk_indices: -1", read, keys_seen(with_first, params) > seen, mostly=False)
+    twice = Hypothesis(
+        "keys that topk_indices name twice count twice", lambda: attend_named(rows, params, own), ("sparse",)
+    )
+    times = times_named(own, int(rows.num_keys.max()))
+    is_uneven = times.amax(dim=1) > torch.where(times > 0, times, own.shape[1]).amin(dim=1)
+    yield Toggle("topk_indices: repetitions", twice, is_uneven, mostly=False)
+
+
+def attend_named(
+    rows: UnpagedAttention,
+    params: AttentionParams,
+    topk_indices: Tensor,
+    keys: Tensor | None = None,
+    values: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Return output and LSE, float64, if each row sums over its entries of ``topk_indices [T, K]`` one by one.
+
+    A key that is named twice counts twice. There is no causal mask. keys, values: what the entries index, ``[n, Hkv,
+    size]``; None for the keys of the row's request. A row that names no key gets output 0.
+    """
+    is_named = topk_indices >= 0
+    place = topk_indices.long().clamp(min=0)
+    if keys is None or values is None:
+        keys, values = rows.keys.double(), rows.values.double()
+        place = (place + rows.places.first_key[:, None]).clamp(max=len(keys) - 1)
+    outs, lses = [], []
+    for head in range(params.num_heads):
+        kv_head = head // params.group_size
+        scores = params.softmax_scale * torch.einsum("td,tkd->tk", rows.query[:, head].double(), keys[place, kv_head])
+        if params.soft_cap:
+            scores = params.soft_cap * torch.tanh(scores / params.soft_cap)
+        scores = scores.masked_fill(~is_named, -torch.inf)
+        if params.sinks is not None:
+            scores = torch.cat([scores, scores.new_full((len(scores), 1), params.sinks[head])], dim=1)
+        weights = torch.softmax(scores, dim=1).nan_to_num()[:, : place.shape[1]]
+        outs.append(torch.einsum("tk,tkd->td", weights, values[place, kv_head]))
+        lses.append(scores.logsumexp(dim=1))
+    return torch.stack(outs, dim=1), torch.stack(lses, dim=1)
 
 
 ChangePrefix = Callable[[PrefixMask], PrefixMask]
@@ -204,7 +256,7 @@ def is_behind(ends: Sequence[int], request: int, _rows: Tensor, keys: Tensor) ->
 
 def keys_seen(rows: UnpagedAttention, params: AttentionParams) -> Tensor:
     """Return int64 ``[T]``: how many keys each row sees."""
-    if rows.prefixes:
+    if rows.prefixes or rows.topk_indices is not None:
         return rows.count_seen(params)
     num_keys, _, node, context_len = rows.places
     first, last = visible_span(params, context_len + node, num_keys)
@@ -322,7 +374,13 @@ def naive_rows(problem: Problem, weights: UpProjections, cached: CacheRows) -> U
     keys = weights.keys(cached.latent, cached.rotary)
     values = weights.values(cached.latent)
     return UnpagedAttention(
-        problem.query.double(), keys, values, problem.cu_seqlens_q, problem.cu_seqlens_k, problem.tree
+        problem.query.double(),
+        keys,
+        values,
+        problem.cu_seqlens_q,
+        problem.cu_seqlens_k,
+        problem.tree,
+        topk_indices=problem.topk_indices,
     ).to(device)
 
 

@@ -267,6 +267,7 @@ def rows_of(problem: Problem, device: torch.device) -> UnpagedAttention:
         problem.cu_seqlens_k,
         problem.tree,
         problem.prefixes,
+        problem.topk_indices,
     ).to(device)
 
 
@@ -340,7 +341,7 @@ def _latent_answers(
         problem.dtype,
         attend,
         workspace=None if mla is None else mla.workspace,
-        merges_context=mla is not None and not problem.parts,
+        merges_context=mla is not None and not problem.parts and problem.topk_indices is None,
     )
 
 

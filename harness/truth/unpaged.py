@@ -10,7 +10,15 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from attncheck.reference import AttentionParams, Precision, PrefixMask, paged_attention, varlen_attention, visible
+from attncheck.reference import (
+    AttentionParams,
+    Precision,
+    PrefixMask,
+    chosen_keys,
+    paged_attention,
+    varlen_attention,
+    visible,
+)
 
 # Attention without pages: contiguous rows, keys and values, and which row sees which key.
 #
@@ -39,7 +47,8 @@ class UnpagedAttention:
     """The arguments of one unpaged attention: ``query [T, H, D]``, ``keys [N, Hkv, D]``, ``values [N, Hkv, Dv]``.
 
     ``tree``: bool ``[Q, Q]``; row ``i`` of a request sees its new key ``m`` only if ``tree[i, m]``. None for no tree.
-    ``prefixes``: the image spans and first keys of each request; empty if none has any.
+    ``prefixes``: the image spans and first keys of each request; empty if none has any. ``topk_indices``: int32 ``[T,
+    K]``, positions of the keys that an indexer chose for each row, negative for none; None without an indexer.
     """
 
     query: Tensor
@@ -49,6 +58,7 @@ class UnpagedAttention:
     cu_seqlens_k: Tensor
     tree: Tensor | None = None
     prefixes: tuple[PrefixMask, ...] = ()
+    topk_indices: Tensor | None = None
 
     def to(self, device: torch.device) -> "UnpagedAttention":
         """Return the same arguments on ``device``."""
@@ -60,6 +70,7 @@ class UnpagedAttention:
             self.cu_seqlens_k.to(device),
             None if self.tree is None else self.tree.to(device),
             self.prefixes,
+            None if self.topk_indices is None else self.topk_indices.to(device),
         )
 
     def of_requests(self, first: int, end: int) -> "UnpagedAttention":
@@ -76,6 +87,7 @@ class UnpagedAttention:
             cu_seqlens_q=rows - rows[0],
             cu_seqlens_k=keys - keys[0],
             prefixes=self.prefixes[first:end],
+            topk_indices=None if self.topk_indices is None else self.topk_indices[own_rows],
         )
 
     def attend(
@@ -86,7 +98,7 @@ class UnpagedAttention:
         Keys for which ``hidden`` is True are not seen; positions do not change.
         """
         precision = precision or Precision()
-        if self.tree is None and hidden is None and not self.prefixes:
+        if self.tree is None and hidden is None and self.is_plain:
             return varlen_attention(
                 self.query, self.keys, self.values, self.cu_seqlens_q, self.cu_seqlens_k, params, precision=precision
             )
@@ -99,7 +111,6 @@ class UnpagedAttention:
             sees = self._sees_without_tree(params, request, q_pos, k_pos)
             return sees if hidden is None else sees & ~hidden(request, q_pos, k_pos)
 
-        is_plain = hidden is None and not self.prefixes
         return paged_attention(
             self.query,
             self.keys[:, None],
@@ -109,7 +120,7 @@ class UnpagedAttention:
             self.cu_seqlens_q,
             params,
             tree_mask=self.tree,
-            mask_fn=None if is_plain else seen,
+            mask_fn=None if hidden is None and self.is_plain else seen,
             precision=precision,
         )
 
@@ -132,6 +143,11 @@ class UnpagedAttention:
     def num_rows(self) -> Tensor:
         """int64 ``[R]``: rows of each request."""
         return self.cu_seqlens_q[1:] - self.cu_seqlens_q[:-1]
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the parameters alone decide which keys rows see, but for a tree: neither prefixes nor an indexer."""
+        return not self.prefixes and self.topk_indices is None
 
     @property
     def has_first_keys(self) -> bool:
@@ -157,7 +173,18 @@ class UnpagedAttention:
 
     def _sees_without_tree(self, params: AttentionParams, request: int, q_pos: Tensor, k_pos: Tensor) -> Tensor:
         seen = visible(params, q_pos, k_pos)
-        return seen | self.prefixes[request].sees(q_pos, k_pos) if self.prefixes else seen
+        if self.prefixes:
+            seen = seen | self.prefixes[request].sees(q_pos, k_pos)
+        if self.topk_indices is not None:
+            chosen = self._chosen_of(request)
+            seen = seen & chosen[q_pos - int(self.num_keys[request] - self.num_rows[request]), k_pos]
+        return seen
+
+    def _chosen_of(self, request: int) -> Tensor:
+        """Return bool ``[rows, keys]`` of one request: which of its keys an indexer chose for each of its rows."""
+        assert self.topk_indices is not None
+        first, end = self.cu_seqlens_q[request : request + 2].tolist()
+        return chosen_keys(self.topk_indices[first:end], int(self.num_keys[request]))
 
     def _tree_shows(self, row: Tensor, node: Tensor) -> Tensor:
         """Return where the tree lets a row see a key, by their places behind the context; all keys without a tree."""
@@ -176,6 +203,10 @@ class UnpagedAttention:
             of_request = torch.searchsorted(self.cu_seqlens_k, first_key.contiguous(), right=True) - 1
             for request, prefix in enumerate(self.prefixes):
                 seen = seen | ((of_request == request) & prefix.sees(q_pos, k_pos))
+        if self.topk_indices is not None:
+            longest = int(self.num_keys.max())
+            place = k_pos.clamp(0, longest - 1).expand(seen.shape)
+            seen = seen & chosen_keys(self.topk_indices[rows], longest).gather(1, place)
         return own & seen
 
     def count_seen(self, params: AttentionParams) -> Tensor:

@@ -42,9 +42,10 @@ from attncheck.reference.attention.paged import (
     paged_requests,
     read_tokens,
     require_kv_range,
+    require_topk_indices,
     token_places,
 )
-from attncheck.reference.attention.params import AttentionParams, Precision, Span, Visibility
+from attncheck.reference.attention.params import AttentionParams, Precision, Span, Visibility, chosen_keys
 from attncheck.reference.spec import MODIFIERS, AttentionType, LayerSpec
 
 
@@ -206,14 +207,15 @@ def mla_attention_naive(
     *,
     k_scale: float | Tensor = 1.0,
     kv_range: tuple[int, int] | None = None,
+    topk_indices: Tensor | None = None,
     precision: Precision = Precision(),  # noqa: B008 (frozen)
     q_tile: int = 128,
     kv_tile: int = 1024,
 ) -> tuple[Tensor, Tensor]:
     """Return latent attention ``(out [T, H, V], lse [T, H])`` of every query row over the cached tokens of its request.
 
-    Rows, positions, pages, rows that see no key, rows of no request, ``kv_range``, ``precision`` and tiles are as in
-    :func:`~attncheck.reference.attention.paged.paged_attention`.
+    Rows, positions, pages, rows that see no key, rows of no request, ``kv_range``, ``topk_indices``, ``precision`` and
+    tiles are as in :func:`~attncheck.reference.attention.paged.paged_attention`.
 
     q_nope, q_pe: ``[T, H, P]``, ``[T, H, E]``, ``T >= query_start_loc[-1]``; any float dtype but float8.
     kv_cache: ``[NB, BS, L + E]``, of any strides and any float dtype; slots that no request owns are never read.
@@ -237,7 +239,7 @@ def mla_attention_naive(
     """
     require_kv_range(kv_range)
     table, tiles = (block_table, seq_lens, query_start_loc), (q_tile, kv_tile)
-    batch = _checked_batch(("q_nope", q_nope, q_pe), kv_cache, table, params, k_scale, precision, tiles)
+    batch = _checked_batch(("q_nope", q_nope, q_pe), kv_cache, table, params, k_scale, precision, tiles, topk_indices)
     weights = _up_projections(w_uk, w_uv, batch)
     out_THV, lse_TH = batch.no_keys(len(q_nope), params.v_head_dim)
     for request in batch.requests:
@@ -301,6 +303,7 @@ def mla_attention_absorbed(
     *,
     k_scale: float | Tensor = 1.0,
     kv_range: tuple[int, int] | None = None,
+    topk_indices: Tensor | None = None,
     precision: Precision = Precision(),  # noqa: B008 (frozen)
     q_tile: int = 128,
     kv_tile: int = 1024,
@@ -311,7 +314,7 @@ def mla_attention_absorbed(
     """
     require_kv_range(kv_range)
     table, tiles = (block_table, seq_lens, query_start_loc), (q_tile, kv_tile)
-    batch = _checked_batch(("q_nope", q_nope, q_pe), kv_cache, table, params, k_scale, precision, tiles)
+    batch = _checked_batch(("q_nope", q_nope, q_pe), kv_cache, table, params, k_scale, precision, tiles, topk_indices)
     w_uk_LHP, w_uv_LHV = _up_projections(w_uk, w_uv, batch)
     w_uk_HPL, w_uv_HLV = w_uk_LHP.permute(1, 2, 0), w_uv_LHV.transpose(0, 1)
     out_THV, lse_TH = batch.no_keys(len(q_nope), params.v_head_dim)
@@ -368,6 +371,7 @@ class LatentBatch:
     k_scale: float | Tensor
     precision: Precision
     tile_sizes: tuple[int, int]
+    topk_indices: Tensor | None = None
 
     def no_keys(self, rows: int, size: int) -> tuple[Tensor, Tensor]:
         """Return ``(out, lse)`` of ``rows`` rows that see no key, with output heads of ``size``."""
@@ -400,7 +404,8 @@ class LatentBatch:
             return k_HkD, v_kHV.transpose(0, 1)
 
         query_qHD = torch.cat([self.query[request.rows], self.q_pe[request.rows]], dim=-1)
-        sight = Visibility(params.naive, span, request.context_len, request.index)
+        chosen = self._chosen(request, request.rows)
+        sight = Visibility(params.naive, span, request.context_len, request.index, chosen=chosen)
         return self._attend(query_qHD, fetch, sight)
 
     def attend_latent(
@@ -415,7 +420,12 @@ class LatentBatch:
 
         query_qHD = torch.cat([q_qHL.to(compute), self.q_pe[rows].to(compute)], dim=-1)
         first = request.context_len + rows.start - request.rows.start
-        return self._attend(query_qHD, fetch, Visibility(params.latent, request.span(kv_range), first, request.index))
+        span, chosen = request.span(kv_range), self._chosen(request, rows)
+        return self._attend(query_qHD, fetch, Visibility(params.latent, span, first, request.index, chosen=chosen))
+
+    def _chosen(self, request: PagedRequest, rows: slice) -> Tensor | None:
+        """Return which keys of the request some of its rows may see, bool ``[q, S]``; None without ``topk_indices``."""
+        return None if self.topk_indices is None else chosen_keys(self.topk_indices[rows], request.seq_len)
 
     def _read(self, request: PagedRequest, lo: int, hi: int) -> Tensor:
         """Return the cache rows ``lo .. hi - 1`` of the request, ``[k, L + E]``, in the compute dtype."""
@@ -438,6 +448,7 @@ def _checked_batch(
     k_scale: float | Tensor,
     precision: Precision,
     tile_sizes: tuple[int, int],
+    topk_indices: Tensor | None = None,
 ) -> LatentBatch:
     """Return the batch of a call; raise if its arguments do not fit each other or the layer.
 
@@ -459,7 +470,8 @@ def _checked_batch(
     require_positive_int("q_tile", tile_sizes[0])
     require_positive_int("kv_tile", tile_sizes[1])
     requests = paged_requests((name, first), kv_cache, *table)
-    return LatentBatch(first, q_pe, kv_cache, requests, params, k_scale, precision, tile_sizes)
+    require_topk_indices(topk_indices, len(first))
+    return LatentBatch(first, q_pe, kv_cache, requests, params, k_scale, precision, tile_sizes, topk_indices)
 
 
 def _up_projections(w_uk: Tensor, w_uv: Tensor, batch: LatentBatch) -> tuple[Tensor, Tensor]:

@@ -34,6 +34,7 @@ from attncheck.reference.attention.params import (
     PrefixMask,
     Span,
     Visibility,
+    chosen_keys,
     require_params,
 )
 
@@ -171,6 +172,7 @@ def paged_attention(
     mask_fn: MaskFunction | None = None,
     mm_req_doc_ranges: Mapping[int, Sequence[tuple[int, int]]] | None = None,
     rswa_prefix_lens: Tensor | None = None,
+    topk_indices: Tensor | None = None,
     precision: Precision = Precision(),  # noqa: B008 (frozen)
     q_tile: int = 128,
     kv_tile: int = 1024,
@@ -209,6 +211,8 @@ def paged_attention(
     mm_req_doc_ranges: image spans of each request by its index, as inclusive positions ``(first, last)``, and
     rswa_prefix_lens: ``[R]``, the number of first keys that are seen beyond the window. Both add keys to those of
         ``visible``; see :class:`~attncheck.reference.attention.params.PrefixMask`. ``None``: no such keys.
+    topk_indices: ``[M, K]`` int32 or int64, ``M >= T``: positions of the keys that each row may see, negative for none.
+        ANDed; order and repetitions have no meaning (DeepSeek-V3.2, 2025, section 2.1). ``None``: all keys.
     precision: the roundings to apply; the default computes in float64.
     q_tile, kv_tile: rows and keys of a tile; they change results by rounding only.
 
@@ -237,11 +241,13 @@ def paged_attention(
     _check_tree(tree_mask, max((request.query_len for request in requests), default=0))
     tree = None if tree_mask is None else tree_mask.to(query.device)
     prefixes = prefix_masks(len(seq_lens), mm_req_doc_ranges, rswa_prefix_lens)
+    require_topk_indices(topk_indices, len(query))
 
     def sight(request: PagedRequest) -> Visibility:
         span = request.span(kv_range)
         prefix = prefixes[request.index] if prefixes else None
-        return Visibility(params, span, request.context_len, request.index, tree, mask_fn, prefix)
+        chosen = None if topk_indices is None else chosen_keys(topk_indices[request.rows], request.seq_len)
+        return Visibility(params, span, request.context_len, request.index, tree, mask_fn, prefix, chosen)
 
     rule = ScoreRule(params, precision, query.device, include_sinks)
     scales = (q_scale, k_scale, v_scale)
@@ -337,6 +343,18 @@ def prefix_masks(
     return tuple(
         PrefixMask(tuple((first, last) for first, last in ranges.get(r, ())), lens[r]) for r in range(num_reqs)
     )
+
+
+def require_topk_indices(topk_indices: Tensor | None, num_rows: int) -> None:
+    """Raise unless the indices are None, or integers ``[M, K]`` for at least ``num_rows`` rows."""
+    if topk_indices is None:
+        return
+    require_index("topk_indices", topk_indices)
+    require_shape("topk_indices", topk_indices, None, None, legend="rows, indices")
+    if len(topk_indices) < num_rows:
+        raise ReferenceArgumentError(
+            "topk_indices.shape", tuple(topk_indices.shape), f"at least {num_rows} rows, one for each of the query"
+        )
 
 
 def _check_tree(tree_mask: Tensor | None, max_query_len: int) -> None:

@@ -245,6 +245,21 @@ def visible(params: LayerParams, q_pos: Tensor, k_pos: Tensor) -> Tensor:
     return sees
 
 
+def chosen_keys(topk_indices: Tensor, num_keys: int) -> Tensor:
+    """Return which of the first ``num_keys`` keys each row of ``topk_indices [q, K]`` names: bool ``[q, num_keys]``.
+
+    Negative indices name no key, nor do those of keys that do not exist. A key that is named twice is seen once.
+
+    >>> chosen_keys(torch.tensor([[2, -1, 0], [1, 1, 9]]), 4).int()
+    tensor([[1, 0, 1, 0],
+            [0, 1, 0, 0]], dtype=torch.int32)
+    """
+    index = topk_indices.to(torch.int64)
+    index = torch.where((index < 0) | (index >= num_keys), num_keys, index)
+    named = torch.zeros(len(index), num_keys + 1, dtype=torch.bool, device=index.device)
+    return named.scatter_(1, index, True)[:, :num_keys]
+
+
 @dataclass(frozen=True)
 class PrefixMask:
     """The keys that the rows of one request see besides those of :func:`visible`: image spans, and its first keys.
@@ -382,6 +397,7 @@ class Visibility:
     ``span``: positions of the existing keys. ``context_len``: position of the first row (the tree's root, if there is
     one). ``tree_mask``: bool ``[Q, Q]`` on the device of the positions, ANDed for keys from ``context_len`` on.
     ``mask_fn``: replaces the base predicate. ``prefix``: the keys that are seen besides those of the base predicate.
+    ``chosen``: bool ``[Q, S]``, ANDed: which keys the rows from ``context_len`` on may see.
     """
 
     params: AttentionParams
@@ -391,6 +407,7 @@ class Visibility:
     tree_mask: Tensor | None = None
     mask_fn: MaskFunction | None = None
     prefix: PrefixMask | None = None
+    chosen: Tensor | None = None
 
     def reach(self, first: int, last: int) -> Span:
         """Return a span that contains every key seen by any row of ``first .. last``."""
@@ -404,7 +421,7 @@ class Visibility:
 
     def common(self, first: int, last: int) -> Span:
         """Return a span whose keys are seen by every row of ``first .. last``."""
-        if self.mask_fn is not None:
+        if self.mask_fn is not None or self.chosen is not None:
             return self.span[0], self.span[0]
         lo, hi = row_span(self.params, last, self.span)[0], row_span(self.params, first, self.span)[1]
         return lo, hi if self.tree_mask is None else min(hi, self.context_len)
@@ -438,4 +455,4 @@ class Visibility:
         if self.tree_mask is not None:
             row, node = q_pos - self.context_len, k_pos - self.context_len
             sees = sees & (self.tree_mask[row, node.clamp(min=0)] | (node < 0))
-        return sees
+        return sees if self.chosen is None else sees & self.chosen[q_pos - self.context_len, k_pos]

@@ -98,6 +98,17 @@ class PrefillingMetadata(CommonAttentionMetadata):
     """``[R]`` bool, host: whether the request's prompt is not fully computed yet."""
 
 
+@dataclass
+class SparseMetadata(CommonAttentionMetadata):
+    """The common metadata of layers with an indexer. vLLM keeps the indices in a buffer of the model instead."""
+
+    topk_indices: Tensor | None = None
+    """``[M, K]`` int32, device, ``M >= T``: the keys that each token attends to; negative for none.
+
+    Positions within the token's request, or slots if the backend's conventions state so. They are a mask: their order
+    has no meaning. Rows of padding tokens name no key; those from ``T`` on are left from earlier steps."""
+
+
 Integers: TypeAlias = npt.NDArray[np.signedinteger[Any]]
 
 

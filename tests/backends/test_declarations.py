@@ -49,6 +49,7 @@ NEEDS = {
     "tree": ((layer(), CacheSpec(), batch(path="tree")), "path tree", ()),
     "mm_prefix": ((layer(), CacheSpec(), IMAGE), "mm_req_doc_ranges of image spans", ()),
     "rswa": ((layer(rswa_window=8), CacheSpec(), batch()), "rswa_window 8", ()),
+    "sparse": ((layer(index_topk=8), CacheSpec(), batch()), "index_topk 8: an indexer chooses the keys", ()),
     "short_keys": ((layer(), CacheSpec(), batch(3, 1)), "query_len 3 above seq_len 1", ()),
 }
 
@@ -150,4 +151,16 @@ def test_every_reason_is_listed_at_once():
         "the layer has ALiBi slopes",
         "query_len 5 above seq_len 4",
         "sliding_window 3",
+    ]
+
+
+def test_a_sparse_class_serves_layers_with_an_indexer_alone():
+    class Chosen(Strict):
+        is_sparse = classmethod(lambda cls: True)
+
+    assert Chosen.features == {"sparse"}
+    assert undeclared(Chosen, *PLAIN) == ["the layer has no indexer"]
+    assert undeclared(Chosen, layer(index_topk=8, dtype="bfloat16"), CacheSpec(), batch()) == []
+    assert undeclared(Strict, layer(index_topk=8, dtype="bfloat16"), CacheSpec(), batch()) == [
+        "index_topk 8: an indexer chooses the keys: feature 'sparse' is not declared"
     ]

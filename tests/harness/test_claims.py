@@ -31,7 +31,10 @@ NOT_READ |= {"supports_compute_capability", "supports_batch_invariance"}
 BOOLEANS = [
     member
     for member, claim in CLAIMS.items()
-    if claim.of == "backend" and member not in NOT_READ and claim.form not in ("kv_cache_dtype", "attn_type")
+    # A class of is_sparse serves no other layer.
+    if claim.of == "backend"
+    and member not in {*NOT_READ, "is_sparse"}
+    and claim.form not in ("kv_cache_dtype", "attn_type")
 ]
 ALL = {name: classmethod(yes) for name in [*BOOLEANS, "supports_telepathy"]}
 ClaimsAll = type("ClaimsAll", (Updates,), {"conventions": Conventions(padded_rows="untouched"), **ALL})

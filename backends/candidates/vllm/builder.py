@@ -14,7 +14,7 @@ from attncheck.backends.candidates.vllm.config import soft_cap_entry, their_conf
 from attncheck.backends.candidates.vllm.layers import current, has_value_size, set_value_size
 from attncheck.backends.candidates.vllm.trial import names_missing_parts
 from attncheck.backends.contract import AttentionCGSupport, CommonAttentionMetadata, KVCacheSpec
-from attncheck.backends.paged_metadata import with_own_host_tensors
+from attncheck.backends.paged_metadata import topk_indices_of, with_own_host_tensors
 from attncheck.reference.utilities.builder import AttentionMetadataBuilder
 
 
@@ -200,6 +200,8 @@ class VLLMBuilder(AttentionMetadataBuilder[Any]):
             self.theirs.update_draft_decode_metadata(metadata)
 
     def _translated(self, metadata: CommonAttentionMetadata) -> Any:
+        if topk_indices_of(metadata) is not None:
+            raise NotImplementedError("topk_indices: vLLM's layers have an indexer only for classes of is_sparse")
         if metadata.num_actual_tokens > len(self._positions):
             self._positions = self._position_buffer(metadata.num_actual_tokens)
         positions = fill_positions(metadata, self._positions)

@@ -112,7 +112,7 @@ def _refuse_undriven(argument: str, found: type[Any]) -> None:
     if is_state_space(found):
         return
     if hasattr(found, "is_sparse") and found.is_sparse():
-        raise ValueError(f"{argument} is for layers whose keys an indexer chooses, and no case has an indexer")
+        raise ValueError(f"{argument} is for layers whose keys an indexer chooses, and the bridge makes no indexer")
     members = package.find("AttentionBackendEnum", *_REGISTRY).__members__
     is_latent = hasattr(found, "is_mla") and found.is_mla()  # its layer needs no registered name
     if found.get_name() not in members and not is_latent:

@@ -17,8 +17,9 @@ from attncheck.harness.checks.cudagraph.recorder import CaptureError, Forward, R
 from attncheck.harness.driver.foreign_code import call_backend
 from attncheck.harness.driver.lending import PersistentInputs, map_tensors, zeroed
 from attncheck.harness.driver.session import BackendLayer, OutputBuffers
-from attncheck.harness.driver.step import ForwardCall, operand_views
+from attncheck.harness.driver.step import ROWS_BEHIND, ForwardCall, operand_views, with_topk_indices
 from attncheck.harness.problem.problem import Problem
+from attncheck.reference import SparseMetadata
 from attncheck.reference.step_spec import StridesSpec
 
 # Record where each tensor of metadata is in memory and the value of each number, at one moment.
@@ -165,6 +166,9 @@ def dummy_call(problem: Problem, bucket: Bucket, max_model_len: int, *, longest:
         causal=problem.layer.is_causal,
         rswa_prefix_lens=None if problem.layer.rswa_window is None else torch.zeros_like(seq_lens),
     )
+    if problem.topk_indices is not None:
+        shape = bucket.num_tokens + ROWS_BEHIND, problem.topk_indices.shape[1]
+        dummy = with_topk_indices(dummy, torch.full(shape, -1, dtype=torch.int32))
     query, key, value = (
         torch.full((bucket.num_tokens, *rows.shape[1:]), nan, dtype=problem.dtype)
         for rows in (problem.query, problem.keys, problem.values)
@@ -183,6 +187,8 @@ def some_steps_earlier(call: ForwardCall, tokens: int, block_size: int | None = 
     if block_size is not None:
         is_later = torch.arange(table.shape[1]) * block_size >= seq_lens[:, None]
         table = torch.where(is_later.to(table.device), table[:, -1:], table)
+    if isinstance(common, SparseMetadata) and common.topk_indices is not None:  # some of the keys do not exist yet
+        common = replace(common, topk_indices=torch.full_like(common.topk_indices, -1))
     return replace(
         call,
         common=replace(

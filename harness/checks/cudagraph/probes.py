@@ -386,6 +386,7 @@ def traits_of(layer: LayerSpec, cache: CacheSpec) -> frozenset[Trait]:
         "sinks_dtype": layer.sinks_dtype is not None,
         "mla": layer.mla is not None,
         "rswa_window": layer.rswa_window is not None,
+        "index_topk": layer.index_topk is not None,
         "output_quant": layer.output_quant is not None,
         "query_quant": layer.query_quant,
         "scales per head": any(isinstance(scale, tuple) for scale in (cache.k_scale, cache.v_scale, cache.q_scale)),

@@ -155,6 +155,7 @@ def _part(batch: Problem, case: Case, first: int) -> Problem:
         keys=batch.keys[keys],
         values=batch.values[keys],
         layout=layout,
+        topk_indices=None if batch.topk_indices is None else batch.topk_indices[rows],
     )
 
 

@@ -739,6 +739,9 @@ def _check(case: CheckedCase) -> Finding:
 
 def _not_applicable(case: Case, features: frozenset[str]) -> NotExamined | None:
     path = case.batch.path.name
+    if case.layer.index_topk is not None:
+        reason = "index_topk: the operations and bytes that the chosen keys need are not counted"
+        return NotExamined((reason,), "attncheck")
     if path not in _SEVERAL_CALLS and not is_merged(case.batch, features):
         return None
     reason = f"path {path}: it takes several calls of forward, and a time is that of one"

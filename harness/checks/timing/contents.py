@@ -102,7 +102,7 @@ class BaseProblem:
     def movable(self) -> tuple[range, ...]:
         """Ranges of keys of one request each that every row of the request sees, and so may be permuted."""
         problem, layer = self.problem, self.problem.layer
-        if layer.position_modifiers:
+        if layer.position_modifiers or problem.topk_indices is not None:
             return ()
         found = []
         for request, spec in zip(problem.requests, problem.case.batch, strict=True):

@@ -16,6 +16,7 @@ from attncheck.backends.candidates.triton_mla.backend import TritonMLABackend
 from attncheck.backends.candidates.triton_unified.backend import UnifiedBackend
 from attncheck.backends.contract import GroupShape, KVCacheSpec, MultipleOf, QuantKey, ScaleDesc
 from attncheck.backends.kernel import kernel_backend
+from attncheck.harness.driver.step import with_topk_indices
 from attncheck.reference.spec import LayerSpec
 from attncheck.reference.step_spec import BatchSpec, CacheSpec, RequestSpec
 
@@ -99,6 +100,9 @@ def test_a_builder_refuses_masks_that_the_backend_does_not_declare(refusals):
         "BARE: mm_req_doc_ranges [(1, 2)] of request 1 are not supported"
     ]
     build({"mm_req_doc_ranges": {0: [], 1: []}})
+    chosen = with_topk_indices(common_metadata([5, 3], [9, 3]), torch.zeros(8, 4, dtype=torch.int32))
+    with pytest.raises(NotImplementedError, match="BARE: topk_indices are not supported"):
+        BARE.get_builder_cls()(spec, [], None, cpu).build(0, chosen)
 
 
 def assert_refused(step, error, message, **changes):

@@ -12,7 +12,7 @@ from attncheck.reports.run_file.records import Failed
 UNNAMED = {"stride-in-ten-bits", "rows-by-the-query", "grid-of-rows", "grid-of-requests-and-heads"}
 """The summary of the last two says which rows were never written; of the first two no hypothesis is known."""
 
-MUTANTS = [m for m in catalogue() if m.area in ("diagnosis", "functions", "spans") and m.cause]
+MUTANTS = [m for m in catalogue() if m.area in ("diagnosis", "functions", "spans", "sparse") and m.cause]
 MUTANTS += [m for m in catalogue() if m.area == "limits" and m.check == "numerics" and m.name not in UNNAMED]
 LATENT = {"latent-scale-of-the-cache-row", "latent-cuts-all-keys-first", "latent-reads-by-v-scale"}
 MUTANTS += [m for m in catalogue() if m.name in {*LATENT, "latent-drafts-see-each-other"}]

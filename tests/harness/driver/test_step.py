@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from attncheck.backends.contract import Conventions
 from attncheck.harness.driver.lending import copied_calls, lend_copies
 from attncheck.harness.driver.step import forward_calls_of, make_step, refill_host
 from attncheck.harness.problem.problem import build_problem
@@ -134,6 +135,24 @@ def test_image_spans_and_first_keys_follow_their_requests(make_case):
     assert common.mm_req_doc_ranges is None
     assert common.rswa_prefix_lens.tolist() == [0, 20, 0, 0]
     assert make_step(build_problem(make_case(*images[1:2]), 0), CPU).common_metadata().mm_req_doc_ranges is None
+
+
+def test_chosen_keys_follow_their_rows_in_the_form_of_the_conventions(make_case):
+    """Padding rows name no key, and stale rows of a larger buffer follow them."""
+    problem = build_problem(make_case((3, 20), (1, 40), padding=(1, 2), index_topk=6), 0)
+    stale = 3
+    common = make_step(problem, CPU, (1, 0)).common_metadata()
+    rows = problem.topk_indices[[3, 0, 1, 2]]
+    assert torch.equal(common.topk_indices[:4], rows)
+    assert (common.topk_indices[4:6] == -1).all()
+    assert len(common.topk_indices) == common.num_actual_tokens + stale
+    assert (common.topk_indices[6:] >= 0).all()
+    own = Conventions(topk_indices="slots", repeated_topk_indices=False)
+    slots = make_step(problem, CPU, (1, 0), conventions=own).common_metadata().topk_indices
+    for row, (request, entries) in enumerate(zip((1, 0, 0, 0), rows.tolist(), strict=True)):
+        named = [int(problem.block_table[request, key // 16]) * 16 + key % 16 for key in entries if key >= 0]
+        found = [slot for slot in slots[row].tolist() if slot >= 0]
+        assert found == list(dict.fromkeys(named))
 
 
 def test_a_change_of_the_image_spans_shows(make_case):

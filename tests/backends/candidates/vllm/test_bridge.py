@@ -111,7 +111,7 @@ def test_what_cannot_be_driven_is_refused_by_name(refusals, vllm):
         "theirs:Gone": "theirs has no 'Gone'",
         "theirs:number": "theirs:number is 3: give a class derived from vLLM's AttentionBackend",
         "absent.module:This": "absent.module:This: there is no module absent",
-        "SPARSE": "SPARSE is for layers whose keys an indexer chooses, and no case has an indexer",
+        "SPARSE": "SPARSE is for layers whose keys an indexer chooses, and the bridge makes no indexer",
         "theirs:Nameless": "theirs:Nameless calls itself 'NAMELESS': vLLM's layers take names of AttentionBackendEnum "
         "only, of which CUSTOM is free",
     }

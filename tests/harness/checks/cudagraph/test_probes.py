@@ -113,6 +113,7 @@ TRAITS = {
     "sinks_dtype": "float32",
     "attn_chunk_size": 8,
     "rswa_window": 5,
+    "index_topk": 5,
     "kv_sharing": True,
     "output_quant": OutputQuantSpec(scale=1.0),
     "query_quant": True,

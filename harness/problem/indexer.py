@@ -1,0 +1,99 @@
+"""The keys that an indexer chose for each row of a batch, drawn to show what kernels may do wrong with them.
+
+``topk_indices`` are data of a problem, like its queries. They mean a set of keys for each row. Its order, repetitions
+and unused entries (-1) mean nothing. No indexer computes them here: a row may choose any of the keys that it may see.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from attncheck.harness.problem.pages import RandomStream, Request
+
+NONE = -1
+"""An entry that names no key."""
+
+_KINDS = 6
+"""Kinds of rows, drawn alike: full, with repetitions, with gaps, of one key, of page edges, of the last keys."""
+
+
+def draw_topk_indices(requests: Sequence[Request], index_topk: int, block_size: int, stream: RandomStream) -> Tensor:
+    """Return int32 ``[T, index_topk]``: positions of keys up to the row's own; a row of a request before them has none.
+
+    A row with few keys often names all of them. The order of the entries is random.
+    """
+    positions = [r.first_position + row for r in requests for row in range(r.rows)]
+    indices = torch.full((len(positions), index_topk), NONE, dtype=torch.int32)
+    kinds = stream.integers(len(positions), _KINDS).tolist()
+    for row, (position, kind) in enumerate(zip(positions, kinds, strict=True)):
+        if position >= 0:
+            indices[row] = _row_of(kind, position, index_topk, block_size, stream)
+    return indices
+
+
+def stale_row(requests: Sequence[Request], index_topk: int) -> Tensor:
+    """Return the entries of rows behind those of a step, int32 ``[index_topk]``: the first keys of request 0."""
+    return torch.arange(index_topk, dtype=torch.int32).clamp(max=requests[0].num_keys - 1)
+
+
+def _row_of(kind: int, position: int, width: int, block_size: int, stream: RandomStream) -> Tensor:
+    """Return the entries of one row, int64 ``[width]``."""
+    order = stream.permutation(position + 1)
+    if kind == 4:  # the last and the first keys of pages come first
+        is_at_edge = ((order + 1) % block_size <= 1).int()
+        order = order[is_at_edge.argsort(descending=True, stable=True)]
+    if kind == 5:  # the last keys, own key first
+        order = torch.arange(position, -1, -1)
+    count = min(width, position + 1)
+    if kind == 3:
+        count = 1
+    if kind in (1, 2):
+        count = 1 + int(stream.integers(1, count)[0])
+    entries = torch.full((width,), NONE)
+    entries[:count] = order[:count]
+    if kind == 1:  # fill up with repetitions
+        entries[count:] = order[stream.integers(width - count, count)]
+    return entries[stream.permutation(width)] if kind in (1, 2, 3, 4) else entries
+
+
+def key_of_each_head(topk_indices: Tensor, positions: Tensor, number: Tensor) -> tuple[Tensor, Tensor]:
+    """Return a key for each row and head, and a second one that the row sees: positions, int64 ``[q, H]`` each.
+
+    topk_indices: ``[q, K]``. positions: int64 ``[q]``. number: int64 ``[q, H]``, which selects the key.
+
+    Of five heads, two get a key that the row names, one the key that it names most often, one a hidden key beside one
+    of these, and one key 0, or the row's own key if it names key 0. A row without hidden keys gets keys that it names.
+    """
+    key = torch.arange(max(int(positions.max()) + 1, 1))
+    times = times_named(topk_indices, len(key))
+    named = times > 0
+    hidden = (key <= positions[:, None]) & ~named
+    beside = hidden & (_shifted(named, 1) | _shifted(named, -1))
+    second = _nth(named, number + 1)
+    wanted = torch.where(number % 5 == 0, times.argmax(dim=1)[:, None], _nth(named, number))
+    near = torch.where(beside.any(1, keepdim=True), _nth(beside, number), second)
+    end = torch.where(named[:, :1], positions.clamp(min=0)[:, None], 0).expand_as(number)
+    return torch.where(number % 5 == 3, near, torch.where(number % 5 == 4, end, wanted)), second
+
+
+def times_named(topk_indices: Tensor, num_keys: int) -> Tensor:
+    """Return how often each row of ``topk_indices [q, K]`` names each key: int64 ``[q, num_keys]``."""
+    index = torch.where(topk_indices < 0, num_keys, topk_indices).long()
+    times = index.new_zeros(len(index), num_keys + 1)
+    return times.scatter_add_(1, index, torch.ones_like(index))[:, :num_keys]
+
+
+def _shifted(named: Tensor, by: int) -> Tensor:
+    """Return where the key at distance ``by`` before is named."""
+    moved = named.roll(by, dims=1)
+    moved[:, 0 if by > 0 else -1] = False
+    return moved
+
+
+def _nth(marked: Tensor, n: Tensor) -> Tensor:
+    """Return the position of the ``n``-th marked key of each row, modulo their number; 0 if there is none."""
+    count = marked.long().cumsum(dim=1)
+    wanted = n % count[:, -1:].clamp(min=1)
+    place = (count[:, None, :] <= wanted[..., None]).sum(dim=-1)
+    return place.clamp(max=marked.shape[1] - 1)

@@ -1,0 +1,61 @@
+"""Right backends of sparse attention in forms that no candidate has: slots, distinct entries, and sparse layers alone."""
+
+import torch
+
+from attncheck.backends.contract import Conventions
+from attncheck.backends.mutants.plain import Base, PlainBackend, PlainImpl
+from attncheck.harness.api import examine
+
+CHECKS = "numerics,cache_write,containment,invariance,builder"
+
+
+class GatheringImpl(PlainImpl):
+    """Each row gathers the slots that it names from the cache, and sums over them as they are."""
+
+    def attend(self, layer, query, key, value, caches, metadata, output, output_lse):
+        for row in range(metadata.num_rows):
+            slots = metadata.topk_indices[row].long()
+            slots = slots[slots >= 0]
+            keys, values = (cache[slots // cache.shape[1], slots % cache.shape[1]].float() for cache in caches)
+            none = torch.zeros(len(slots), dtype=torch.int64)
+            scores = self.scores(query[row : row + 1], keys, none[:1], none)
+            out, lse = self.state(scores, values, has_sinks=True)
+            output[row], output_lse[row] = out[0].to(output.dtype), lse[0]
+
+
+class GatheringSlots(Base):
+    """As FlashMLA: the indices are slots, an indexer names no key twice, and no other layer is served."""
+
+    conventions = Conventions(padded_rows="untouched", topk_indices="slots", repeated_topk_indices=False)
+    is_sparse = classmethod(lambda cls: True)
+    Impl = GatheringImpl
+
+
+class WrongForm(GatheringSlots):
+    """Declares positions, and reads slots."""
+
+    conventions = Conventions(padded_rows="untouched", repeated_topk_indices=False)
+
+
+class WithRepetitions(GatheringSlots):
+    """Declares that a row may name a key twice, and sums over both."""
+
+    conventions = Conventions(padded_rows="untouched", topk_indices="slots")
+
+
+def outcomes(backend, suite="sparse", cases="decode,mixed.float32,padding,sinks", checks=CHECKS):
+    examined = examine(backend, suite=suite, cases=cases, checks=checks)
+    return {(record.case_id, record.check): record.outcome for record in examined.records}
+
+
+def test_slots_and_distinct_entries_are_given_to_a_backend_that_declares_them():
+    assert "sparse" in GatheringSlots.features
+    assert set(outcomes(GatheringSlots).values()) == {"passed"}
+    for wrong in (WrongForm, WithRepetitions):
+        assert outcomes(wrong, cases="mixed.float32", checks="numerics") == {("mixed.float32", "numerics"): "failed"}
+
+
+def test_a_class_of_sparse_layers_gets_no_other_case():
+    found = outcomes(GatheringSlots, suite="decode", cases="*", checks="numerics")
+    assert set(found.values()) == {"unsupported"}
+    assert PlainBackend.is_sparse() is False
