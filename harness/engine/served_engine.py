@@ -11,13 +11,11 @@ from typing import Any
 
 from attncheck.harness.device import collect_environment
 from attncheck.harness.engine.events import ObserverSettings
-from attncheck.harness.engine.findings import STOPPED, EngineCase, backend_of, header_of, records_of
+from attncheck.harness.engine.findings import STOPPED, EngineCase, header_of, records_of
 from attncheck.harness.engine.internals import check_internals
 from attncheck.harness.engine.observer import EngineObserver
 from attncheck.harness.engine.plugin import WatchSettings
 from attncheck.harness.engine.vllm_runner import EngineHooks
-from attncheck.harness.run.outcomes import Circumstances
-from attncheck.reports.run_file.header import Environment
 from attncheck.reports.run_file.store import now, write_run
 
 LOGGER = logging.getLogger("attncheck")
@@ -26,7 +24,7 @@ WRITE_EVERY_S = 10.0
 """Seconds between two writes of the run file."""
 
 SERVED = EngineCase(
-    id="served", description="requests of a server's clients", due=("output", "token", "position", "write")
+    id="served", description="requests of a server's clients", checks=("output", "token", "position", "write")
 )
 """The case of requests that are not ours: prefix hits and further steps of a request may not occur."""
 
@@ -60,21 +58,17 @@ class ServedEngine:
 
     def __init__(self, settings: WatchSettings, runner: Any) -> None:
         self._settings = settings
-        self._runner = runner
         self._observer = EngineObserver(
             ObserverSettings(judge_every=settings.judge_every, follow_one_of=settings.follow_one_of)
         )
         self.hooks = EngineHooks(self._observer)
         self._ended = threading.Event()
         self._started, self._began_s = now(), time.monotonic()
-        self._environment: Environment | None = None
-        self._notes = (
-            f"outputs and pages of one in {settings.judge_every} steps were judged",
-            f"one of {settings.follow_one_of} first blocks of prompts was followed"
-            if settings.follow_one_of > 1
-            else "",
-        )
-        self._written: tuple[int, str | None] | None = None
+        self._notes = [f"outputs and pages of one in {settings.judge_every} steps were judged"]
+        if settings.follow_one_of > 1:
+            self._notes.append(f"one of {settings.follow_one_of} first blocks of prompts was followed")
+        self._written: tuple[int, str | None] = (0, None)
+        self._environment = collect_environment(str(runner.device))
 
     def start(self, *modules: Any) -> None:
         """Watch the runner of vLLM, or of these modules, and begin to write the run file."""
@@ -106,24 +100,15 @@ class ServedEngine:
         with self.hooks.steps.lock:
             result = self._observer.result()
         state = (result.steps, result.failure)
-        if state == self._written or (not result.steps and result.failure is None):
+        if state == self._written:
             return
+        records = records_of(SERVED, result, self._environment, duration_s=time.monotonic() - self._began_s)
+        header = header_of([records], command=self._settings.command)
+        header = header.model_copy(update={"started": self._started, "notes": self._notes})
+        errors = () if result.failure is None else (f"{STOPPED}{result.failure}",)
         path = self._settings.path
         aside = path.with_name(f"{path.stem}.{os.getpid()}.jsonl")
         aside.unlink(missing_ok=True)
-        if self._environment is None:
-            self._environment = collect_environment(str(self._runner.device))
-        header = header_of(
-            [SERVED.info(result)],
-            [backend_of(result.engine).info],
-            self._environment,
-            command=self._settings.command,
-        ).model_copy(update={"started": self._started, "notes": tuple(filter(None, self._notes))})
-        circumstances = Circumstances(
-            seed=header.seed, environment=header.environment.digest, attncheck_version=header.environment.attncheck
-        )
-        records = records_of(SERVED, result, circumstances, time.monotonic() - self._began_s)
-        errors = () if result.failure is None else (f"{STOPPED}{result.failure}",)
-        write_run(aside, header, records, errors)
+        write_run(aside, header, records.records, errors)
         aside.replace(path)
         self._written = state
