@@ -157,7 +157,7 @@ def _serve(given: Mapping[str, Any], output: Path | None, words: tuple[str, ...]
             print_stderr(f"{number}/{len(runs)} {run.case.id}: {verdict}, {time.monotonic() - began:.1f} s")
     if not served:
         raise QuestionError("\n".join(errors))
-    header = header_of(served, given.get("seed", 0), words)
+    header = header_of(served, seed=given.get("seed", 0), command=words)
     with open_run(output, runs_folder(), header, RunOptions.keep) as writer:
         for record in (record for each in served for record in each.records):
             writer.add(record)

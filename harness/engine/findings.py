@@ -274,7 +274,9 @@ def _extent(kind: CheckKind, findings: Sequence[EngineFinding]) -> str:
     return f"{plural(rows, NOUNS[kind])} of {of_layers}{plural(requests, 'request')} in {when}{of_size}"
 
 
-def header_of(given: Sequence[EngineRecords], seed: int = 0, command: Sequence[str] = ()) -> RunHeader:
+def header_of(
+    given: Sequence[EngineRecords], *, seed: int = 0, command: Sequence[str] = (), notes: Sequence[str] = ()
+) -> RunHeader:
     """Return the header of a run of ``attncheck engine``."""
     environment = given[0].environment
     cases = tuple(each.case for each in given)
@@ -288,4 +290,5 @@ def header_of(given: Sequence[EngineRecords], seed: int = 0, command: Sequence[s
         seed=seed,
         backends=tuple({each.backend.name: each.backend for each in given}.values()),
         command=tuple(command),
+        notes=tuple(notes),
     )

@@ -103,8 +103,8 @@ class ServedEngine:
         if state == self._written:
             return
         records = records_of(SERVED, result, self._environment, duration_s=time.monotonic() - self._began_s)
-        header = header_of([records], command=self._settings.command)
-        header = header.model_copy(update={"started": self._started, "notes": self._notes})
+        header = header_of([records], command=self._settings.command, notes=self._notes)
+        header = header.model_copy(update={"started": self._started})
         errors = () if result.failure is None else (f"{STOPPED}{result.failure}",)
         path = self._settings.path
         aside = path.with_name(f"{path.stem}.{os.getpid()}.jsonl")

@@ -204,9 +204,6 @@ _DEFAULTS: Mapping[str, str] = {
 }
 """Environment variables of the process that serves, unless they are given."""
 
-_SHOWN_BYTES = 2000
-"""Bytes of the end of vLLM's output that an error shows."""
-
 
 def import_vllm() -> None:
     """Import vLLM, and set the environment variables that it reads. This process must not use a device.
@@ -237,7 +234,7 @@ def serve_apart(run: EngineRun, limit: Limit) -> EngineRecords:
         try:
             environment: Environment = process.receive(limit)
         except (RefusedError, ProcessEndedError) as error:
-            printed = "".join(f"\nvLLM | {line}" for line in process.output(limit=_SHOWN_BYTES).splitlines())
+            printed = "".join(f"\nvLLM | {line}" for line in process.output().splitlines())
             raise QuestionError(f"{run.case.id}: vLLM did not start: {error}{printed}") from error
         try:
             served: EngineRecords = process.receive(limit)

@@ -85,7 +85,7 @@ def served(tmp_path_factory):
         (folder / "model").mkdir()
         make_model(folder / "model", "full")
         (folder / "serve.py").write_text(SERVE)
-        settings = WatchSettings(folder / "run.jsonl", judge_every=1)
+        settings = WatchSettings(path=folder / "run.jsonl", judge_every=1)
         environment = os.environ | {
             **settings.environment(),
             "VLLM_ENABLE_V1_MULTIPROCESSING": "0",

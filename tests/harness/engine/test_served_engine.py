@@ -4,16 +4,14 @@
 """
 
 import sys
-from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from attncheck.errors import QuestionError
 from attncheck.harness.engine import served_engine
 from attncheck.harness.engine.observer import EngineObserver
-from attncheck.harness.engine.plugin import WatchSettings, settings_of
+from attncheck.harness.engine.plugin import WatchSettings
 from attncheck.harness.engine.served_engine import ServedEngine, watch_workers
 from attncheck.reports.run_file.store import read_run
 
@@ -168,7 +166,7 @@ def drive(runner, *, is_async=False, warm_up=lambda runner: None):
 def settings(tmp_path, monkeypatch):
     monkeypatch.setattr(served_engine, "check_internals", lambda: None)
     monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(__version__="0.32.0"))
-    return WatchSettings(tmp_path / "run.jsonl", judge_every=1, command=("attncheck", "engine"))
+    return WatchSettings(path=tmp_path / "run.jsonl", judge_every=1, command=("attncheck", "engine"))
 
 
 @pytest.fixture
@@ -176,7 +174,7 @@ def serve(settings):
     """Serve with a watched runner, and return its outputs and the run file."""
 
     def serve(runner, *, follow_one_of=1, **options):
-        engine = ServedEngine(replace(settings, follow_one_of=follow_one_of), runner)
+        engine = ServedEngine(settings.model_copy(update={"follow_one_of": follow_one_of}), runner)
         engine.start(SimpleNamespace(GPUModelRunner=type(runner)))
         try:
             return drive(runner, **options), engine
@@ -384,8 +382,6 @@ def test_other_ranks_are_left_alone(settings, rank, data_parallel_rank):
 
 
 def test_settings_pass_through_the_environment(tmp_path):
-    settings = WatchSettings(tmp_path / "run.jsonl", 16, 4, ("attncheck", "engine", "--every", "16"))
-    assert settings_of(settings.environment()) == settings
-    assert settings_of({}) is None
-    with pytest.raises(QuestionError, match="--follow is 0"):
-        WatchSettings(tmp_path / "run.jsonl", follow_one_of=0)
+    settings = WatchSettings(path=tmp_path / "run.jsonl", follow_one_of=4, command=("attncheck", "engine"))
+    (text,) = settings.environment().values()
+    assert WatchSettings.model_validate_json(text) == settings
