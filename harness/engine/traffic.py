@@ -234,7 +234,7 @@ def serve_apart(run: EngineRun, limit: Limit) -> EngineRecords:
         try:
             environment: Environment = process.receive(limit)
         except (RefusedError, ProcessEndedError) as error:
-            printed = "".join(f"\nvLLM | {line}" for line in process.output().splitlines())
+            printed = "".join(f"\nvLLM | {line}" for line in process.output(limit=2000).splitlines())
             raise QuestionError(f"{run.case.id}: vLLM did not start: {error}{printed}") from error
         try:
             served: EngineRecords = process.receive(limit)
