@@ -4,16 +4,13 @@
 """
 
 import sys
-from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from attncheck.errors import QuestionError
-from attncheck.harness.engine import served_engine
 from attncheck.harness.engine.observer import EngineObserver
-from attncheck.harness.engine.plugin import WatchSettings, settings_of
+from attncheck.harness.engine.plugin import WatchSettings
 from attncheck.harness.engine.served_engine import ServedEngine
 from attncheck.harness.engine.vllm_runner import EngineHooks, watch_workers
 from attncheck.reports.run_file.store import read_run
@@ -182,9 +179,8 @@ def drive(worker, *, is_async=False):
 
 @pytest.fixture
 def settings(tmp_path, monkeypatch):
-    monkeypatch.setattr(served_engine, "check_internals", lambda: None)
     monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(__version__="0.32.0"))
-    return WatchSettings(tmp_path / "run.jsonl", judge_every=1, command=("attncheck", "engine"))
+    return WatchSettings(path=tmp_path / "run.jsonl", judge_every=1, command=("attncheck", "engine"))
 
 
 @pytest.fixture
@@ -193,7 +189,7 @@ def serve(settings):
 
     def serve(runner, *, follow_one_of=1, **options):
         worker = Worker(runner)
-        engine = ServedEngine(replace(settings, follow_one_of=follow_one_of), worker)
+        engine = ServedEngine(settings.model_copy(update={"follow_one_of": follow_one_of}), worker)
         engine.start()
         try:
             return drive(worker, **options), engine
@@ -392,8 +388,6 @@ def test_other_ranks_are_left_alone(rank, data_parallel_rank):
 
 
 def test_settings_pass_through_the_environment(tmp_path):
-    settings = WatchSettings(tmp_path / "run.jsonl", 16, 4, ("attncheck", "engine", "--every", "16"))
-    assert settings_of(settings.environment()) == settings
-    assert settings_of({}) is None
-    with pytest.raises(QuestionError, match="--follow is 0"):
-        WatchSettings(tmp_path / "run.jsonl", follow_one_of=0)
+    settings = WatchSettings(path=tmp_path / "run.jsonl", follow_one_of=4, command=("attncheck", "engine"))
+    (text,) = settings.environment().values()
+    assert WatchSettings.model_validate_json(text) == settings
