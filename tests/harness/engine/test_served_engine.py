@@ -255,7 +255,7 @@ class NoModel(RunnerV1):
     """A runner without layers. It samples the number of the step for each request."""
 
     number = 0
-    input_batch = SimpleNamespace(req_ids=["a", "b"])
+    input_batch = SimpleNamespace(req_ids=["a", "b", "media"])
 
     def __init__(self):
         super().__init__(is_async=True)
@@ -329,9 +329,11 @@ def test_a_request_that_is_resumed_in_flight_keeps_its_adapter_and_its_reason(se
         if not is_early:
             first.get_output()
         second.get_output()
-        given = {"ids": torch.tensor([2, 1]), "positions": torch.tensor([9, 8])}  # 2 is what the second step sampled
+        ids_given = torch.tensor([2, 1, 2])  # 2 is what the second step sampled
+        given = {"ids": ids_given, "positions": torch.tensor([9, 8, 9])}
         new = [("b", ids, [7, 8, 13], 8, adapter)]
-        runner.execute_model(plan_with({"a": 1, "b": 1}, new=new, continued=[("a", 9)], **given))
+        continued = [("a", 9), ("media", 9)]
+        runner.execute_model(plan_with({"a": 1, "b": 1, "media": 1}, new=new, continued=continued, **given))
         runner.sample_tokens(None).get_output()
     finally:
         engine.hooks.remove()
@@ -339,7 +341,7 @@ def test_a_request_that_is_resumed_in_flight_keeps_its_adapter_and_its_reason(se
     result = observer.result()
     assert (result.failure, result.findings) == (None, ())
     assert (result.checks["prefix_hit"], result.checks["token"]) == (2, 2)
-    assert not observer.may_follow("media")
+    assert result.not_followed == {"requests with images or other media": 1}
 
 
 WATCHES = ["_install", "_warm_up_begins", "_execute_begins", "_requests_start", "_executed", "_sampled", "_step_ends"]
@@ -360,6 +362,19 @@ def test_a_failure_of_ours_ends_the_watching_alone(serve, settings, monkeypatch,
     run = read_run(settings.path)
     assert run.errors == ("attncheck itself failed, and stopped watching the engine: RuntimeError: ours",)
     assert not any(record.outcome == "passed" for record in run.records)
+
+
+def test_a_version_of_vllm_whose_method_takes_other_arguments_is_not_watched(serve):
+    class Other(RunnerV1):
+        def _model_forward(self, positions, input_ids):
+            self.forward(input_ids)
+
+    outputs, engine = serve(Other())
+    assert torch.equal(outputs, drive(Worker(RunnerV1())))
+    assert engine.hooks.observer.failure == (
+        "QuestionError: attncheck engine does not know this version of vLLM: "
+        "its Other has no _model_forward(input_ids, positions)"
+    )
 
 
 def test_what_cannot_be_followed_is_counted(serve, settings):
