@@ -11,7 +11,7 @@ from attncheck.harness.engine.events import (
     ContinuedRequest,
     EngineFinding,
     KVGroup,
-    ObserverTally,
+    ObserverResult,
     StartedRequest,
     StepPlan,
 )
@@ -231,7 +231,7 @@ class EngineHistory:
         self,
         groups: Sequence[KVGroup],
         settings: Sequence[Sequence[AttentionParams]],
-        tally: ObserverTally,
+        tally: ObserverResult,
         follow_one_of: int = 1,
     ) -> None:
         self.groups = tuple(groups)
@@ -252,29 +252,25 @@ class EngineHistory:
     ) -> None:
         """Follow a request. ``prefix_key``: what besides tokens decides whether two prefixes are equal.
 
-        One that is added again starts with these tokens; whether it is followed does not change.
+        ``not_followed``: why it is never followed. One that is added again starts with these tokens.
         """
         known = self.requests.get(request_id)
-        if known is not None:
-            not_followed = not_followed or known.never_followed
-            self.requests[request_id] = FollowedRequest(
-                request_id, list(map(int, tokens)), known.prefix_key, not_followed
-            )
-            return
-        if all(group.not_followed for group in self.groups):
-            not_followed = not_followed or next((group.not_followed for group in self.groups), "engines without keys")
-        if not_followed is None and not self._is_chosen(tokens):
-            not_followed = f"--follow {self._follow_one_of} leaves out the first block of their prompt"
-        self.requests[request_id] = FollowedRequest(request_id, list(map(int, tokens)), prefix_key, not_followed)
+        key = prefix_key if known is None else known.prefix_key
+        self.requests[request_id] = FollowedRequest(request_id, list(map(int, tokens)), key, not_followed)
 
-    def _is_chosen(self, tokens: Sequence[int]) -> bool:
-        """Whether prompts with the first block of ``tokens`` are followed.
+    def reason_of(self, tokens: Sequence[int]) -> str | None:
+        """Return why a request with this prompt is never followed, or None.
 
-        Requests that a prefix hit connects share that block, so that they are followed together or not at all.
+        Requests that a prefix hit connects share the first block of their prompts, so that they are followed together
+        or not at all.
         """
+        if all(group.not_followed for group in self.groups):
+            return next((group.not_followed for group in self.groups), "engines without keys")
         size = min(group.block_size for group in self.groups)
         first_block = np.array(tokens[:size], dtype=np.int64)
-        return crc32(first_block.tobytes()) % self._follow_one_of == 0
+        if crc32(first_block.tobytes()) % self._follow_one_of:
+            return f"--follow {self._follow_one_of} leaves out the first block of their prompt"
+        return None
 
     def finish(self, request_id: str) -> None:
         """Forget a request; the contents of its blocks stay, since a prefix hit may use them."""
@@ -387,7 +383,7 @@ class EngineHistory:
         self._tally.find(
             EngineFinding(
                 kind="prefix_hit",
-                step=self._tally.step + 1,
+                step=self._tally.steps + 1,
                 request_id=request.request_id,
                 position=index * size + offset,
                 group=group,
@@ -422,7 +418,7 @@ class EngineHistory:
                 self._count_finding(request, request.done, note)
 
     def _count_finding(self, request: FollowedRequest, position: int, note: str) -> None:
-        step = self._tally.step + 1
+        step = self._tally.steps + 1
         self._tally.find(EngineFinding("count", step, request.request_id, position, note=note))
 
     # What the model is given.

@@ -14,8 +14,8 @@ from attncheck.harness.engine.events import (
     KVGroup,
     LayerFacts,
     LayerRows,
+    ObserverResult,
     ObserverSettings,
-    ObserverTally,
 )
 from attncheck.harness.engine.history import (
     EngineHistory,
@@ -100,7 +100,7 @@ class Judge:
         groups: Sequence[KVGroup],
         layers: Mapping[str, LayerFacts],
         history: EngineHistory,
-        tally: ObserverTally,
+        tally: ObserverResult,
     ) -> None:
         self.store = RowStore(history, settings.max_row_bytes)
         self._settings, self._groups, self._layers = settings, groups, layers
@@ -129,13 +129,13 @@ class Judge:
 
     def take(self, given: LayerRows) -> None:
         """Keep a layer's keys and values, and in a judged step its query and output."""
-        layer, query, key, value, output, kv_cache = given
+        layer, query, key, value, output, kv_cache, is_part = given
         facts, num_rows = self._layers.get(layer), len(self._input_rows)
         group = self._group_of.get(layer)
         if not num_rows or facts is None or group is None:
             self._tally.not_followed["layers without a followed KV-cache group"] += num_rows
             return
-        if len(query) <= int(self._input_rows[-1]):
+        if is_part:
             reason = "layers that compute a part of the rows"
             if facts.kv_sharing_target is None:  # some keys were not seen
                 self._never_judged[layer] = reason
@@ -147,8 +147,7 @@ class Judge:
         self._taken.add(layer)
         rows, numbers = self._input_rows.to(query.device), self._numbers.to(query.device)
         if facts.kv_sharing_target is None and key is not None and value is not None:
-            with self._tally.timed("keep"):
-                self.store.keep(layer, numbers, key[rows], value[rows])
+            self.store.keep(layer, numbers, key[rows], value[rows])
         if not self._is_judged:
             return
         why_not = facts.not_judged or self._reason(layer, facts, query, output, group)
@@ -181,13 +180,11 @@ class Judge:
         """Judge what was taken in this step."""
         self.store.limit_numbers()
         pending, self._pending, self._pending_bytes = self._pending, [], 0
-        with self._tally.timed("write"):
-            for each in pending:
-                self._compare_pages(each, self._followed)
-        with self._tally.timed("judge"):
-            for together in _of_equal_settings(pending):
-                for requests in self._in_parts(together):
-                    self._judge(together, requests)
+        for each in pending:
+            self._compare_pages(each, self._followed)
+        for together in _of_equal_settings(pending):
+            for requests in self._in_parts(together):
+                self._judge(together, requests)
 
     def _in_parts(self, together: Sequence[JudgedCall]) -> Iterator[tuple[StepRows, ...]]:
         """Yield requests whose keys and values fit into memory together."""
@@ -276,7 +273,7 @@ class Judge:
         """Report the wrong rows of a request in a layer. ``at``: of its first row; ``bad``: counted from that."""
         finding = EngineFinding(
             kind="output",
-            step=self._tally.step,
+            step=self._tally.steps,
             request_id=request.request_id,
             position=request.position + int(bad[0]),
             layer=pending.layer,
@@ -287,8 +284,7 @@ class Judge:
         )
         if self._tally.counts["explained findings"] < self._settings.max_explained:
             self._tally.counts["explained findings"] += 1
-            with self._tally.timed("explain"):
-                finding = self._explained(finding, pending, request, bad[np.argsort(-shares[bad])], at, allowed)
+            finding = self._explained(finding, pending, request, bad[np.argsort(-shares[bad])], at, allowed)
         self._tally.find(finding)
 
     def _explained(
@@ -403,7 +399,7 @@ class Judge:
         written = max(first, request.position // size * size)
         if whole or written == first:
             return np.arange(first, end)
-        turn = first // size + self._tally.step % (written // size - first // size)
+        turn = first // size + self._tally.steps % (written // size - first // size)
         before = np.arange(max(first, turn * size), min(written, (turn + 1) * size))
         return np.concatenate([before, np.arange(written, end)])
 
@@ -418,7 +414,7 @@ class Judge:
                 reported.update(some)
                 finding = EngineFinding(
                     kind="write",
-                    step=self._tally.step,
+                    step=self._tally.steps,
                     request_id=request.request_id,
                     position=some[0],
                     layer=pending.layer,

@@ -40,4 +40,4 @@ def register() -> None:
     """Watch the engine of this process if the environment says so; vLLM calls this in each of its processes."""
     if settings := os.environ.get(VARIABLE):
         served_engine = import_module("attncheck.harness.engine.served_engine")
-        served_engine.watch_workers(WatchSettings.model_validate_json(settings))
+        served_engine.watch_engine(WatchSettings.model_validate_json(settings))

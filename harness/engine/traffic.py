@@ -21,10 +21,9 @@ from attncheck.harness.device import collect_environment
 from attncheck.harness.driver.observation import capture_exception
 from attncheck.harness.engine.events import ObserverResult, ObserverSettings
 from attncheck.harness.engine.findings import KINDS, EngineCase, EngineRecords, records_of
-from attncheck.harness.engine.internals import check_internals
 from attncheck.harness.engine.models import CONFIGS, make_model
 from attncheck.harness.engine.observer import EngineObserver
-from attncheck.harness.engine.vllm_runner import watching
+from attncheck.harness.engine.vllm_runner import EngineHooks, watch_workers
 from attncheck.harness.workers.limits import Limit
 from attncheck.harness.workers.process import ProcessEndedError, RefusedError, WorkerProcess
 from attncheck.harness.workers.protocol import Message
@@ -209,14 +208,13 @@ def import_vllm() -> None:
     """Import vLLM, and set the environment variables that it reads. This process must not use a device.
 
     Raises:
-        QuestionError: vLLM is missing, cannot be imported, or lacks something that is used.
+        QuestionError: it is not installed, or cannot be imported.
     """
     os.environ.update({**_DEFAULTS, **os.environ, **_VARIABLES})
-    check_internals()
     try:
         import_module("vllm").LLM  # noqa: B018 (what it imports takes seconds)
     except Exception as error:  # whatever its modules raise
-        raise QuestionError(f"vLLM cannot be imported: {type(error).__name__}: {error}") from error
+        raise QuestionError(f"vLLM cannot be imported here: {type(error).__name__}: {error}") from error
 
 
 def serve_apart(run: EngineRun, limit: Limit) -> EngineRecords:
@@ -239,11 +237,8 @@ def serve_apart(run: EngineRun, limit: Limit) -> EngineRecords:
         try:
             served: EngineRecords = process.receive(limit)
         except ProcessEndedError as ended:
-            served = records_of(run.case, _NOTHING, environment, seed=run.seed, ended_by=ended.end)
+            served = records_of(run.case, ObserverResult(), environment, seed=run.seed, ended_by=ended.end)
         return served
-
-
-_NOTHING = ObserverResult(steps=0, checks={}, findings=(), not_followed={})
 
 
 class TrafficServer(Server):
@@ -257,24 +252,23 @@ class TrafficServer(Server):
         """
         observer = EngineObserver(ObserverSettings(judge_every=run.every, follow_one_of=run.follow))
         platform = import_module("vllm.platforms").current_platform
-        raised = None
-        with watching(observer):
-            try:
-                if run.model in CONFIGS and not run.folder.exists():
-                    make_model(run.folder, run.model)
-                engine = import_module("vllm").LLM(**engine_options(run, on_cpu=platform.is_cpu())).llm_engine
-            except Exception as error:
-                traceback.print_exc()
-                raise RefusedError(f"{type(error).__name__}: {error}") from error
-            environment = collect_environment(platform.device_type)
-            emit(environment)
-            began = time.monotonic()
-            try:
-                _serve_requests(engine, run, observer)
-            except Exception as error:  # noqa: BLE001 (a fault of the engine is a result)
-                traceback.print_exc()
-                raised = capture_exception("serving", error)
-            duration_s = time.monotonic() - began
+        watch_workers(EngineHooks(observer).install)
+        try:
+            if run.model in CONFIGS and not run.folder.exists():
+                make_model(run.folder, run.model)
+            engine = import_module("vllm").LLM(**engine_options(run, on_cpu=platform.is_cpu())).llm_engine
+        except Exception as error:
+            traceback.print_exc()
+            raise RefusedError(f"{type(error).__name__}: {error}") from error
+        environment = collect_environment(platform.device_type)
+        emit(environment)
+        began, raised = time.monotonic(), None
+        try:
+            _serve_requests(engine, run, observer)
+        except Exception as error:  # noqa: BLE001 (a fault of the engine is a result)
+            traceback.print_exc()
+            raised = capture_exception("serving", error)
+        duration_s = time.monotonic() - began
         result = observer.result()
         unmet = "" if run.steps else _unmet(run, result.counts, engine.vllm_config)
         return records_of(

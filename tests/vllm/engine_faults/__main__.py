@@ -24,7 +24,7 @@ from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 from attncheck.harness.engine.events import ObserverSettings
 from attncheck.harness.engine.models import CONFIGS, VOCAB_SIZE, make_model
 from attncheck.harness.engine.observer import EngineObserver
-from attncheck.harness.engine.vllm_runner import watching
+from attncheck.harness.engine.vllm_runner import EngineHooks
 
 MODULES = (inputs, pages, scheduling)
 """Imported, since each registers its faults."""
@@ -61,17 +61,19 @@ OPTIONS = {
 
 def serve(engine, plant):
     """Serve the requests with a fault planted, and return what was found."""
-    acts = Acts(engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner)
+    worker = engine.engine_core.engine_core.model_executor.driver_worker.worker
+    acts = Acts(worker.model_runner)
     observer = EngineObserver(ObserverSettings(max_explained=2))
     _follow(acts, plant)
     _judge_near(acts, observer.settings, SELDOM if plant is None else 10**9)
     tokens, raised = {}, ""
     began = time.perf_counter()
-    with watching(observer) as hooks:
-        try:
-            tokens = _tokens(engine, lambda: acts.is_over and hooks.remove())
-        except Exception:  # noqa: BLE001 (whatever a fault makes vLLM raise)
-            raised = traceback.format_exc(limit=-3)
+    hooks = EngineHooks(observer)
+    hooks.install(worker)
+    try:
+        tokens = _tokens(engine, lambda: acts.is_over and hooks.remove())
+    except Exception:  # noqa: BLE001 (whatever a fault makes vLLM raise)
+        raised = traceback.format_exc(limit=-3)
     result = observer.result()
     return {
         "acts": acts.did,
