@@ -75,11 +75,11 @@ class LayerFacts:
 
 @dataclass(frozen=True)
 class EngineFacts:
-    """The engine that was observed. ``backends``: class name of each kind of layer, such as ``full`` or ``window``."""
+    """The engine that was observed. ``backends``: the names of the classes that served its layers."""
 
     vllm_version: str = ""
     runner: str = ""
-    backends: Mapping[str, str] = field(default_factory=dict)
+    backends: tuple[str, ...] = ()
     dtype: str = ""
     kv_cache_dtype: str = ""
     block_sizes: tuple[int, ...] = ()

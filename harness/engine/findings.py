@@ -124,7 +124,7 @@ def _backend_of(engine: EngineFacts) -> BackendInfo:
 
     Without a class, since nothing was served, it is called ``vllm``.
     """
-    name = ":".join(filter(None, ["vllm", "+".join(dict.fromkeys(engine.backends.values()))]))
+    name = ":".join(filter(None, ["vllm", "+".join(engine.backends)]))
     facts = {"runner": engine.runner, "dtype": engine.dtype, "kv_cache_dtype": engine.kv_cache_dtype}
     return BackendInfo(name=name, ref=name, version=engine.vllm_version, conventions=dict(facts))
 

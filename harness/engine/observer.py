@@ -34,9 +34,6 @@ from attncheck.harness.engine.judge import Judge
 
 LOGGER = logging.getLogger("attncheck")
 
-Sampled = Mapping[str, tuple[int, ...]]
-"""The sampled tokens of each request of a step."""
-
 _EARLIER = "requests that were added before the observer"
 """Why a request is not followed that the observer does not know."""
 
@@ -65,13 +62,11 @@ class Step:
         is_part = len(given.query) < sum(self.plan.num_scheduled_tokens.values())
         rows = self.rows[:0] if is_part else self.rows.to(given.query.device)
         judged = rows if self.is_judged else rows[:0]
-        return LayerRows(
-            layer=given.layer,
+        return given._replace(
             query=given.query[judged],
             key=None if given.key is None else given.key[rows],
             value=None if given.value is None else given.value[rows],
             output=given.output[judged],
-            kv_cache=given.kv_cache,
             is_part=is_part,
         )
 
@@ -79,15 +74,16 @@ class Step:
 class EngineObserver:
     """Observes one engine: call its methods in the order of the engine's steps.
 
-    Requests are added after :meth:`engine_starts`. A step may begin before those before it have ended. Call nothing
-    after :meth:`fail` but :meth:`result`.
+    Requests are added after :meth:`engine_starts`. A step may begin before those before it have ended. After
+    :meth:`fail`, only :meth:`result` may be called.
     """
+
+    _history: EngineHistory
+    _judge: Judge
 
     def __init__(self, settings: ObserverSettings | None = None) -> None:
         self.settings = settings or ObserverSettings()
         self._result = ObserverResult()
-        self._history: EngineHistory | None = None
-        self._judge: Judge | None = None
         self._is_async = False
         self._reasons: dict[str, str | None] = {}  # why a request is not followed
         self._steps: deque[Step] = deque()
@@ -105,14 +101,16 @@ class EngineObserver:
     @property
     def is_started(self) -> bool:
         """Whether :meth:`engine_starts` was called."""
-        return self._history is not None
+        return hasattr(self, "_history")
 
     def fail(self, error: BaseException) -> None:
         """Stop observing because of an error of ours, or of what translates an engine's calls."""
         with self._lock:
             self._result.failure = f"{type(error).__name__}: {error}"
-            self._history = self._judge = self._running = None  # keys and values are freed
+            if self.is_started:
+                del self._history, self._judge  # keys and values are freed
             self._steps.clear()
+            self._running = None
         LOGGER.error("attncheck stops watching this engine, which is not affected", exc_info=error)
 
     def result(self) -> ObserverResult:
@@ -153,7 +151,6 @@ class EngineObserver:
         ``prefix_key``: what besides its tokens its keys depend on, such as a LoRA adapter.
         ``not_followed``: why it cannot be followed.
         """
-        assert self._history is not None
         with self._lock:
             if request_id not in self._reasons:
                 self._reasons[request_id] = self._history.reason_of(prompt_token_ids)
@@ -162,7 +159,6 @@ class EngineObserver:
 
     def request_finished(self, request_id: str) -> None:
         """Forget a request that ended or was aborted."""
-        assert self._history is not None
         with self._lock:
             self._reasons.pop(request_id, None)
             self._change(partial(self._history.finish, request_id))
@@ -235,7 +231,7 @@ class EngineObserver:
 
     # A step is followed and judged.
 
-    def step_ends(self, sampled: Sampled, step: Step | None = None) -> None:
+    def step_ends(self, sampled: Mapping[str, tuple[int, ...]], step: Step | None = None) -> None:
         """Judge the first step that has not ended, and take the tokens that were sampled for each of its requests.
 
         In whichever thread, what this reads on a GPU is read on the model's stream, behind what writes it.
@@ -257,9 +253,7 @@ class EngineObserver:
     def _on_stream(self) -> AbstractContextManager[object]:
         return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
 
-    def _observe(self, step: Step, sampled: Sampled) -> None:
-        assert self._history is not None
-        assert self._judge is not None
+    def _observe(self, step: Step, sampled: Mapping[str, tuple[int, ...]]) -> None:
         self._history.begin(self._corrected_plan(step.plan, sampled))
         if step.number:
             self._result.steps = step.number
@@ -274,7 +268,7 @@ class EngineObserver:
         self._assumed = {name: self._history.requests[name].done + count for name, count in counts.items()}
         self._history.end(sampled)
 
-    def _corrected_plan(self, plan: StepPlan, sampled: Sampled) -> StepPlan:
+    def _corrected_plan(self, plan: StepPlan, sampled: Mapping[str, tuple[int, ...]]) -> StepPlan:
         """Return the plan with what the scheduler could not know: accepted counts, and the drafts on the device.
 
         Before it has the tokens of the last step, the scheduler assumes that every draft is accepted; it writes -1 for
@@ -285,7 +279,6 @@ class EngineObserver:
 
     def _counted(self, request: ContinuedRequest) -> ContinuedRequest:
         """Return a request without the rejected drafts of the last step, if its count includes them and is right so."""
-        assert self._history is not None
         known = self._history.requests.get(request.request_id)
         assumed = self._assumed.get(request.request_id)
         if not self._is_async or known is None or request.num_computed_tokens != assumed:

@@ -129,17 +129,11 @@ def engine_facts(runner: Any) -> EngineFacts:
     return EngineFacts(
         vllm_version=import_module("vllm").__version__,
         runner=f"{type(runner).__name__} {'V1' if is_v1(runner) else 'V2'}",
-        backends={_kind_of(each): each.get_attn_backend().get_name() for each in of_groups},
+        backends=tuple(dict.fromkeys(each.get_attn_backend().get_name() for each in of_groups)),
         dtype=str(runner.model_config.dtype).removeprefix("torch."),
         kv_cache_dtype=str(runner.cache_config.cache_dtype),
         block_sizes=tuple(group.kv_cache_spec.block_size for group in groups),
     )
-
-
-def _kind_of(layer: Any) -> str:
-    if hasattr(layer, "kv_lora_rank"):
-        return "latent"
-    return "full" if getattr(layer, "sliding_window", None) is None else "window"
 
 
 # What an attention layer computes.

@@ -4,11 +4,13 @@ import functools
 import logging
 from collections.abc import Callable
 from importlib import import_module
+from inspect import signature
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from attncheck.errors import QuestionError
 from attncheck.harness.engine.events import LayerRows
 from attncheck.harness.engine.graphs import GraphCopies
 from attncheck.harness.engine.observer import EngineObserver, Step
@@ -50,11 +52,13 @@ class EngineHooks:
     def _install(self, worker: Any) -> None:
         runner = self._runner = worker.model_runner
         self.wrap(worker, "compile_or_warm_up_model", self._warm_up_begins, self._warm_up_ended)
-        self.wrap(runner, "execute_model", self._execute_begins, self._executed)
         self.wrap(runner, "sample_tokens", after=self._sampled)
         if is_v1(runner):
-            self.wrap(runner, "_model_forward", self._inputs_v1, self._forward_ended)
+            self.wrap(runner, "execute_model(scheduler_output)", self._execute_begins, self._executed)
+            self.wrap(runner, "_model_forward(input_ids, positions)", self._inputs_v1, self._forward_ended)
         else:
+            execute = "execute_model(scheduler_output, intermediate_tensors, dummy_run)"
+            self.wrap(runner, execute, self._execute_begins, self._executed)
             self.wrap(runner, "prepare_inputs", after=self._inputs_v2)
         self._graphs.install(self.wrap)
 
@@ -67,15 +71,24 @@ class EngineHooks:
     def wrap(
         self,
         owner: Any,
-        name: str,
+        method: str,
         before: Callable[..., None] | None = None,
         after: Callable[..., None] | None = None,
     ) -> None:
         """Call ``before`` with the arguments of a method, and ``after`` with what it returns and the arguments.
 
-        What they raise stops the observer only: a failure of ours must not stop the engine.
+        ``method``: its name, or ``name(a, b)`` with its first parameters. What the calls raise stops the observer only:
+        a failure of ours must not stop the engine.
+
+        Raises:
+            QuestionError: the owner has no such method.
         """
-        original = getattr(owner, name)
+        name, _, parameters = method.rstrip(")").partition("(")
+        original = getattr(owner, name, None)
+        expected = parameters.split(", ") if parameters else []
+        if original is None or list(signature(original).parameters)[: len(expected)] != expected:
+            kind = type(owner).__name__
+            raise QuestionError(f"attncheck engine does not know this version of vLLM: its {kind} has no {method}")
         setattr(owner, name, self._around(original, before, after))
         self._wrapped.append((owner, name, original))
 
@@ -123,7 +136,8 @@ class EngineHooks:
         self.observer.engine_starts(groups, facts, engine_facts(runner), is_async=is_async)
         for name, layer in layers.items():
             if hasattr(layer, "forward_impl"):  # of a latent layer
-                self.wrap(layer, "forward_impl", after=functools.partial(self._rows, name, layer))
+                forward = "forward_impl(q, k_c_normed, k_pe, kv_cache, attn_metadata, output)"
+                self.wrap(layer, forward, after=functools.partial(self._rows, name, layer))
             elif hasattr(getattr(layer, "impl", None), "forward"):  # whose first argument is the layer
                 self.wrap(layer.impl, "forward", after=functools.partial(self._rows, name))
 

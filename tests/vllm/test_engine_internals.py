@@ -1,13 +1,13 @@
-"""Lists what the engine's observer uses of vLLM, and checks that the installed version has it."""
+"""What ``attncheck engine`` uses of vLLM's internals: a name that is gone from the installed version fails its test."""
 
 import ast
-from collections.abc import Iterator, Mapping
-from importlib.util import find_spec
 from pathlib import Path
 
-from attncheck.errors import QuestionError
+import pytest
 
-INTERNALS: Mapping[str, tuple[str, str]] = {
+pytestmark = pytest.mark.vllm
+
+INTERNALS = {
     "vllm.v1.core.sched.output": (
         "the plan of a step",
         """SchedulerOutput scheduled_new_reqs scheduled_cached_reqs num_scheduled_tokens total_num_scheduled_tokens
@@ -66,33 +66,7 @@ The names are those of classes, methods, fields and attributes. ``method(a,b)``:
 """
 
 
-def missing_internals(folder: Path, internals: Mapping[str, tuple[str, str]] = INTERNALS) -> tuple[str, ...]:
-    """Return a sentence for each name that the package in ``folder`` lacks. It is read, not imported."""
-    sentences = []
-    for module, (purpose, names) in internals.items():
-        file = folder / Path(*module.split(".")).with_suffix(".py")
-        present = set(_names_of(ast.parse(file.read_bytes()))) if file.is_file() else set()
-        missing = [f"{module}.{name}" for name in names.split() if name not in present]
-        gone = missing if present else [f"module {module}"]
-        sentences += [f"vLLM has no {each}: attncheck engine needs it for {purpose}" for each in gone]
-    return tuple(sentences)
-
-
-def check_internals() -> None:
-    """Check the installed vLLM.
-
-    Raises:
-        QuestionError: vLLM is not installed, or lacks something that is used.
-    """
-    spec = find_spec("vllm")
-    if spec is None or spec.origin is None:
-        raise QuestionError("attncheck engine: vLLM is not installed in this environment")
-    missing = missing_internals(Path(spec.origin).parent.parent)
-    if missing:
-        raise QuestionError(f"attncheck engine does not know this version of vLLM: {'; '.join(missing)}")
-
-
-def _names_of(module: ast.Module) -> Iterator[str]:
+def names_of(module):
     """Yield the classes, methods and fields of a module, and what its methods set on ``self``."""
     for node in ast.walk(module):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
@@ -105,3 +79,14 @@ def _names_of(module: ast.Module) -> Iterator[str]:
             yield node.attr
         elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
             yield node.id
+
+
+@pytest.mark.parametrize("module", INTERNALS)
+def test_what_is_used_of_a_module_is_there(module):
+    """The file is read, not imported: some modules need a GPU."""
+    import vllm
+
+    purpose, names = INTERNALS[module]
+    file = Path(vllm.__file__).parents[1].joinpath(*module.split(".")).with_suffix(".py")
+    missing = set(names.split()) - set(names_of(ast.parse(file.read_bytes())))
+    assert not missing, f"{module} has no {', '.join(sorted(missing))}: attncheck engine needs it for {purpose}"
