@@ -13,7 +13,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -209,15 +208,13 @@ def import_vllm() -> None:
     """Import vLLM, and set the environment variables that it reads. This process must not use a device.
 
     Raises:
-        QuestionError: vLLM is missing, or cannot be imported.
+        QuestionError: it is not installed, or cannot be imported.
     """
     os.environ.update({**_DEFAULTS, **os.environ, **_VARIABLES})
-    if find_spec("vllm") is None:
-        raise QuestionError("attncheck engine: vLLM is not installed in this environment")
     try:
         import_module("vllm").LLM  # noqa: B018 (what it imports takes seconds)
     except Exception as error:  # whatever its modules raise
-        raise QuestionError(f"vLLM cannot be imported: {type(error).__name__}: {error}") from error
+        raise QuestionError(f"vLLM cannot be imported here: {type(error).__name__}: {error}") from error
 
 
 def serve_apart(run: EngineRun, limit: Limit) -> EngineRecords:
@@ -240,11 +237,8 @@ def serve_apart(run: EngineRun, limit: Limit) -> EngineRecords:
         try:
             served: EngineRecords = process.receive(limit)
         except ProcessEndedError as ended:
-            served = records_of(run.case, _NOTHING, environment, seed=run.seed, ended_by=ended.end)
+            served = records_of(run.case, ObserverResult(), environment, seed=run.seed, ended_by=ended.end)
         return served
-
-
-_NOTHING = ObserverResult()
 
 
 class TrafficServer(Server):
@@ -258,7 +252,6 @@ class TrafficServer(Server):
         """
         observer = EngineObserver(ObserverSettings(judge_every=run.every, follow_one_of=run.follow))
         platform = import_module("vllm.platforms").current_platform
-        raised = None
         watch_workers(EngineHooks(observer).install)
         try:
             if run.model in CONFIGS and not run.folder.exists():
@@ -269,7 +262,7 @@ class TrafficServer(Server):
             raise RefusedError(f"{type(error).__name__}: {error}") from error
         environment = collect_environment(platform.device_type)
         emit(environment)
-        began = time.monotonic()
+        began, raised = time.monotonic(), None
         try:
             _serve_requests(engine, run, observer)
         except Exception as error:  # noqa: BLE001 (a fault of the engine is a result)

@@ -145,10 +145,11 @@ def test_options_that_exclude_each_other_or_name_nothing_are_refused(serving, tm
     assert error in done.err
 
 
-def test_without_vllm_the_command_says_so(typed, tmp_path):
+def test_without_vllm_the_command_says_so(typed, tmp_path, monkeypatch):
+    monkeypatch.setattr(traffic.os, "environ", {})
     done = typed("engine --output", tmp_path / "run.jsonl")
     assert done.code == 2
-    assert "vLLM is not installed" in done.err
+    assert "vLLM cannot be imported here: ModuleNotFoundError: No module named 'vllm'" in done.err
 
 
 def test_a_vllm_that_cannot_be_imported_is_named_with_its_error(typed, tmp_path, monkeypatch):
@@ -157,4 +158,4 @@ def test_a_vllm_that_cannot_be_imported_is_named_with_its_error(typed, tmp_path,
     monkeypatch.syspath_prepend(tmp_path)
     done = typed("engine --model full --traffic mixed --output", tmp_path / "run.jsonl")
     assert done.code == 2
-    assert "error: vLLM cannot be imported: ImportError: libcuda.so.1 is missing" in done.err
+    assert "error: vLLM cannot be imported here: ImportError: libcuda.so.1 is missing" in done.err
