@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar, cast
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from attncheck.harness.engine.events import (
@@ -59,6 +60,7 @@ class EngineObserver:
         self._history: EngineHistory | None = None
         self._judge: Judge | None = None
         self._waiting: list[tuple[str, Sequence[int], str, str | None]] = []
+        self._layers: list[LayerRows] = []
         self._is_in_step = False
 
     @property
@@ -94,8 +96,11 @@ class EngineObserver:
     ) -> None:
         """Take the KV-cache groups and layers; requests may be added before."""
         self._engine = engine or EngineFacts()
-        of_groups = [[layers[name].params for name in group.layers if name in layers] for group in groups]
-        self._history = EngineHistory(groups, of_groups, self._tally, self.settings.follow_one_of)
+        row_size = (
+            sum(each.row_size for each in layers.values()) * getattr(torch, self._engine.dtype or "float32").itemsize
+        )
+        capacity = self.settings.max_row_bytes // max(1, row_size)
+        self._history = EngineHistory(groups, layers, self._tally, capacity, self.settings.follow_one_of)
         self._judge = Judge(self.settings, groups, layers, self._history, self._tally)
         for waiting in self._waiting:
             self._history.add(*waiting)
@@ -147,12 +152,13 @@ class EngineObserver:
             for kind, given, right in zip(_GIVEN, (input_ids, positions), (due.tokens, due.positions), strict=True):
                 self._compare(kind, due, given, right)
         self._tally.counts["rows"] += len(due.positions)
-        self._judge.begin(due, is_judged=step % self.settings.judge_every == 0)
+        self._due = due
+        self._layers.clear()
         self._is_in_step = True
 
     def _compare(self, kind: CheckKind, due: StepInputs, given: Tensor | None, right: np.ndarray) -> None:
         """Compare what the model is given with what is right, row by row."""
-        compared = due.compared & (right >= 0)  # a token of -1 is a draft that was dropped; the model is given any
+        compared = right >= 0  # -1: of rows that are not followed, or a draft that was dropped
         if given is None:
             self._tally.not_followed[f"the {kind}s of rows that the model is given in another form"] += len(right)
             return
@@ -163,14 +169,14 @@ class EngineObserver:
         is_wrong = compared & (rows != right).any(axis=0)
         if not is_wrong.any():
             return
-        for request_id, first, num_rows in due.requests:
-            wrong = np.flatnonzero(is_wrong[first : first + num_rows])
+        for request in due.followed:
+            wrong = np.flatnonzero(is_wrong[request.rows])
             if len(wrong):
-                at = first + int(wrong[0])
+                at = request.first + int(wrong[0])
                 finding = EngineFinding(
                     kind=kind,
                     step=self._tally.step,
-                    request_id=request_id,
+                    request_id=request.request_id,
                     position=int(due.positions[at]),
                     num_rows=len(wrong),
                     note=f"the model is given {kind} {rows[:, at].tolist()[0]}, not {right[at]}",
@@ -181,7 +187,8 @@ class EngineObserver:
     def layer_rows(self, rows: LayerRows) -> None:
         """Take what a layer computes in the step."""
         if self._is_in_step and self._judge is not None:
-            self._judge.take(rows)
+            num_rows = len(self._due.positions)
+            self._layers.append(rows._replace(is_part=len(rows.query) < num_rows))
 
     @_never_raises
     def forward_ends(self) -> None:
@@ -194,7 +201,7 @@ class EngineObserver:
         assert self._history is not None
         assert self._judge is not None
         self._is_in_step = False
-        self._judge.finish()
+        self._judge.judge(self._due, self._layers, is_judged=self._tally.step % self.settings.judge_every == 0)
         with self._tally.timed("follow"):
             self._history.end(sampled)
 
