@@ -1,10 +1,8 @@
 """What an engine does, as the observer receives it, and what the observer returns."""
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass, field
-from time import perf_counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Literal, NamedTuple
 
 from torch import Tensor
@@ -19,6 +17,8 @@ output: the output of a layer for a row. token, position: what the model is give
 prefix hit or an earlier copy maps. count: the scheduler's number of computed tokens. write: a page that a step wrote.
 """
 
+MAX_FINDINGS = 2000
+"""Findings that an observer keeps."""
 
 WritePages = Callable[[Tensor, Tensor, Tensor, Tensor], None]
 """Writes ``(key, value, kv_cache, slot_mapping)``, as a layer does."""
@@ -31,13 +31,12 @@ class ObserverSettings:
     judge_every: outputs and pages of every Nth step are judged. follow_one_of: one of M first blocks of prompts is
     chosen by its hash, and the requests that begin with it are followed.
     max_row_bytes: keys and values that are kept, in bytes of all layers; a request that needs more is not followed.
-    max_findings: findings that are kept; further ones are counted. max_explained: findings for which a cause is sought.
+    max_explained: findings for which a cause is sought.
     """
 
     judge_every: int = 1
     follow_one_of: int = 1
     max_row_bytes: int = 2 * 2**30
-    max_findings: int = 2000
     max_explained: int = 40
 
 
@@ -93,11 +92,11 @@ class LayerFacts:
 
 @dataclass(frozen=True)
 class EngineFacts:
-    """The engine that was observed. ``backends``: class name of each kind of layer, such as ``full`` or ``window``."""
+    """The engine that was observed. ``backends``: the names of the classes that served its layers."""
 
     vllm_version: str = ""
     runner: str = ""
-    backends: Mapping[str, str] = field(default_factory=dict)
+    backends: tuple[str, ...] = ()
     dtype: str = ""
     kv_cache_dtype: str = ""
     block_sizes: tuple[int, ...] = ()
@@ -183,54 +182,34 @@ class EngineFinding:
     note: str = ""
 
 
-@dataclass(frozen=True)
+@dataclass
 class ObserverResult:
-    """What was observed.
+    """What was observed so far.
 
-    checks: how many things of each kind were compared. not_followed: rows or requests by reason, in words.
-    counts: other figures, such as rows, drafts, tokens of prefix hits and resumed requests. worst_share: the largest
-    share of the error budget. seconds: time of each part. failure: why the observer stopped, or None.
-    findings_left_out: findings beyond ``max_findings``.
+    steps: how many; while one is judged, its number. checks: how many things of each kind were compared.
+    findings: at most :data:`MAX_FINDINGS`; ``findings_left_out``: further ones. not_followed: rows or requests by
+    reason, in words. counts: other figures, such as rows, drafts, tokens of prefix hits and resumed requests.
+    worst_share: the largest share of the error budget. failure: why the observer stopped, or None.
     """
 
-    steps: int
-    checks: Mapping[CheckKind, int]
-    findings: tuple[EngineFinding, ...]
-    not_followed: Mapping[str, int]
-    counts: Mapping[str, int] = field(default_factory=dict)
+    steps: int = 0
+    checks: Counter[CheckKind] = field(default_factory=Counter)
+    findings: tuple[EngineFinding, ...] = ()
+    not_followed: Counter[str] = field(default_factory=Counter)
+    counts: Counter[str] = field(default_factory=Counter)
     worst_share: float = 0.0
-    seconds: Mapping[str, float] = field(default_factory=dict)
     failure: str | None = None
     findings_left_out: int = 0
     engine: EngineFacts = field(default_factory=EngineFacts)
 
-
-class ObserverTally:
-    """What was counted and found so far."""
-
-    def __init__(self, max_findings: int) -> None:
-        self.step = 0
-        self.checks: Counter[CheckKind] = Counter()
-        self.counts: Counter[str] = Counter()
-        self.not_followed: Counter[str] = Counter()
-        self.findings: list[EngineFinding] = []
-        self.findings_left_out = 0
-        self.worst_share = 0.0
-        self.seconds: Counter[str] = Counter()
-        self._max_findings = max_findings
-
     def find(self, finding: EngineFinding) -> None:
         """Keep a finding, or count it if there are too many."""
-        if len(self.findings) < self._max_findings:
-            self.findings.append(finding)
+        if len(self.findings) < MAX_FINDINGS:
+            self.findings += (finding,)
         else:
             self.findings_left_out += 1
 
-    @contextmanager
-    def timed(self, part: str) -> Iterator[None]:
-        """Add the time of the context to a part."""
-        began = perf_counter()
-        try:
-            yield
-        finally:
-            self.seconds[part] += perf_counter() - began  # type: ignore[assignment]
+    def copy(self) -> "ObserverResult":
+        """Return what was observed up to now, which does not change any more."""
+        kept = +self.not_followed  # without counts of 0
+        return replace(self, checks=Counter(self.checks), counts=Counter(self.counts), not_followed=kept)

@@ -103,7 +103,7 @@ def backend_of(engine: EngineFacts) -> BackendDescription:
 
     Without a class, since nothing was served, it is called ``vllm``.
     """
-    classes = "+".join(dict.fromkeys(engine.backends.values()))
+    classes = "+".join(engine.backends)
     name = f"vllm:{classes}" if classes else "vllm"
     facts = {"runner": _short(engine.runner), "dtype": engine.dtype, "kv_cache_dtype": engine.kv_cache_dtype}
     info = BackendInfo(name=name, ref=name, version=engine.vllm_version, conventions=dict(facts))

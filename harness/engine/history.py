@@ -14,7 +14,7 @@ from attncheck.harness.engine.events import (
     EngineFinding,
     KVGroup,
     LayerFacts,
-    ObserverTally,
+    ObserverResult,
     StartedRequest,
     StepPlan,
 )
@@ -193,7 +193,7 @@ class EngineHistory:
         self,
         groups: Sequence[KVGroup],
         layers: Mapping[str, LayerFacts],
-        tally: ObserverTally,
+        result: ObserverResult,
         capacity: int = _MOST_ROWS,
         follow_one_of: int = 1,
     ) -> None:
@@ -202,7 +202,7 @@ class EngineHistory:
         self.blocks: dict[int, Block] = {}  # the one that was written or mapped last is the last
         self.requests: dict[str, FollowedRequest] = {}
         self._layers = layers
-        self._tally = tally
+        self._result = result
         self._follow_one_of = follow_one_of
         self._plan = StepPlan((), (), {})
         self._rows: dict[str, StepRows | None] = {}
@@ -214,25 +214,25 @@ class EngineHistory:
     ) -> None:
         """Follow a request. ``prefix_key``: what besides tokens decides whether two prefixes are equal.
 
-        One that is added again starts with these tokens; whether it is followed does not change.
+        ``not_followed``: why it is never followed. One that is added again starts with these tokens.
         """
         known = self.requests.get(request_id)
-        if known is not None:
-            prefix_key, not_followed = known.prefix_key, not_followed or known.never_followed
-        elif all(group.not_followed for group in self.groups):
-            not_followed = not_followed or next((group.not_followed for group in self.groups), "engines without keys")
-        elif not_followed is None and not self._is_chosen(tokens):
-            not_followed = f"--follow {self._follow_one_of} leaves out the first block of their prompt"
-        self.requests[request_id] = FollowedRequest(request_id, list(map(int, tokens)), prefix_key, not_followed)
+        key = prefix_key if known is None else known.prefix_key
+        self.requests[request_id] = FollowedRequest(request_id, list(map(int, tokens)), key, not_followed)
 
-    def _is_chosen(self, tokens: Sequence[int]) -> bool:
-        """Whether prompts with the first block of ``tokens`` are followed.
+    def reason_of(self, tokens: Sequence[int]) -> str | None:
+        """Return why a request with this prompt is never followed, or None.
 
-        Requests that a prefix hit connects share that block, so that they are followed together or not at all.
+        Requests that a prefix hit connects share the first block of their prompts, so that they are followed together
+        or not at all.
         """
+        if all(group.not_followed for group in self.groups):
+            return next((group.not_followed for group in self.groups), "engines without keys")
         size = min(group.block_size for group in self.groups)
         first_block = np.array(tokens[:size], dtype=np.int64)
-        return crc32(first_block.tobytes()) % self._follow_one_of == 0
+        if crc32(first_block.tobytes()) % self._follow_one_of:
+            return f"--follow {self._follow_one_of} leaves out the first block of their prompt"
+        return None
 
     def finish(self, request_id: str) -> None:
         """Forget a request; the contents of its blocks stay, since a prefix hit may use them."""
@@ -275,10 +275,10 @@ class EngineHistory:
         hit = started.num_computed_tokens
         request.block_ids = [list(ids) for ids in started.block_ids]
         request.done, request.lost, request.keys = hit, None, []
-        self._tally.counts["requests resumed after preemption"] += started.resumed
+        self._result.counts["requests resumed after preemption"] += started.resumed
         if request.never_followed:
             return
-        self._tally.counts["tokens of prefix hits"] += hit
+        self._result.counts["tokens of prefix hits"] += hit
         if hit > len(request.tokens):
             self._find_count(request, hit, f"a prefix hit of {hit} tokens; {len(request.tokens)} are known")
             request.lost = "their prefix hit is longer than their tokens"
@@ -302,7 +302,7 @@ class EngineHistory:
                 request.lost = "their prefix hit maps blocks whose keys are not kept"
                 continue
             is_wrong = (held < 0) | (self.numbers.chains[held] != chain[low:high])
-            self._tally.checks["prefix_hit"] += 1
+            self._result.checks["prefix_hit"] += 1
             if is_wrong.any():
                 self._find_wrong_hit(request, low + int(np.flatnonzero(is_wrong)[0]), group, index, block_id)
                 request.lost = "their prefix hit maps a wrong block"
@@ -312,10 +312,10 @@ class EngineHistory:
         return rows
 
     def _find_wrong_hit(self, request: FollowedRequest, position: int, group: int, index: int, block_id: int) -> None:
-        self._tally.find(
+        self._result.find(
             EngineFinding(
                 kind="prefix_hit",
-                step=self._tally.step + 1,
+                step=self._result.steps + 1,
                 request_id=request.request_id,
                 position=position,
                 group=group,
@@ -349,13 +349,13 @@ class EngineHistory:
         if request.not_followed:
             request.done = request.done if counted is None else counted
         elif counted is not None:
-            self._tally.checks["count"] += 1
+            self._result.checks["count"] += 1
             if counted != request.done:
                 note = f"the scheduler counts {counted} computed tokens; {request.done} are computed"
                 self._find_count(request, request.done, note)
 
     def _find_count(self, request: FollowedRequest, position: int, note: str) -> None:
-        self._tally.find(EngineFinding("count", self._tally.step + 1, request.request_id, position, note=note))
+        self._result.find(EngineFinding("count", self._result.steps + 1, request.request_id, position, note=note))
 
     # Rows of a step.
 
@@ -439,7 +439,7 @@ class EngineHistory:
         for request_id, first, count in zip(request_ids, accumulate(counts, initial=0), counts, strict=False):
             rows = self._rows[request_id]
             if rows is None:
-                self._tally.not_followed[str(self._request(request_id).not_followed)] += count
+                self._result.not_followed[str(self._request(request_id).not_followed)] += count
                 continue
             followed.append(replace(rows, first=first))
             tokens[first : first + count] = rows.tokens
@@ -459,8 +459,8 @@ class EngineHistory:
             rejected = drafts + 1 - len(new) if drafts and new else 0
             request.done += count - rejected
             request.tokens += new
-            self._tally.counts["drafts"] += drafts
-            self._tally.counts["drafts accepted"] += drafts - rejected if new else 0
+            self._result.counts["drafts"] += drafts
+            self._result.counts["drafts accepted"] += drafts - rejected if new else 0
             if not request.not_followed and len(request.tokens) < request.done:
                 note = f"{request.done} tokens are computed, but {len(request.tokens)} are known"
                 self._find_count(request, request.done, note)

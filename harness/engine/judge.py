@@ -16,8 +16,8 @@ from attncheck.harness.engine.events import (
     KVGroup,
     LayerFacts,
     LayerRows,
+    ObserverResult,
     ObserverSettings,
-    ObserverTally,
 )
 from attncheck.harness.engine.history import (
     ZERO_ROW,
@@ -82,11 +82,11 @@ class Judge:
         groups: Sequence[KVGroup],
         layers: Mapping[str, LayerFacts],
         history: EngineHistory,
-        tally: ObserverTally,
+        result: ObserverResult,
     ) -> None:
         self.store = RowStore(history.numbers.capacity)
         self._settings, self._groups, self._layers = settings, groups, layers
-        self._history, self._tally = history, tally
+        self._history, self._result = history, result
         self._group_of = {layer: index for index, group in enumerate(groups) for layer in group.layers}
         self._never_judged: dict[str, str] = {}
         self._reported: set[tuple[str, str, int, int]] = set()
@@ -106,7 +106,7 @@ class Judge:
         for each in layers:
             call = self._call(each)
             if call is None:
-                self._tally.not_followed["layers without a followed KV-cache group"] += len(rows)
+                self._result.not_followed["layers without a followed KV-cache group"] += len(rows)
                 continue
             why_not = self._why_not_known(call, times)
             if why_not is None and call.source == each.layer and each.key is not None and each.value is not None:
@@ -118,7 +118,7 @@ class Judge:
             if why_not is None:
                 calls.append(call)
             else:
-                self._tally.not_followed[why_not] += len(rows)
+                self._result.not_followed[why_not] += len(rows)
         for call in calls:
             self._compare_pages(call, followed)
         for together in _of_equal_settings(calls):
@@ -165,9 +165,9 @@ class Judge:
         by_layer = len(together), params.num_heads
         overflows = overflows.unflatten(1, by_layer).any(dim=2)
         worst = share_of_budget(output - truth, budget).unflatten(1, by_layer).amax(dim=2).masked_fill(overflows, 0.0)
-        self._tally.checks["output"] += int((~overflows).sum())
-        self._tally.not_followed["rows for which a good kernel overflows"] += int(overflows.sum())
-        self._tally.worst_share = max(self._tally.worst_share, float(worst.max()))
+        self._result.checks["output"] += int((~overflows).sum())
+        self._result.not_followed["rows for which a good kernel overflows"] += int(overflows.sum())
+        self._result.worst_share = max(self._result.worst_share, float(worst.max()))
         shares, starts = worst.cpu().numpy(), accumulate(counts, initial=0)
         for (request, start), (index, call) in product(zip(requests, starts, strict=False), enumerate(together)):
             own = shares[start : start + request.num_rows, index]
@@ -197,8 +197,8 @@ class Judge:
         call, request = wrong.call, wrong.request
         note, cause = _not_finite(wrong.output), None
         block_index = None
-        if self._tally.counts["explained findings"] < self._settings.max_explained:
-            self._tally.counts["explained findings"] += 1
+        if self._result.counts["explained findings"] < self._settings.max_explained:
+            self._result.counts["explained findings"] += 1
             lacking = self._compare_pages(call, [request], whole=True)
             cause = cause_of(wrong, lacking, self._history)
             if lacking is not None:
@@ -206,10 +206,10 @@ class Judge:
                 block_index = int(lacking[0]) // call.block_size if len(lacking) else None
             if cause is not None and cause.block_index is not None:
                 block_index = cause.block_index
-        self._tally.find(
+        self._result.find(
             EngineFinding(
                 kind="output",
-                step=self._tally.step,
+                step=self._result.steps,
                 request_id=request.request_id,
                 position=int(wrong.positions.min()),
                 layer=call.rows.layer,
@@ -243,7 +243,7 @@ class Judge:
         elif cache[:1].numel() < page_size * facts.row_size:  # the layer would write behind the scratch pages
             why_not = f"pages that are smaller than {page_size} keys"
         if cache is None or facts.write is None or why_not is not None:
-            self._tally.not_followed[str(why_not)] += len(requests)
+            self._result.not_followed[str(why_not)] += len(requests)
             return None
         compared = [self._compared(call, request, whole=whole) for request in requests]
         owners = np.repeat(np.arange(len(requests)), [len(each) for each in compared])
@@ -256,7 +256,7 @@ class Judge:
         key, value = self.store.rows(call.rows.layer, np.concatenate(numbers))
         pages = owners * 2**32 + positions // page_size  # a page that two requests share is compared for each
         found = lacking_keys(facts.write, page_size, pages, np.concatenate(slots), key, value, cache)
-        self._tally.checks["write"] += len(np.unique(pages))
+        self._result.checks["write"] += len(np.unique(pages))
         for owner in np.unique(owners[found]).tolist():
             self._find_lacking(call, requests[owner], positions[found[owners[found] == owner]])
         return positions[found]
@@ -268,7 +268,7 @@ class Judge:
         written = max(first, request.position // size * size)
         if whole or written == first:
             return np.arange(first, end)
-        turn = first // size + self._tally.step % (written // size - first // size)
+        turn = first // size + self._result.steps % (written // size - first // size)
         before = np.arange(max(first, turn * size), min(written, (turn + 1) * size))
         return np.concatenate([before, np.arange(written, end)])
 
@@ -282,10 +282,10 @@ class Judge:
             self._reported.update(places)
             if not new:
                 continue
-            self._tally.find(
+            self._result.find(
                 EngineFinding(
                     kind="write",
-                    step=self._tally.step,
+                    step=self._result.steps,
                     request_id=request.request_id,
                     position=new[0],
                     layer=layer,

@@ -70,4 +70,4 @@ def register() -> None:
     """Watch the engine of this process if the environment says so; vLLM calls this in each of its processes."""
     settings = settings_of(os.environ)
     if settings is not None:
-        import_module("attncheck.harness.engine.served_engine").watch_workers(settings)
+        import_module("attncheck.harness.engine.served_engine").watch_engine(settings)

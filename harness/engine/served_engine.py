@@ -1,11 +1,9 @@
 """Watches the worker of a serving engine, and writes a run file while it serves."""
 
-import functools
 import logging
 import os
 import threading
 import time
-from importlib import import_module
 from multiprocessing.util import Finalize
 from typing import Any
 
@@ -15,7 +13,7 @@ from attncheck.harness.engine.findings import STOPPED, EngineCase, backend_of, h
 from attncheck.harness.engine.internals import check_internals
 from attncheck.harness.engine.observer import EngineObserver
 from attncheck.harness.engine.plugin import WatchSettings
-from attncheck.harness.engine.vllm_runner import EngineHooks
+from attncheck.harness.engine.vllm_runner import EngineHooks, watch_workers
 from attncheck.harness.run.outcomes import Circumstances
 from attncheck.reports.run_file.header import Environment
 from attncheck.reports.run_file.store import now, write_run
@@ -31,36 +29,17 @@ SERVED = EngineCase(
 """The case of requests that are not ours: prefix hits and further steps of a request may not occur."""
 
 
-def watch_workers(settings: WatchSettings, wrapper_class: type[Any] | None = None) -> None:
-    """Watch the worker that this process makes, if it makes one. A second call does nothing.
-
-    ``wrapper_class``: vLLM's ``WorkerWrapperBase``, or another for a test.
-    """
-    wrapper_class = wrapper_class or import_module("vllm.v1.worker.worker_base").WorkerWrapperBase
-    init_device = wrapper_class.init_device
-    if hasattr(init_device, "__wrapped__"):
-        return
-
-    @functools.wraps(init_device)
-    def watched(wrapper: Any, *args: Any, **keywords: Any) -> Any:
-        made = init_device(wrapper, *args, **keywords)
-        try:
-            parallel = wrapper.worker.vllm_config.parallel_config
-            if not wrapper.worker.rank and not parallel.data_parallel_rank:  # other ranks get the same batches
-                ServedEngine(settings, wrapper.worker.model_runner).start()
-        except Exception:
-            LOGGER.exception("attncheck cannot watch this engine, which is not affected")
-        return made
-
-    wrapper_class.init_device = watched
+def watch_engine(settings: WatchSettings) -> None:
+    """Watch the worker that this process makes, if it makes one. A second call does nothing."""
+    watch_workers(lambda worker: ServedEngine(settings, worker).start())
 
 
 class ServedEngine:
     """The worker of an engine, from :meth:`start` to the end of its process."""
 
-    def __init__(self, settings: WatchSettings, runner: Any) -> None:
+    def __init__(self, settings: WatchSettings, worker: Any) -> None:
         self._settings = settings
-        self._runner = runner
+        self._worker = worker
         self._observer = EngineObserver(
             ObserverSettings(judge_every=settings.judge_every, follow_one_of=settings.follow_one_of)
         )
@@ -76,11 +55,11 @@ class ServedEngine:
         )
         self._written: tuple[int, str | None] | None = None
 
-    def start(self, *modules: Any) -> None:
-        """Watch the runner of vLLM, or of these modules, and begin to write the run file."""
+    def start(self) -> None:
+        """Watch the worker, and begin to write the run file."""
         try:
             check_internals()
-            self.hooks.install(*modules)
+            self.hooks.install(self._worker)
         except Exception as error:  # noqa: BLE001 (the run file has to state it)
             self._observer.fail(error)
         Finalize(None, self.end, exitpriority=10)
@@ -103,8 +82,7 @@ class ServedEngine:
 
     def write(self) -> None:
         """Write what was observed so far, unless it is written already. No file is written before the first step."""
-        with self.hooks.steps.lock:
-            result = self._observer.result()
+        result = self._observer.result()
         state = (result.steps, result.failure)
         if state == self._written or (not result.steps and result.failure is None):
             return
@@ -112,7 +90,7 @@ class ServedEngine:
         aside = path.with_name(f"{path.stem}.{os.getpid()}.jsonl")
         aside.unlink(missing_ok=True)
         if self._environment is None:
-            self._environment = collect_environment(str(self._runner.device))
+            self._environment = collect_environment(str(self._worker.model_runner.device))
         header = header_of(
             [SERVED.info(result)],
             [backend_of(result.engine).info],

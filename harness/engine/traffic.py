@@ -169,7 +169,7 @@ def ended_traffic(run: EngineRun, cause: str, environment: Environment, output: 
 
     ``output``: the end of what it printed.
     """
-    case, result = run.case(), ObserverResult(steps=0, checks={}, findings=(), not_followed={})
+    case, result = run.case(), ObserverResult()
     backend, circumstances = backend_of(result.engine), circumstances_of(run, environment)
     end = ProcessEnd(cause, output)
     records = tuple(ended(circumstances, case, backend, check, "serving", end) for check in case.due)
@@ -265,27 +265,27 @@ def serve(run: EngineRun, started: Callable[[ServedTraffic], None]) -> ServedTra
     from attncheck.harness.driver.observation import capture_exception
     from attncheck.harness.engine.events import ObserverSettings
     from attncheck.harness.engine.observer import EngineObserver
-    from attncheck.harness.engine.vllm_runner import watching
+    from attncheck.harness.engine.vllm_runner import EngineHooks, watch_workers
 
     observer = EngineObserver(ObserverSettings(judge_every=run.every, follow_one_of=run.follow))
     raised, lacks = None, ""
     platform = import_module("vllm.platforms").current_platform
-    with watching(observer):
-        try:
-            engine = import_module("vllm").LLM(**engine_options(run, on_cpu=platform.is_cpu())).llm_engine
-        except Exception as error:  # noqa: BLE001 (whatever a model makes vLLM raise)
-            traceback.print_exc()
-            return ServedTraffic(not_started=f"{type(error).__name__}: {error}")
-        environment = collect_environment("cpu" if platform.is_cpu() else platform.device_type)
-        started(ServedTraffic(environment=environment))
-        began = time.monotonic()
-        try:
-            _serve_requests(engine, run, observer)
-        except Exception as error:  # noqa: BLE001 (a fault of the engine is a result)
-            traceback.print_exc()
-            raised = capture_exception("serving", error)
-        seconds = time.monotonic() - began
-        result = observer.result()
+    watch_workers(EngineHooks(observer).install)
+    try:
+        engine = import_module("vllm").LLM(**engine_options(run, on_cpu=platform.is_cpu())).llm_engine
+    except Exception as error:  # noqa: BLE001 (whatever a model makes vLLM raise)
+        traceback.print_exc()
+        return ServedTraffic(not_started=f"{type(error).__name__}: {error}")
+    environment = collect_environment("cpu" if platform.is_cpu() else platform.device_type)
+    started(ServedTraffic(environment=environment))
+    began = time.monotonic()
+    try:
+        _serve_requests(engine, run, observer)
+    except Exception as error:  # noqa: BLE001 (a fault of the engine is a result)
+        traceback.print_exc()
+        raised = capture_exception("serving", error)
+    seconds = time.monotonic() - began
+    result = observer.result()
     if not run.steps:
         lacks = _lacking(run, result.counts, engine.vllm_config)
     case = run.case(lacks)

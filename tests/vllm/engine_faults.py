@@ -29,7 +29,7 @@ from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 from attncheck.harness.engine.events import ObserverSettings
 from attncheck.harness.engine.models import CONFIGS, VOCAB_SIZE, make_model
 from attncheck.harness.engine.observer import EngineObserver
-from attncheck.harness.engine.vllm_runner import watching
+from attncheck.harness.engine.vllm_runner import EngineHooks
 
 MAX_STEPS = 400
 SELDOM = 4
@@ -847,7 +847,8 @@ def start(name, folder):
 def serve(engine, plant):
     """Serve the requests with a fault planted, and return what was found."""
     acts = Acts()
-    runner = engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner
+    worker = engine.engine_core.engine_core.model_executor.driver_worker.worker
+    runner = worker.model_runner
     acts.model = runner.model
     acts.owner_of_row = lambda row: runner.input_batch.req_ids[row]
     acts.owner = lambda row: next(
@@ -884,11 +885,12 @@ def serve(engine, plant):
         return original(own, *args)
 
     around(EngineObserver, "inputs", inputs)
-    with watching(observer) as hooks:
-        try:
-            tokens = _tokens(engine, lambda: acts.is_over and hooks.remove())
-        except Exception:  # noqa: BLE001 (whatever a fault makes vLLM raise)
-            raised = traceback.format_exc(limit=-3)
+    hooks = EngineHooks(observer)
+    hooks.install(worker)
+    try:
+        tokens = _tokens(engine, lambda: acts.is_over and hooks.remove())
+    except Exception:  # noqa: BLE001 (whatever a fault makes vLLM raise)
+        raised = traceback.format_exc(limit=-3)
     result = observer.result()
     return {
         "acts": acts.did,

@@ -35,7 +35,8 @@ def main():
     from vllm import LLM, SamplingParams
     from vllm.platforms.cpu import CpuPlatform
 
-    from attncheck.harness.engine import late_steps, plugin
+    from attncheck.harness.engine import plugin
+    from attncheck.harness.engine.observer import EngineObserver
 
     update = CpuPlatform.check_and_update_config.__func__
 
@@ -44,14 +45,14 @@ def main():
         config.scheduler_config.async_scheduling = options["async"]
 
     CpuPlatform.check_and_update_config = classmethod(updated)
-    begins, late = late_steps.LateSteps.step_begins, []
+    begins, late = EngineObserver.step_begins, []
 
-    def step_begins(steps, plan):
-        step = begins(steps, plan)
-        late.append(not step.is_observed)
+    def step_begins(observer, plan):
+        step = begins(observer, plan)
+        late.append(step is not observer._steps[0])  # another one has not ended
         return step
 
-    late_steps.LateSteps.step_begins = step_begins
+    EngineObserver.step_begins = step_begins
     plugin.register()
     drafts = {"speculative_config": {
         "method": "ngram_gpu", "num_speculative_tokens": 3, "prompt_lookup_max": 3, "prompt_lookup_min": 1

@@ -13,7 +13,7 @@ from attncheck.harness.engine.traffic import TRAFFIC, ServedTraffic, circumstanc
 from attncheck.reports.analysis.repro import repro_command
 from attncheck.reports.run_file.store import read_run
 
-FACTS = EngineFacts(vllm_version="0.32.0", runner="V1", backends={"full": "CPU_ATTN"}, dtype="bfloat16")
+FACTS = EngineFacts(vllm_version="0.32.0", runner="V1", backends=("CPU_ATTN",), dtype="bfloat16")
 CHECKS = {"output": 40, "token": 20, "position": 20, "prefix_hit": 2, "count": 3, "write": 5}
 WRONG = EngineFinding("output", 13, "3", 64, "model.layers.0", block_id=17, num_rows=2, cause="block 17 is stale")
 ENVIRONMENT = collect_environment("cpu")

@@ -20,7 +20,7 @@ CHECKS = {"output": 4000, "token": 2000, "position": 2000, "prefix_hit": 20, "co
 FACTS = EngineFacts(
     vllm_version="0.32.0",
     runner="vllm.v1.worker.cpu_model_runner.CPUModelRunner",
-    backends={"full": "CPU_ATTN", "window": "CPU_ATTN"},
+    backends=("CPU_ATTN",),
     dtype="bfloat16",
     kv_cache_dtype="auto",
     block_sizes=(32, 32),
@@ -187,5 +187,5 @@ def test_the_checks_of_engines_have_the_same_names_everywhere():
 
 
 def test_several_classes_that_serve_are_one_backend():
-    facts = EngineFacts(backends={"full": "FLASH_ATTN", "window": "FLASH_ATTN", "latent": "FLASHMLA"})
+    facts = EngineFacts(backends=("FLASH_ATTN", "FLASHMLA"))
     assert backend_of(facts).name == "vllm:FLASH_ATTN+FLASHMLA"

@@ -8,7 +8,7 @@ from attncheck.harness.engine.events import (
     ContinuedRequest,
     KVGroup,
     LayerFacts,
-    ObserverTally,
+    ObserverResult,
     StartedRequest,
     StepPlan,
 )
@@ -23,12 +23,12 @@ class Server:
     """A server without preemption or drafts; ``rows``, ``followed``: how many it computed, and how many of them were."""
 
     def __init__(self, **options):
-        self.tally = ObserverTally(100)
+        self.tally = ObserverResult()
         self.history = EngineHistory([KVGroup(SIZE, ("layer",))], {"layer": LayerFacts(PARAMS)}, self.tally, **options)
         self.rows = self.followed = 0
 
     def step(self, started=(), continued=(), **counts):
-        self.tally.step += 1
+        self.tally.steps += 1
         self.history.begin(StepPlan(tuple(started), tuple(continued), counts))
         entered = self.history.enter(list(counts))
         self.history.end(dict.fromkeys(counts, (7,)))
@@ -49,11 +49,12 @@ def test_the_turns_of_a_conversation_are_followed_together(one_of):
         new = range(num_blocks + 1, num_blocks + 1 + length // SIZE - hit)
         num_blocks += len(new)
         cached[chat] = [*cached[chat], *new]
-        server.history.add(f"r{number}", tokens[chat])
+        reason = server.history.reason_of(tokens[chat])
+        server.history.add(f"r{number}", tokens[chat], not_followed=reason)
         started = StartedRequest(f"r{number}", (tuple(cached[chat]),), hit * SIZE)
         server.step([started], **{f"r{number}": length - hit * SIZE})
         server.history.finish(f"r{number}")
-    assert server.tally.findings == []
+    assert server.tally.findings == ()
     assert set(server.tally.not_followed) == {f"--follow {one_of} leaves out the first block of their prompt"}
     assert 0.5 < server.followed / server.rows * one_of < 1.5
 
@@ -84,7 +85,7 @@ def serve_unlike(server, *, num_steps, running=8, prompt=40, until=72):
 def test_new_requests_are_followed_though_ended_ones_left_rows_in_blocks():
     server = Server(capacity=1024)  # of 6,384 that the blocks hold
     serve_unlike(server, num_steps=600)
-    assert server.tally.findings == []
+    assert server.tally.findings == ()
     assert server.tally.not_followed == {}
     assert server.followed == server.rows > 4000
 
@@ -92,7 +93,7 @@ def test_new_requests_are_followed_though_ended_ones_left_rows_in_blocks():
 def test_if_the_running_requests_do_not_fit_the_latest_are_not_followed():
     server = Server(capacity=256)  # of 576 that eight requests have at most
     serve_unlike(server, num_steps=600)
-    assert server.tally.findings == []
+    assert server.tally.findings == ()
     assert set(server.tally.not_followed) == {"their keys and values exceed max_row_bytes"}
     assert 0.3 < server.followed / server.rows < 0.9
 
@@ -110,5 +111,5 @@ def test_a_hit_on_blocks_that_were_dropped_is_counted_and_no_finding():
         started = StartedRequest(name, ((2 * number + 1, 101 + number),), SIZE)
         server.step([started], **{name: 4})
         assert server.followed == 804, name
-    assert server.tally.findings == []
+    assert server.tally.findings == ()
     assert server.tally.not_followed == {"their prefix hit maps blocks whose keys are not kept": 4}

@@ -14,7 +14,8 @@ from attncheck.errors import QuestionError
 from attncheck.harness.engine import served_engine
 from attncheck.harness.engine.observer import EngineObserver
 from attncheck.harness.engine.plugin import WatchSettings, settings_of
-from attncheck.harness.engine.served_engine import ServedEngine, watch_workers
+from attncheck.harness.engine.served_engine import ServedEngine
+from attncheck.harness.engine.vllm_runner import EngineHooks, watch_workers
 from attncheck.reports.run_file.store import read_run
 
 BLOCK, SIZE, STEPS = 4, 16, 12
@@ -143,12 +144,27 @@ def plan_of(number):
     )
 
 
-def drive(runner, *, is_async=False, warm_up=lambda runner: None):
+class Worker:
+    """The worker of a model runner, whose warm-up runs steps of invented requests."""
+
+    def __init__(self, runner, warm_up_steps=0):
+        self.model_runner, self.warm_up_steps = runner, warm_up_steps
+
+    def compile_or_warm_up_model(self):
+        for number in range(self.warm_up_steps):
+            self.model_runner.execute_model(plan_of(number))
+            self.model_runner.sample_tokens(None)
+        for kept in (self.model_runner.layer.impl.keys, self.model_runner.layer.impl.values, self.model_runner.outputs):
+            kept.clear()
+
+
+def drive(worker, *, is_async=False):
     """Serve the request; with ``is_async``, a step begins before the output of the one before is taken."""
+    runner = worker.model_runner
     spec = type("FullAttentionSpec", (), {"block_size": BLOCK})()
     group = SimpleNamespace(kv_cache_spec=spec, layer_names=["layer"])
     runner.initialize_kv_cache(SimpleNamespace(kv_cache_groups=[group]))
-    warm_up(runner)
+    worker.compile_or_warm_up_model()
     waiting = None
     for number in range(STEPS):
         runner.execute_model(plan_of(number))
@@ -176,10 +192,11 @@ def serve(settings):
     """Serve with a watched runner, and return its outputs and the run file."""
 
     def serve(runner, *, follow_one_of=1, **options):
-        engine = ServedEngine(replace(settings, follow_one_of=follow_one_of), runner)
-        engine.start(SimpleNamespace(GPUModelRunner=type(runner)))
+        worker = Worker(runner)
+        engine = ServedEngine(replace(settings, follow_one_of=follow_one_of), worker)
+        engine.start()
         try:
-            return drive(runner, **options), engine
+            return drive(worker, **options), engine
         finally:
             engine.end()
             engine.hooks.remove()
@@ -190,7 +207,7 @@ def serve(settings):
 @RUNNERS
 def test_a_worker_is_watched_by_its_runner(serve, settings, runner_class):
     outputs, engine = serve(runner_class())
-    assert torch.equal(outputs, drive(runner_class()))
+    assert torch.equal(outputs, drive(Worker(runner_class())))
     result = engine.hooks.observer.result()
     assert result.findings == ()
     assert (result.steps, result.checks["output"], result.checks["token"]) == (STEPS, STEPS + 3, STEPS + 3)
@@ -202,7 +219,7 @@ def test_a_worker_is_watched_by_its_runner(serve, settings, runner_class):
 
 def test_async_scheduling_is_judged_a_step_late(serve, settings):
     outputs, engine = serve(RunnerV2(is_async=True), is_async=True)
-    assert torch.equal(outputs, drive(RunnerV2()))
+    assert torch.equal(outputs, drive(Worker(RunnerV2())))
     result = engine.hooks.observer.result()
     assert result.findings == ()
     assert (result.checks["output"], result.checks["token"]) == (STEPS + 3, STEPS + 3)
@@ -221,29 +238,18 @@ def test_a_server_of_whose_requests_none_is_followed_has_no_passed_check(serve, 
     assert all("leaves out the first block of their prompt" in str(record) for record in records)
 
 
-def test_steps_of_a_profile_and_of_a_warm_up_are_ignored(serve, monkeypatch):
+def test_steps_of_a_profile_and_of_a_warm_up_are_ignored(settings):
     """Runner V2 runs a dummy batch before it has a cache, and the worker's warm-up drops what its steps sample."""
 
     class Profiled(RunnerV2):
         def initialize_kv_cache(self, kv_cache_config, is_profiling=False):
             self.execute_model(plan_of(0), dummy_run=True)
-            self.forget()
             super().initialize_kv_cache(kv_cache_config)
 
-        def forget(self):
-            for kept in (self.layer.impl.keys, self.layer.impl.values, self.outputs):
-                kept.clear()
-
-    class Worker:
-        def compile_or_warm_up_model(self, runner):
-            for number in (0, 1):
-                runner.execute_model(plan_of(number))
-                runner.sample_tokens(None)
-            runner.forget()
-
-    monkeypatch.setitem(sys.modules, "vllm.v1.worker.gpu_worker", SimpleNamespace(Worker=Worker))
-    options = {"is_async": True, "warm_up": lambda runner: Worker().compile_or_warm_up_model(runner)}
-    _, engine = serve(Profiled(is_async=True), **options)
+    worker = Worker(Profiled(is_async=True), warm_up_steps=2)
+    engine = ServedEngine(settings, worker)
+    engine.hooks.install(worker)
+    drive(worker, is_async=True)
     result = engine.hooks.observer.result()
     assert (result.failure, result.findings, result.steps) == (None, (), STEPS)
     assert result.checks["output"] == STEPS + 3
@@ -312,8 +318,8 @@ def plan_with(counts, new=(), resumed=(), continued=(), **given):
 def test_a_request_that_is_resumed_in_flight_keeps_its_adapter_and_its_reason(settings, is_early):
     """The scheduler drops the token that is sampled in flight, whether it arrives before the next step or after."""
     runner = NoModel()
-    engine = ServedEngine(settings, runner)
-    engine.hooks.install(SimpleNamespace(GPUModelRunner=NoModel))
+    engine = ServedEngine(settings, Worker(runner))
+    engine.hooks.install(Worker(runner))
     try:
         ids, adapter = [1] * 9, {"lora_request": SimpleNamespace(lora_name="french")}
         media = ("media", ids, [4, 5, 6], 0, {"mm_features": ["image"]})
@@ -340,7 +346,7 @@ def test_a_request_that_is_resumed_in_flight_keeps_its_adapter_and_its_reason(se
     assert not observer.may_follow("media")
 
 
-WATCHES = ["_cache_made", "_execute_begins", "_requests_start", "_executed", "_sampled", "_step_ends"]
+WATCHES = ["_install", "_warm_up_begins", "_execute_begins", "_requests_start", "_executed", "_sampled", "_step_ends"]
 OBSERVES = ["engine_starts", "request_added", "step_begins", "inputs", "layer_rows", "forward_ends", "step_ends"]
 
 
@@ -350,10 +356,10 @@ def test_a_failure_of_ours_ends_the_watching_alone(serve, settings, monkeypatch,
     def fails(*_, **__):
         raise RuntimeError("ours")
 
-    owner = EngineObserver if name in OBSERVES else served_engine.EngineHooks
+    owner = EngineObserver if name in OBSERVES else EngineHooks
     monkeypatch.setattr(owner, name, fails)
     outputs, engine = serve(runner_class())
-    assert torch.equal(outputs, drive(runner_class()))
+    assert torch.equal(outputs, drive(Worker(runner_class())))
     assert engine.hooks.observer.result().failure == "RuntimeError: ours"
     run = read_run(settings.path)
     assert run.errors == ("attncheck itself failed, and stopped watching the engine: RuntimeError: ours",)
@@ -362,15 +368,15 @@ def test_a_failure_of_ours_ends_the_watching_alone(serve, settings, monkeypatch,
 
 def test_what_cannot_be_followed_is_counted(serve, settings):
     outputs, engine = serve(RunnerV1(pipeline_parallel_size=2))
-    assert torch.equal(outputs, drive(RunnerV1()))
+    assert torch.equal(outputs, drive(Worker(RunnerV1())))
     result = engine.hooks.observer.result()
     assert result.failure is None
     assert result.not_followed == {"engines with pipeline parallelism": STEPS + 3}
     assert not any(record.outcome == "passed" for record in read_run(settings.path).records)
 
 
-@pytest.mark.parametrize(("rank", "data_parallel_rank"), [(1, 0), (0, 1)])
-def test_other_ranks_are_left_alone(settings, rank, data_parallel_rank):
+@pytest.mark.parametrize(("rank", "data_parallel_rank"), [(0, 0), (1, 0), (0, 1)])
+def test_other_ranks_are_left_alone(rank, data_parallel_rank):
     class Wrapper:
         def init_device(self):
             self.worker = SimpleNamespace(
@@ -378,9 +384,11 @@ def test_other_ranks_are_left_alone(settings, rank, data_parallel_rank):
             )
             return "made"
 
-    watch_workers(settings, Wrapper)
-    watch_workers(settings, Wrapper)
-    assert Wrapper().init_device() == "made"  # the worker has no model runner: reading it would fail, and be logged
+    started = []
+    for _ in range(2):
+        watch_workers(started.append, Wrapper)
+    assert Wrapper().init_device() == "made"
+    assert len(started) == (rank == data_parallel_rank == 0)
 
 
 def test_settings_pass_through_the_environment(tmp_path):
