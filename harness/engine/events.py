@@ -72,6 +72,23 @@ class LayerFacts:
     code: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] | None = None
     write: WritePages | None = None
 
+    @property
+    def row_size(self) -> int:
+        """How many numbers of a row are kept: of its key and value."""
+        if self.kv_sharing_target is not None:
+            return 0
+        if self.up_projections is not None:  # kv_c_normed and k_pe
+            rank, _, nope = self.up_projections.w_uk.shape
+            return rank + self.params.head_size - nope
+        return self.params.num_kv_heads * (self.params.head_size + self.params.value_head_size)
+
+    def attended(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the keys ``[N, Hkv, D]`` and values that attention reads: up-projected, or those of the codes."""
+        if self.up_projections is not None:
+            latent, rotary = key.reshape(len(key), 1, -1), value.reshape(len(value), 1, -1)
+            return self.up_projections.keys(latent, rotary), self.up_projections.values(latent)
+        return (key, value) if self.code is None else self.code(key, value)
+
 
 @dataclass(frozen=True)
 class EngineFacts:

@@ -133,8 +133,10 @@ class EngineObserver:
         """
         self._result.engine = engine or EngineFacts()
         self._is_async = is_async
-        of_groups = [[layers[name].params for name in group.layers if name in layers] for group in groups]
-        self._history = EngineHistory(groups, of_groups, self._result, self.settings.follow_one_of)
+        number = getattr(torch, self._result.engine.dtype or "float32").itemsize
+        row_bytes = number * sum(facts.row_size for facts in layers.values())
+        capacity = self.settings.max_row_bytes // max(1, row_bytes)
+        self._history = EngineHistory(groups, layers, self._result, capacity, self.settings.follow_one_of)
         self._judge = Judge(self.settings, groups, layers, self._history, self._result)
 
     # Requests change after the steps that have begun.
@@ -260,10 +262,7 @@ class EngineObserver:
             due = self._history.enter(step.request_ids)
             self._compare("token", due, step.input_ids, due.tokens)
             self._compare("position", due, step.positions, due.positions)
-            self._judge.begin(due, is_judged=step.is_judged)
-            for rows in step.layers:
-                self._judge.take(rows)
-            self._judge.finish()
+            self._judge.judge(due, step.layers, is_judged=step.is_judged)
         counts = step.plan.num_scheduled_tokens
         self._assumed = {name: self._history.requests[name].done + count for name, count in counts.items()}
         self._history.end(sampled)
@@ -287,7 +286,7 @@ class EngineObserver:
 
     def _compare(self, kind: CheckKind, due: StepInputs, given: Tensor | None, right: np.ndarray) -> None:
         """Compare what the model is given with what is right, row by row."""
-        compared = due.compared & (right >= 0)  # a token of -1 is a draft that was rejected; the model is given any
+        compared = right >= 0  # -1: of a request that is not followed, or a draft that was rejected
         if given is None:
             self._result.not_followed[f"the {kind}s of rows that the model is given in another form"] += len(right)
             return
@@ -298,14 +297,14 @@ class EngineObserver:
         is_wrong = compared & (rows != right).any(axis=0)
         if not is_wrong.any():
             return
-        for request_id, first, num_rows in due.requests:
-            wrong = np.flatnonzero(is_wrong[first : first + num_rows])
+        for request in due.followed:
+            wrong = np.flatnonzero(is_wrong[request.rows])
             if len(wrong):
-                at = first + int(wrong[0])
+                at = request.first + int(wrong[0])
                 finding = EngineFinding(
                     kind=kind,
                     step=self._result.steps,
-                    request_id=request_id,
+                    request_id=request.request_id,
                     position=int(due.positions[at]),
                     num_rows=len(wrong),
                     note=f"the model is given {kind} {rows[:, at].tolist()[0]}, not {right[at]}",

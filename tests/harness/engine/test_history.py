@@ -4,7 +4,14 @@ import random
 
 import pytest
 
-from attncheck.harness.engine.events import ContinuedRequest, KVGroup, ObserverResult, StartedRequest, StepPlan
+from attncheck.harness.engine.events import (
+    ContinuedRequest,
+    KVGroup,
+    LayerFacts,
+    ObserverResult,
+    StartedRequest,
+    StepPlan,
+)
 from attncheck.harness.engine.history import EngineHistory
 from attncheck.reference import AttentionParams
 
@@ -17,7 +24,7 @@ class Server:
 
     def __init__(self, **options):
         self.tally = ObserverResult()
-        self.history = EngineHistory([KVGroup(SIZE, ("layer",))], [[PARAMS]], self.tally, **options)
+        self.history = EngineHistory([KVGroup(SIZE, ("layer",))], {"layer": LayerFacts(PARAMS)}, self.tally, **options)
         self.rows = self.followed = 0
 
     def step(self, started=(), continued=(), **counts):
@@ -76,8 +83,7 @@ def serve_unlike(server, *, num_steps, running=8, prompt=40, until=72):
 
 
 def test_new_requests_are_followed_though_ended_ones_left_rows_in_blocks():
-    server = Server()
-    server.history.numbers.max_capacity = 1024  # of 6,384 that the blocks hold
+    server = Server(capacity=1024)  # of 6,384 that the blocks hold
     serve_unlike(server, num_steps=600)
     assert server.tally.findings == ()
     assert server.tally.not_followed == {}
@@ -85,8 +91,7 @@ def test_new_requests_are_followed_though_ended_ones_left_rows_in_blocks():
 
 
 def test_if_the_running_requests_do_not_fit_the_latest_are_not_followed():
-    server = Server()
-    server.history.numbers.max_capacity = 256  # of 576 that eight requests have at most
+    server = Server(capacity=256)  # of 576 that eight requests have at most
     serve_unlike(server, num_steps=600)
     assert server.tally.findings == ()
     assert set(server.tally.not_followed) == {"their keys and values exceed max_row_bytes"}
@@ -94,8 +99,7 @@ def test_if_the_running_requests_do_not_fit_the_latest_are_not_followed():
 
 
 def test_a_hit_on_blocks_that_were_dropped_is_counted_and_no_finding():
-    server = Server()
-    server.history.numbers.max_capacity = 256
+    server = Server(capacity=256)
     for number in range(40):
         server.history.add(f"r{number}", [number] * 20)
         table = 2 * number + 1, 2 * number + 2
