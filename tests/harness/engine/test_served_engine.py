@@ -387,7 +387,7 @@ def test_what_cannot_be_followed_is_counted(serve, settings):
 
 
 @pytest.mark.parametrize(("rank", "data_parallel_rank"), [(0, 0), (1, 0), (0, 1)])
-def test_other_ranks_are_left_alone(rank, data_parallel_rank):
+def test_other_ranks_are_left_alone(monkeypatch, rank, data_parallel_rank):
     class Wrapper:
         def init_device(self):
             self.worker = SimpleNamespace(
@@ -395,9 +395,11 @@ def test_other_ranks_are_left_alone(rank, data_parallel_rank):
             )
             return "made"
 
+    base = SimpleNamespace(WorkerWrapperBase=Wrapper)
+    monkeypatch.setitem(sys.modules, "vllm.v1.worker.worker_base", base)
     started = []
     for _ in range(2):
-        watch_workers(started.append, Wrapper)
+        watch_workers(started.append)
     assert Wrapper().init_device() == "made"
     assert len(started) == (rank == data_parallel_rank == 0)
 
