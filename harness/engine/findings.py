@@ -33,31 +33,24 @@ from attncheck.reports.run_file.timings import RunFileValue
 
 KINDS: tuple[CheckKind, ...] = get_args(CheckKind)
 
-NOUNS: Mapping[CheckKind, str] = {
-    "output": "output row",
-    "token": "token",
-    "position": "position",
-    "prefix_hit": "mapped block",
-    "count": "token count",
-    "write": "page",
+_WORDS: Mapping[CheckKind, tuple[str, str]] = {
+    "output": ("output row", "an output row is wrong, and no reading that was tried gives it"),
+    "token": ("token", "the model is given a token that is not the next of its request"),
+    "position": ("position", "the model is given a position that is not that of its token"),
+    "prefix_hit": ("mapped block", "a prefix hit maps a block that holds other tokens"),
+    "count": ("token count", "the scheduler counts other tokens as computed than were computed"),
+    "write": ("page", "a page lacks keys or values that its step should have written"),
 }
-"""What is compared, in words."""
-
-_WRONG: Mapping[CheckKind, str] = {
-    "output": "an output row is wrong, and no reading that was tried gives it",
-    "token": "the model is given a token that is not the next of its request",
-    "position": "the model is given a position that is not that of its token",
-    "prefix_hit": "a prefix hit maps a block that holds other tokens",
-    "count": "the scheduler counts other tokens as computed than were computed",
-    "write": "a page lacks keys or values that its step should have written",
-}
-"""What a finding states if no cause is known."""
+"""What is compared, and what is wrong if no cause is known."""
 
 STOPPED = "attncheck itself failed, and stopped watching the engine: "
 """Begins the reason of checks that a failure of attncheck left without a verdict."""
 
-SHOWN_GROUPS = 10
+_SHOWN_GROUPS = 10
 """Groups that a record describes; further ones are counted."""
+
+_SHOWN_CAUSES = 3
+"""Causes and notes of a group that are shown; they differ in figures."""
 
 
 class EngineCase(CaseInfo):
@@ -159,8 +152,8 @@ def _finding_of(
     if unmet:
         return BackendUnavailableError(ENGINE, (unmet,))
     if not compared:
-        return NotExamined((f"no {NOUNS[kind]} was compared", *notes), by="attncheck")
-    done = f"{plural(compared, NOUNS[kind])} compared in {plural(result.steps, 'step')}"
+        return NotExamined((f"no {_WORDS[kind][0]} was compared", *notes), by="attncheck")
+    done = f"{plural(compared, _WORDS[kind][0])} compared in {plural(result.steps, 'step')}"
     return Holds(figures, (done, *notes))
 
 
@@ -172,11 +165,11 @@ def _broken(
     wrong = sum(finding.num_rows for finding in (first, *others))
     are = "is" if wrong == 1 else "are"
     ways = f" in {len(groups)} ways" if len(groups) > 1 else ""
-    details = [line for group in groups[:SHOWN_GROUPS] for line in group.lines(first)]
-    if len(groups) > SHOWN_GROUPS:
-        details.append(f"{len(groups) - SHOWN_GROUPS} further ways are not described")
+    details = [line for group in groups[:_SHOWN_GROUPS] for line in group.lines(first)]
+    if len(groups) > _SHOWN_GROUPS:
+        details.append(f"{len(groups) - _SHOWN_GROUPS} further ways are not described")
     return Broken(
-        summary=f"{wrong} of {plural(int(figures['compared']), NOUNS[kind])} {are} wrong{ways}, "
+        summary=f"{wrong} of {plural(int(figures['compared']), _WORDS[kind][0])} {are} wrong{ways}, "
         f"the first is in step {first.step}: {_place(first)}",
         figures={**figures, "wrong": wrong, "findings": len(groups), FIRST_STEP: first.step},
         meaning=next(iter(groups[0].causes), None),
@@ -199,7 +192,7 @@ class FindingGroup:
     @property
     def words(self) -> str:
         """The cause without figures, or what is wrong if no cause is known."""
-        return without_figures(self.causes[0]) if self.causes else _WRONG[self.findings[0].kind]
+        return without_figures(self.causes[0]) if self.causes else _WORDS[self.findings[0].kind][1]
 
     def lines(self, shown: EngineFinding) -> list[str]:
         """Return where and when it was found, a line for each kind, and then its causes and notes.
@@ -215,10 +208,6 @@ class FindingGroup:
         lines += [f"  likely cause: {cause}" for cause in self.causes[:_SHOWN_CAUSES]]
         lines += [f"  {note}" for note in list(notes)[:_SHOWN_CAUSES]]
         return lines
-
-
-_SHOWN_CAUSES = 3
-"""Causes and notes of a group that are shown; they differ in figures."""
 
 
 def grouped(findings: Iterable[EngineFinding]) -> tuple[FindingGroup, ...]:
@@ -271,7 +260,7 @@ def _extent(kind: CheckKind, findings: Sequence[EngineFinding]) -> str:
     worst = max((finding.budget_share or 0.0 for finding in findings), default=0.0)
     size = "NaN or infinite" if math.isinf(worst) else f"{budgets(worst)} times the allowed error"
     of_size = f", the largest error is {size}" if worst else ""
-    return f"{plural(rows, NOUNS[kind])} of {of_layers}{plural(requests, 'request')} in {when}{of_size}"
+    return f"{plural(rows, _WORDS[kind][0])} of {of_layers}{plural(requests, 'request')} in {when}{of_size}"
 
 
 def header_of(

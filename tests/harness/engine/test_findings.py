@@ -104,6 +104,22 @@ def test_findings_without_a_block_are_grouped_by_cause_whatever_its_figures():
     assert len(grouped([*BAD_BLOCK, same_id])) == 2, "block 17 of another KV-cache group is another block"
 
 
+def lacking(step, request, block_id, block_index):
+    place = {"group": 0, "block_id": block_id, "block_index": block_index}
+    return EngineFinding("write", step, request, 32 * block_index, LAYER.format(0), note=f"{block_id} lacks", **place)
+
+
+def test_blocks_that_one_step_makes_wrong_in_the_same_way_are_one_finding():
+    act = [lacking(20, "3", 40 + index, index) for index in range(12)]
+    read = EngineFinding("output", 25, "3", 400, LAYER.format(0), group=0, block_id=43, block_index=3)
+    later = lacking(21, "3", 60, 12)
+    assert [len(group.findings) for group in grouped([*act, read, later])] == [13, 1]
+
+
+def test_a_block_at_another_place_of_a_table_has_another_request_and_is_another_finding():
+    assert [len(group.findings) for group in grouped([lacking(20, "3", 40, 2), lacking(90, "7", 40, 5)])] == [1, 1]
+
+
 def test_a_finding_names_its_first_step_request_position_layer_block_and_cause():
     text = terminal.render_run(run_of(observed(*BAD_BLOCK, *SHORT, not_followed={"layers with a state": 3})), width=110)
     assert text == snapshot("""\
