@@ -13,8 +13,8 @@ from attncheck.harness.engine.history import (
     NULL_BLOCK,
     ZERO_ROW,
     EngineHistory,
+    FollowedRequest,
     Numbers,
-    StepRows,
     block_in_words,
     first_seen,
     positions_in_words,
@@ -57,8 +57,8 @@ class WrongRows:
     """
 
     call: LayerCall
-    request: StepRows
-    others: tuple[StepRows, ...]
+    request: FollowedRequest
+    others: tuple[FollowedRequest, ...]
     positions: Numbers
     query: Tensor
     output: Tensor
@@ -160,13 +160,12 @@ class Readings:
         yield "zeros", np.full(high - low, ZERO_ROW)
         earlier = self._in_slots(low, high, is_earlier=True)
         if (earlier >= 0).all():
-            owners = set(self._history.numbers.owners[earlier])
+            owners = set(self._history.owners[earlier])
             is_draft = owners == {self._request.request_id}
-            is_draft = is_draft and np.array_equal(self._history.numbers.positions[earlier], np.arange(low, high))
+            is_draft = is_draft and np.array_equal(self._history.positions[earlier], np.arange(low, high))
             yield "a rejected draft" if is_draft else f"old content of {requests_in_words(owners)}", earlier
         for other in self._others:
-            end = other.position + other.num_rows
-            for start in range(other.position, end - (high - low) + 1):
+            for start in range(other.done, other.end - (high - low) + 1):
                 positions = range(start, start + high - low)
                 words = f"keys of {requests_in_words([other.request_id])}, {positions_in_words(positions)}"
                 yield words, other.keys[self._group][positions.start : positions.stop]
@@ -189,7 +188,7 @@ class Readings:
         for more in range(1, len(self._keys) - len(base) + 1):
             cause = Cause(f"the row sees {plural(more, 'key')} too many, behind its own")
             yield cause, self._keys[: len(base) + more]
-        begin, behind = self._request.position, len(base)
+        begin, behind = self._request.done, len(base)
         early = Cause("the keys of the step are read before they are written")
         for held in _or_zeros(self._in_slots(begin, behind, is_earlier=True)):
             yield early, np.concatenate([base[:begin], held])

@@ -22,9 +22,9 @@ from attncheck.harness.engine.events import (
 from attncheck.harness.engine.history import (
     ZERO_ROW,
     EngineHistory,
+    FollowedRequest,
     Numbers,
     StepInputs,
-    StepRows,
     block_in_words,
     first_seen,
     positions_in_words,
@@ -84,7 +84,7 @@ class Judge:
         history: EngineHistory,
         result: ObserverResult,
     ) -> None:
-        self.store = RowStore(history.numbers.capacity)
+        self.store = RowStore(history.capacity)
         self._settings, self._groups, self._layers = settings, groups, layers
         self._history, self._result = history, result
         self._group_of = {layer: index for index, group in enumerate(groups) for layer in group.layers}
@@ -100,7 +100,7 @@ class Judge:
         rows = torch.from_numpy(np.flatnonzero(due.positions >= 0))
         if not len(rows):
             return
-        numbers = torch.from_numpy(np.concatenate([each.numbers for each in followed]))
+        numbers = torch.from_numpy(np.concatenate([each.keys[0][each.done :] for each in followed]))
         times = Counter(each.layer for each in layers)
         calls: list[LayerCall] = []
         for each in layers:
@@ -150,10 +150,12 @@ class Judge:
 
     # Outputs.
 
-    def _judge(self, together: Sequence[LayerCall], requests: Sequence[StepRows], followed: Sequence[StepRows]) -> None:
+    def _judge(
+        self, together: Sequence[LayerCall], requests: Sequence[FollowedRequest], followed: Sequence[FollowedRequest]
+    ) -> None:
         """Compare the outputs of some requests with the truth; of layers that are judged as heads of one."""
         first = together[0]
-        params, counts = first.facts.params, [each.num_rows for each in requests]
+        params, counts = first.facts.params, [len(each.given) for each in requests]
         query = torch.cat([_rows_of(call.rows.query, requests) for call in together], dim=1)
         shape = sum(counts), params.num_heads, params.value_head_size
         output = torch.cat([_rows_of(call.rows.output, requests).reshape(shape) for call in together], dim=1).double()
@@ -170,7 +172,7 @@ class Judge:
         self._result.worst_share = max(self._result.worst_share, float(worst.max()))
         shares, starts = worst.cpu().numpy(), accumulate(counts, initial=0)
         for (request, start), (index, call) in product(zip(requests, starts, strict=False), enumerate(together)):
-            own = shares[start : start + request.num_rows, index]
+            own = shares[start : start + len(request.given), index]
             wrong = np.flatnonzero(own > 1)
             if not len(wrong):
                 continue
@@ -180,7 +182,7 @@ class Judge:
                 call=call,
                 request=request,
                 others=tuple(each for each in followed if each is not request),
-                positions=request.position + worst_first,
+                positions=request.done + worst_first,
                 query=query[rows, heads],
                 output=output[rows, heads],
                 budget=Budget(*(part[rows, heads] for part in (budget.norm, budget.peak, budget.lse))),
@@ -225,7 +227,9 @@ class Judge:
 
     # Pages.
 
-    def _compare_pages(self, call: LayerCall, requests: Sequence[StepRows], *, whole: bool = False) -> Numbers | None:
+    def _compare_pages(
+        self, call: LayerCall, requests: Sequence[FollowedRequest], *, whole: bool = False
+    ) -> Numbers | None:
         """Compare pages of a layer that the rows of this step read; report and return the positions that they lack.
 
         These are the pages that the step wrote to, and one other page of each request, in turn; ``whole``: all pages.
@@ -261,18 +265,18 @@ class Judge:
             self._find_lacking(call, requests[owner], positions[found[owners[found] == owner]])
         return positions[found]
 
-    def _compared(self, call: LayerCall, request: StepRows, *, whole: bool) -> Numbers:
+    def _compared(self, call: LayerCall, request: FollowedRequest, *, whole: bool) -> Numbers:
         """Return the positions of a request whose slots are compared."""
         size = call.block_size
-        first, end = first_seen(call.facts.params, request.position), request.position + request.num_rows
-        written = max(first, request.position // size * size)
+        first, end = first_seen(call.facts.params, request.done), request.end
+        written = max(first, request.done // size * size)
         if whole or written == first:
             return np.arange(first, end)
         turn = first // size + self._result.steps % (written // size - first // size)
         before = np.arange(max(first, turn * size), min(written, (turn + 1) * size))
         return np.concatenate([before, np.arange(written, end)])
 
-    def _find_lacking(self, call: LayerCall, request: StepRows, positions: Numbers) -> None:
+    def _find_lacking(self, call: LayerCall, request: FollowedRequest, positions: Numbers) -> None:
         """Report each block that lacks positions which were not reported before."""
         layer, page_size = call.rows.layer, call.facts.page_size or call.block_size
         for index, of_block in groupby(positions.tolist(), key=lambda position: position // call.block_size):
@@ -356,17 +360,17 @@ def _heads(params: AttentionParams, index: int) -> slice:
     return slice(index * params.num_heads, (index + 1) * params.num_heads)
 
 
-def _rows_of(given: Tensor, requests: Sequence[StepRows]) -> Tensor:
+def _rows_of(given: Tensor, requests: Sequence[FollowedRequest]) -> Tensor:
     return torch.cat([given[request.rows] for request in requests])
 
 
-def _keys(call: LayerCall, request: StepRows) -> Numbers:
+def _keys(call: LayerCall, request: FollowedRequest) -> Numbers:
     """Return the row numbers of the keys that rows of a request see; whole chunks, which are counted from key 0."""
-    first = first_seen(call.facts.params, request.position)
+    first = first_seen(call.facts.params, request.done)
     return request.keys[call.group][first - first % (call.facts.params.attn_chunk_size or 1) :]
 
 
-def _bytes_of_keys(together: Sequence[LayerCall], request: StepRows) -> int:
+def _bytes_of_keys(together: Sequence[LayerCall], request: FollowedRequest) -> int:
     """Return the bytes of float64 keys, values and absolute values."""
     params = together[0].facts.params
     size = params.num_kv_heads * (params.head_size + 2 * params.value_head_size)
@@ -383,7 +387,7 @@ def _not_finite(output: Tensor) -> str:
     return "the output is infinite" if bool(output.isinf().any()) else ""
 
 
-def _words_of_pages(call: LayerCall, request: StepRows, lacking: Numbers) -> str:
+def _words_of_pages(call: LayerCall, request: FollowedRequest, lacking: Numbers) -> str:
     """Return what the pages of a wrong output lack, or that they are right."""
     if not len(lacking) and call.facts.code is not None:
         return "the pages hold the codes that the layer itself writes: they are wrong codes, or are read wrongly"

@@ -256,9 +256,9 @@ class EngineObserver:
         return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
 
     def _observe(self, step: Step, sampled: Mapping[str, tuple[int, ...]]) -> None:
+        self._result.steps = step.number or self._result.steps
         self._history.begin(self._corrected_plan(step.plan, sampled))
         if step.number:
-            self._result.steps = step.number
             due = self._history.enter(step.request_ids)
             self._compare("token", due, step.input_ids, due.tokens)
             self._compare("position", due, step.positions, due.positions)
