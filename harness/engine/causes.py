@@ -53,7 +53,7 @@ class WrongRows:
     """Wrong rows of one request, layer and step, the worst first.
 
     positions: int64 ``[B]``. query, output: ``[B, H, D]``, ``[B, H, Dv]``; ``budget`` around the right output.
-    attended: returns key and value of row numbers. others: what the step computed for other requests.
+    kept: returns the kept keys and values of row numbers. others: what the step computed for other requests.
     """
 
     call: LayerCall
@@ -63,7 +63,7 @@ class WrongRows:
     query: Tensor
     output: Tensor
     budget: Budget
-    attended: Callable[[Numbers], tuple[Tensor, Tensor]]
+    kept: Callable[[Numbers], tuple[Tensor, Tensor]]
 
 
 @dataclass(frozen=True)
@@ -101,7 +101,7 @@ def _misses(wrong: WrongRows, row: int, readings: Iterable[Reading]) -> Iterator
     params = replace(wrong.call.facts.params, window=(-1, -1), attn_chunk_size=None)  # a reading has what is seen
     tried = 0
     for part in in_parts(readings, lambda reading: len(reading[1]), _KEYS_AT_ONCE):
-        key, value = wrong.attended(np.concatenate([numbers for _, numbers in part]))
+        key, value = wrong.call.facts.attended(*wrong.kept(np.concatenate([numbers for _, numbers in part])))
         ends = torch.tensor([0, *(len(numbers) for _, numbers in part)]).cumsum(0).to(key.device)
         query = wrong.query[row : row + 1].expand(len(part), -1, -1)
         one_each = torch.arange(len(part) + 1, device=key.device)
