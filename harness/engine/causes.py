@@ -13,8 +13,8 @@ from attncheck.harness.engine.history import (
     NULL_BLOCK,
     ZERO_ROW,
     EngineHistory,
+    FollowedRequest,
     Numbers,
-    StepRows,
     block_in_words,
     first_seen,
     positions_in_words,
@@ -53,17 +53,17 @@ class WrongRows:
     """Wrong rows of one request, layer and step, the worst first.
 
     positions: int64 ``[B]``. query, output: ``[B, H, D]``, ``[B, H, Dv]``; ``budget`` around the right output.
-    attended: returns key and value of row numbers. others: what the step computed for other requests.
+    kept: returns the kept keys and values of row numbers. others: what the step computed for other requests.
     """
 
     call: LayerCall
-    request: StepRows
-    others: tuple[StepRows, ...]
+    request: FollowedRequest
+    others: tuple[FollowedRequest, ...]
     positions: Numbers
     query: Tensor
     output: Tensor
     budget: Budget
-    attended: Callable[[Numbers], tuple[Tensor, Tensor]]
+    kept: Callable[[Numbers], tuple[Tensor, Tensor]]
 
 
 @dataclass(frozen=True)
@@ -101,7 +101,7 @@ def _misses(wrong: WrongRows, row: int, readings: Iterable[Reading]) -> Iterator
     params = replace(wrong.call.facts.params, window=(-1, -1), attn_chunk_size=None)  # a reading has what is seen
     tried = 0
     for part in in_parts(readings, lambda reading: len(reading[1]), _KEYS_AT_ONCE):
-        key, value = wrong.attended(np.concatenate([numbers for _, numbers in part]))
+        key, value = wrong.call.facts.attended(*wrong.kept(np.concatenate([numbers for _, numbers in part])))
         ends = torch.tensor([0, *(len(numbers) for _, numbers in part)]).cumsum(0).to(key.device)
         query = wrong.query[row : row + 1].expand(len(part), -1, -1)
         one_each = torch.arange(len(part) + 1, device=key.device)
@@ -160,13 +160,12 @@ class Readings:
         yield "zeros", np.full(high - low, ZERO_ROW)
         earlier = self._in_slots(low, high, is_earlier=True)
         if (earlier >= 0).all():
-            owners = set(self._history.numbers.owners[earlier])
+            owners = set(self._history.owners[earlier])
             is_draft = owners == {self._request.request_id}
-            is_draft = is_draft and np.array_equal(self._history.numbers.positions[earlier], np.arange(low, high))
+            is_draft = is_draft and np.array_equal(self._history.positions[earlier], np.arange(low, high))
             yield "a rejected draft" if is_draft else f"old content of {requests_in_words(owners)}", earlier
         for other in self._others:
-            end = other.position + other.num_rows
-            for start in range(other.position, end - (high - low) + 1):
+            for start in range(other.done, other.end - (high - low) + 1):
                 positions = range(start, start + high - low)
                 words = f"keys of {requests_in_words([other.request_id])}, {positions_in_words(positions)}"
                 yield words, other.keys[self._group][positions.start : positions.stop]
@@ -189,7 +188,7 @@ class Readings:
         for more in range(1, len(self._keys) - len(base) + 1):
             cause = Cause(f"the row sees {plural(more, 'key')} too many, behind its own")
             yield cause, self._keys[: len(base) + more]
-        begin, behind = self._request.position, len(base)
+        begin, behind = self._request.done, len(base)
         early = Cause("the keys of the step are read before they are written")
         for held in _or_zeros(self._in_slots(begin, behind, is_earlier=True)):
             yield early, np.concatenate([base[:begin], held])

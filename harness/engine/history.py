@@ -1,7 +1,7 @@
 """Follows the requests of an engine: tokens, positions, and which computed row is the key of each position."""
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import accumulate
 from zlib import crc32
 
@@ -10,6 +10,7 @@ import torch
 from numpy.typing import NDArray
 
 from attncheck.harness.engine.events import (
+    CheckKind,
     ContinuedRequest,
     EngineFinding,
     KVGroup,
@@ -59,101 +60,64 @@ class Block:
     earlier: Numbers
 
 
-@dataclass(frozen=True)
-class StepRows:
-    """The rows that a step computes for one request.
-
-    first: the first of them among the rows of the model's input, or 0 until that is known. position: that of the
-    first row. tokens: those of its rows. keys: for each group, the row numbers of positions 0 up to the last of the
-    step. block_ids: the block table of each group.
-    """
-
-    request_id: str
-    first: int
-    position: int
-    tokens: Numbers
-    keys: tuple[Numbers, ...]
-    block_ids: tuple[Sequence[int], ...]
-
-    @property
-    def num_rows(self) -> int:
-        """How many rows it has."""
-        return len(self.tokens)
-
-    @property
-    def rows(self) -> slice:
-        """Its rows among those of the model's input."""
-        return slice(self.first, self.first + self.num_rows)
-
-    @property
-    def numbers(self) -> Numbers:
-        """The numbers of its rows."""
-        return self.keys[0][self.position :]
-
-
-@dataclass(frozen=True)
-class StepInputs:
-    """What the model has to be given, int64 ``[T]`` each, and the followed rows.
-
-    A token of -1 may be any. A row that is not followed has the position -1, too.
-    """
-
-    tokens: Numbers
-    positions: Numbers
-    followed: tuple[StepRows, ...]
-
-
 @dataclass
 class FollowedRequest:
     """A request, as it is followed.
 
-    tokens: prompt and sampled tokens. chain: hashes of each prefix of them. done: tokens that are computed, by our own
-    count; assumed: the same, if all drafts of its last step were accepted. keys: the row numbers of its positions, for each group.
-    never_followed, lost: why it is not followed at all, or until it starts again.
+    tokens: prompt and sampled tokens. chain: a hash of what its keys depend on besides tokens, and then of each prefix
+    of these. done: tokens that are computed, by our own count; assumed: the same, if all drafts of its last step were
+    accepted. block_ids, keys: of each group, its block table, and the row numbers of its positions. never_followed,
+    lost: why it is not followed at all, or until it starts again. first, given: of the step that is followed, the first
+    of its rows among all of the model's input, and its tokens.
     """
 
     request_id: str
     tokens: list[int]
-    prefix_key: str = ""
+    chain: list[int]
     never_followed: str | None = None
-    chain: list[int] = field(default_factory=list)
+    lost: str | None = "it was added before the observer, or has not started"
     done: int = 0
     assumed: int = 0
     block_ids: list[list[int]] = field(default_factory=list)
     keys: list[Numbers] = field(default_factory=list)
-    lost: str | None = "it was added before the observer, or has not started"
+    first: int = 0
+    given: list[int] = field(default_factory=list)
 
     @property
     def not_followed(self) -> str | None:
         """Why it is not followed now, or None."""
         return self.never_followed or self.lost
 
-    def chains(self, begin: int, behind: Sequence[int] = ()) -> list[int]:
+    @property
+    def end(self) -> int:
+        """The position behind its last row in this step; ``done`` is that of the first."""
+        return self.done + len(self.given)
+
+    @property
+    def rows(self) -> slice:
+        """Its rows among those of the model's input."""
+        return slice(self.first, self.first + len(self.given))
+
+    def chains(self, begin: int, behind: Sequence[int] = ()) -> Numbers:
         """Return a hash of each prefix that ends at position ``begin`` or later, with the tokens ``behind`` it."""
-        for token in self.tokens[len(self.chain) :]:
-            self.chain.append(hash((self.chain[-1] if self.chain else self.prefix_key, token)))
-        chains, last = self.chain[begin:], self.chain[-1] if self.chain else 0
-        for token in behind:
-            last = hash((last, token))
-            chains.append(last)
-        return chains
+        self.chain += _chain(self.chain[-1], self.tokens[len(self.chain) - 1 :])
+        return np.array(self.chain[begin + 1 :] + _chain(self.chain[-1], behind), dtype=np.int64)
 
 
-class RowNumbers:
-    """Numbers of rows, with what is known of each: its request, position, and the hash of the tokens up to it."""
+def _chain(first: int, tokens: Sequence[int]) -> list[int]:
+    return list(accumulate(tokens, lambda last, token: hash((last, token)), initial=first))[1:]
 
-    def __init__(self, capacity: int) -> None:
-        self.capacity = max(2, min(capacity, _MOST_ROWS))
-        self.owners = np.full(self.capacity, "", dtype=object)
-        self.positions, self.chains = np.zeros((2, self.capacity), dtype=np.int64)
-        self.free = np.arange(1, self.capacity)
 
-    def take(self, count: int) -> Numbers | None:
-        """Return ``count`` unused numbers, or None if there are not so many."""
-        if count > len(self.free):
-            return None
-        taken, self.free = self.free[:count], self.free[count:]
-        return taken
+@dataclass(frozen=True)
+class StepInputs:
+    """What the model has to be given, int64 ``[T]`` each, and the followed requests.
+
+    A token of -1 may be any. A row that is not followed has the position -1, too.
+    """
+
+    tokens: Numbers
+    positions: Numbers
+    followed: tuple[FollowedRequest, ...]
 
 
 def first_seen(params: AttentionParams, position: int) -> int:
@@ -188,7 +152,10 @@ def requests_in_words(request_ids: Iterable[str]) -> str:
 
 
 class EngineHistory:
-    """The requests of an engine. ``capacity``: rows that are kept."""
+    """The requests of an engine, and the rows in its blocks. ``capacity``: rows that are kept.
+
+    owners, positions: the request and the position of each row, by number.
+    """
 
     def __init__(
         self,
@@ -199,14 +166,14 @@ class EngineHistory:
         follow_one_of: int = 1,
     ) -> None:
         self.groups = tuple(groups)
-        self.numbers = RowNumbers(capacity)
-        self.blocks: dict[int, Block] = {}  # the one that was written or mapped last is the last
         self.requests: dict[str, FollowedRequest] = {}
-        self._layers = layers
-        self._result = result
-        self._follow_one_of = follow_one_of
+        self.blocks: dict[int, Block] = {}  # the one that was written or mapped last is the last
+        self.capacity = max(2, min(capacity, _MOST_ROWS))
+        self.owners = np.full(self.capacity, "", dtype=object)
+        self.positions, self._chains = np.zeros((2, self.capacity), dtype=np.int64)
+        self._free = np.arange(1, self.capacity)
+        self._layers, self._result, self._follow_one_of = layers, result, follow_one_of
         self._plan = StepPlan((), (), {})
-        self._rows: dict[str, StepRows | None] = {}
 
     # What the client and the scheduler decide.
 
@@ -218,8 +185,8 @@ class EngineHistory:
         ``not_followed``: why it is never followed. One that is added again starts with these tokens.
         """
         known = self.requests.get(request_id)
-        key = prefix_key if known is None else known.prefix_key
-        self.requests[request_id] = FollowedRequest(request_id, list(map(int, tokens)), key, not_followed)
+        chain = [hash(prefix_key)] if known is None else known.chain[:1]
+        self.requests[request_id] = FollowedRequest(request_id, list(map(int, tokens)), chain, not_followed)
 
     def reason_of(self, tokens: Sequence[int]) -> str | None:
         """Return why a request with this prompt is never followed, or None.
@@ -245,17 +212,17 @@ class EngineHistory:
         The order is that of ``num_scheduled_tokens``: a prefix hit may map blocks that a request which was scheduled
         before it writes in the same step.
         """
-        self._plan, self._rows = plan, {}
+        self._plan = plan
         for source, destination in plan.block_copies:
             self._copy_block(source, destination)
         for continued in plan.continued:
             self._continue(continued)
         waiting = {started.request_id: started for started in plan.started}
-        self._make_room(set(waiting))
+        self._make_room(waiting)
         for request_id, count in plan.num_scheduled_tokens.items():
             if request_id in waiting:
                 self._start(waiting.pop(request_id))
-            self._rows[request_id] = self._rows_of_step(self._request(request_id), count)
+            self._number_rows(self._request(request_id), count)
         for started in waiting.values():  # they compute nothing in this step
             self._start(started)
 
@@ -267,13 +234,26 @@ class EngineHistory:
 
     def _request(self, request_id: str) -> FollowedRequest:
         if request_id not in self.requests:
-            reason = "requests that were added before the observer"
-            self.requests[request_id] = FollowedRequest(request_id, [], never_followed=reason)
+            self.add(request_id, (), not_followed="requests that were added before the observer")
         return self.requests[request_id]
 
+    def _continue(self, continued: ContinuedRequest) -> None:
+        request, counted = self._request(continued.request_id), continued.num_computed_tokens
+        for own, new in zip(request.block_ids, continued.new_block_ids, strict=False):
+            own.extend(new)
+        if counted is None:
+            return
+        if request.not_followed:
+            request.done = counted
+            return
+        self._result.checks["count"] += 1
+        is_assumed = self._result.engine.is_async and counted == request.assumed  # its tokens were not sampled yet
+        if counted != request.done and not is_assumed:
+            note = f"the scheduler counts {counted} computed tokens; {request.done} are computed"
+            self._find("count", request, request.done, note)
+
     def _start(self, started: StartedRequest) -> None:
-        request = self._request(started.request_id)
-        hit = started.num_computed_tokens
+        request, hit = self._request(started.request_id), started.num_computed_tokens
         request.block_ids = [list(ids) for ids in started.block_ids]
         request.done, request.lost, request.keys = hit, None, []
         self._result.counts["requests resumed after preemption"] += started.resumed
@@ -281,7 +261,7 @@ class EngineHistory:
             return
         self._result.counts["tokens of prefix hits"] += hit
         if hit > len(request.tokens):
-            self._find_count(request, hit, f"a prefix hit of {hit} tokens; {len(request.tokens)} are known")
+            self._find("count", request, hit, f"a prefix hit of {hit} tokens; {len(request.tokens)} are known")
             request.lost = "their prefix hit is longer than their tokens"
             return
         request.keys = [self._rows_of_hit(request, group, hit) for group in range(len(self.groups))]
@@ -291,9 +271,9 @@ class EngineHistory:
         facts, rows = self.groups[group], np.full(hit, ZERO_ROW)
         if facts.not_followed:
             return rows
-        table, chain = request.block_ids[group], np.array(request.chains(0), dtype=np.int64)
+        table, chains = request.block_ids[group], request.chains(0)
         params = [self._layers[layer].params for layer in facts.layers if layer in self._layers]
-        unseen = min((first_seen(each, hit) for each in params), default=0)  # no row from ``hit`` on sees a key before
+        unseen = min((first_seen(each, hit) for each in params), default=0)  # no later row sees a key before
         for index, low, high in spans(0, hit, facts.block_size):
             block_id = table[index] if index < len(table) else NULL_BLOCK
             if block_id == NULL_BLOCK and high <= unseen:
@@ -302,29 +282,30 @@ class EngineHistory:
             if (held == _UNKNOWN).any():
                 request.lost = "their prefix hit maps blocks whose keys are not kept"
                 continue
-            is_wrong = (held < 0) | (self.numbers.chains[held] != chain[low:high])
             self._result.checks["prefix_hit"] += 1
-            if is_wrong.any():
-                self._find_wrong_hit(request, low + int(np.flatnonzero(is_wrong)[0]), group, index, block_id)
+            wrong = np.flatnonzero((held < 0) | (self._chains[held] != chains[low:high]))
+            if len(wrong):
+                note = f"the prefix hit maps block {block_id}, which holds {self.contents(block_id)}"
+                self._find("prefix_hit", request, low + int(wrong[0]), note, (group, block_id, index))
                 request.lost = "their prefix hit maps a wrong block"
                 continue
-            self.blocks[block_id] = self.blocks.pop(block_id)
             rows[low:high] = held
+            self.blocks[block_id] = self.blocks.pop(block_id)
         return rows
 
-    def _find_wrong_hit(self, request: FollowedRequest, position: int, group: int, index: int, block_id: int) -> None:
-        self._result.find(
-            EngineFinding(
-                kind="prefix_hit",
-                step=self._result.steps + 1,
-                request_id=request.request_id,
-                position=position,
-                group=group,
-                block_id=block_id,
-                block_index=index,
-                note=f"the prefix hit maps block {block_id}, which holds {self.contents(block_id)}",
-            )
-        )
+    def _find(
+        self,
+        kind: CheckKind,
+        request: FollowedRequest,
+        position: int,
+        note: str,
+        place: tuple[int, int, int] | tuple[None, None, None] = (None, None, None),
+    ) -> None:
+        """Report what is wrong in the step that begins. ``place``: group, block, and its number in the table."""
+        group, block_id, index = place
+        step = self._result.steps
+        finding = EngineFinding(kind, step, request.request_id, position, "", group, block_id, index, note=note)
+        self._result.find(finding)
 
     def block(self, block_id: int, group: int) -> Block:
         """Return a block of the group; an empty one if the group did not write it."""
@@ -336,68 +317,44 @@ class EngineHistory:
     def contents(self, block_id: int) -> str:
         """Return in words what was last written to a block."""
         block = self.blocks.get(block_id)
-        rows = np.zeros(0, dtype=np.int64) if block is None else block.rows[block.rows >= 0]
-        if not len(rows):
+        rows = [] if block is None else block.rows[block.rows >= 0].tolist()
+        if not rows:
             return "nothing that was written"
-        positions = np.unique(self.numbers.positions[rows]).tolist()
-        return f"keys of {requests_in_words(self.numbers.owners[rows])}, {positions_in_words(positions)}"
-
-    def _continue(self, continued: ContinuedRequest) -> None:
-        request = self._request(continued.request_id)
-        for own, new in zip(request.block_ids, continued.new_block_ids, strict=False):
-            own.extend(new)
-        counted = continued.num_computed_tokens
-        if request.not_followed:
-            request.done = request.done if counted is None else counted
-        elif counted is not None:
-            self._result.checks["count"] += 1
-            is_assumed = self._result.engine.is_async and counted == request.assumed  # the tokens were not sampled yet
-            if counted != request.done and not is_assumed:
-                note = f"the scheduler counts {counted} computed tokens; {request.done} are computed"
-                self._find_count(request, request.done, note)
-
-    def _find_count(self, request: FollowedRequest, position: int, note: str) -> None:
-        self._result.find(EngineFinding("count", self._result.steps + 1, request.request_id, position, note=note))
+        positions = np.unique(self.positions[rows]).tolist()
+        return f"keys of {requests_in_words(self.owners[rows])}, {positions_in_words(positions)}"
 
     # Rows of a step.
 
-    def _rows_of_step(self, request: FollowedRequest, count: int) -> StepRows | None:
-        """Number the rows of a request, and write the numbers to its blocks; None if it is not followed."""
+    def _number_rows(self, request: FollowedRequest, count: int) -> None:
+        """Give a number to each row of a request, and write the numbers to its blocks; it may be lost by that."""
         begin, end = request.done, request.done + count
         for group, ids in enumerate(request.block_ids):
             if not request.not_followed and -(-end // self.groups[group].block_size) > len(ids):
-                self._find_count(request, begin, f"{len(ids)} blocks of group {group} for {end} tokens")
+                self._find("count", request, begin, f"{len(ids)} blocks of group {group} for {end} tokens")
                 request.lost = "the scheduler gave them too few blocks"
-        numbers = None if request.not_followed else self.numbers.take(count)
-        if numbers is None:
-            request.lost = request.lost or _NO_ROOM
+        if not request.not_followed and count > len(self._free):
+            request.lost = _NO_ROOM
+        if request.not_followed:
             self._write(request, begin, np.full(count, _UNKNOWN))
-            return None
+            return
+        numbers, self._free = self._free[:count], self._free[count:]
         known = request.tokens[begin:end]
         drafts = [*self._plan.drafts.get(request.request_id, ()), *[_ANY] * count][: count - len(known)]
-        self.numbers.owners[numbers] = request.request_id
-        self.numbers.positions[numbers] = np.arange(begin, end)
-        self.numbers.chains[numbers] = request.chains(begin, drafts)[:count]
+        request.given = known + drafts
+        self.owners[numbers] = request.request_id
+        self.positions[numbers] = np.arange(begin, end)
+        self._chains[numbers] = request.chains(begin, drafts)[:count]
         request.keys = [np.concatenate([keys[:begin], numbers]) for keys in request.keys]
         self._write(request, begin, numbers)
-        return StepRows(
-            request_id=request.request_id,
-            first=0,
-            position=begin,
-            tokens=np.array(known + drafts, dtype=np.int64),
-            keys=tuple(request.keys),
-            block_ids=tuple(request.block_ids),
-        )
 
     def _write(self, request: FollowedRequest, begin: int, numbers: Numbers) -> None:
         """Write row numbers to the slots of positions from ``begin`` on, in each group."""
-        for group, ids in enumerate(request.block_ids):
-            size = self.groups[group].block_size
-            for index, low, high in spans(begin, begin + len(numbers), size):
-                if index >= len(ids) or self.groups[group].not_followed:
+        for group, (facts, ids) in enumerate(zip(self.groups, request.block_ids, strict=False)):
+            for index, low, high in spans(begin, begin + len(numbers), facts.block_size):
+                if index >= len(ids) or facts.not_followed:
                     break
-                block = self.block(ids[index], group)
-                slots = slice(low % size, low % size + high - low)
+                block, slot = self.block(ids[index], group), low % facts.block_size
+                slots = slice(slot, slot + high - low)
                 block.earlier[slots] = block.rows[slots]
                 block.rows[slots] = numbers[low - begin : high - begin]
                 self.blocks.pop(ids[index], None)
@@ -412,26 +369,24 @@ class EngineHistory:
         needed = 0
         for request_id, count in self._plan.num_scheduled_tokens.items():
             request = self._request(request_id)
-            is_followed = request.never_followed is None and (request.lost is None or request_id in starting)
-            needed += count if is_followed else 0
-        if needed <= len(self.numbers.free):
+            is_lost = request.lost is not None and request_id not in starting
+            needed += 0 if request.never_followed or is_lost else count
+        if needed <= len(self._free):
             return
         followed = [request for request in self.requests.values() if not request.not_followed]
         newest_first = list(reversed(self.blocks.values()))
         own = _distinct(keys for request in followed for keys in request.keys)
         by_need = _distinct([own, *(block.rows for block in newest_first), *(block.earlier for block in newest_first)])
-        capacity = self.numbers.capacity
-        limit = max(capacity - max(needed, capacity // 4), min(len(own), capacity - capacity // 8))
-        is_kept = np.zeros(capacity, dtype=bool)
+        limit = self.capacity - max(needed, self.capacity // 4)
+        limit = max(limit, min(len(own), self.capacity - self.capacity // 8))
+        is_kept = np.zeros(self.capacity, dtype=bool)
         is_kept[by_need[:limit]] = True
         for request in followed:
             if not all(is_kept[keys].all() for keys in request.keys):
                 request.lost = _NO_ROOM
         for rows in (rows for block in newest_first for rows in (block.rows, block.earlier)):
             rows[(rows >= 0) & ~is_kept[rows]] = _UNKNOWN
-        self.numbers.free = np.flatnonzero(~is_kept)
-
-    # What the model is given.
+        self._free = np.flatnonzero(~is_kept)
 
     def enter(self, request_ids: Sequence[str]) -> StepInputs:
         """Return what the model has to be given in this step, for requests in the order of its rows."""
@@ -439,16 +394,15 @@ class EngineHistory:
         tokens, positions = np.full((2, sum(counts)), _ANY)
         followed = []
         for request_id, first, count in zip(request_ids, accumulate(counts, initial=0), counts, strict=False):
-            rows = self._rows[request_id]
-            if rows is None:
-                self._result.not_followed[str(self._request(request_id).not_followed)] += count
+            request = self._request(request_id)
+            if request.not_followed:
+                self._result.not_followed[request.not_followed] += count
                 continue
-            followed.append(replace(rows, first=first))
-            tokens[first : first + count] = rows.tokens
-            positions[first : first + count] = np.arange(rows.position, rows.position + count)
+            request.first = first
+            followed.append(request)
+            tokens[request.rows] = request.given
+            positions[request.rows] = np.arange(request.done, request.end)
         return StepInputs(tokens, positions, tuple(followed))
-
-    # What was sampled.
 
     def end(self, sampled: Mapping[str, tuple[int, ...]]) -> None:
         """Count computed tokens, and append the sampled ones; drafts behind them were rejected."""
@@ -456,7 +410,7 @@ class EngineHistory:
             request = self.requests.get(request_id)
             if request is None:
                 continue
-            new = [int(token) for token in sampled.get(request_id, ())]
+            new = list(map(int, sampled.get(request_id, ())))
             drafts = len(self._plan.drafts.get(request_id, ()))
             rejected = drafts + 1 - len(new) if drafts and new else 0
             request.assumed = request.done + count
@@ -466,7 +420,7 @@ class EngineHistory:
             self._result.counts["drafts accepted"] += drafts - rejected if new else 0
             if not request.not_followed and len(request.tokens) < request.done:
                 note = f"{request.done} tokens are computed, but {len(request.tokens)} are known"
-                self._find_count(request, request.done, note)
+                self._find("count", request, request.done, note)
                 request.lost = "more of their tokens are computed than are known"
 
 

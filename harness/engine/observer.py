@@ -237,10 +237,10 @@ class EngineObserver:
                 change()
 
     def _observe(self, step: Step, sampled: Mapping[str, tuple[int, ...]]) -> None:
+        self._result.steps = step.number or self._result.steps
         drafts = {name: _with_tokens(own, sampled.get(name, ())[:-1]) for name, own in step.plan.drafts.items()}
         self._history.begin(replace(step.plan, drafts=drafts))
         if step.number:
-            self._result.steps = step.number
             due = self._history.enter(step.request_ids)
             self._compare("token", due, step.input_ids, due.tokens)
             self._compare("position", due, step.positions, due.positions)

@@ -33,7 +33,7 @@ class Server:
         entered = self.history.enter(list(counts))
         self.history.end(dict.fromkeys(counts, (7,)))
         self.rows += sum(counts.values())
-        self.followed += sum(each.num_rows for each in entered.followed)
+        self.followed += sum(len(each.given) for each in entered.followed)
 
 
 @pytest.mark.parametrize("one_of", [4, 8])

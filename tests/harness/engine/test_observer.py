@@ -318,7 +318,7 @@ def test_a_failure_frees_the_keys_and_values():
     engine.add("r", [1, 2, 3, 4, 5, 6], 20)
     engine.run_step()
     assert observer.result().checks["output"] == 12
-    store = weakref.ref(observer._judge.store)
+    store = weakref.ref(observer._judge)
     observer.fail(RuntimeError("out of memory"))
     gc.collect()
     assert store() is None
