@@ -92,7 +92,11 @@ class LayerFacts:
 
 @dataclass(frozen=True)
 class EngineFacts:
-    """The engine that was observed. ``backends``: the names of the classes that served its layers."""
+    """The engine that was observed.
+
+    backends: the names of the classes that served its layers. is_async: with async scheduling, so that steps begin
+    before the tokens of the step before are known.
+    """
 
     vllm_version: str = ""
     runner: str = ""
@@ -100,6 +104,7 @@ class EngineFacts:
     dtype: str = ""
     kv_cache_dtype: str = ""
     block_sizes: tuple[int, ...] = ()
+    is_async: bool = False
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ import logging
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain, repeat
@@ -15,7 +15,6 @@ from torch import Tensor
 
 from attncheck.harness.engine.events import (
     CheckKind,
-    ContinuedRequest,
     EngineFacts,
     EngineFinding,
     KVGroup,
@@ -84,12 +83,10 @@ class EngineObserver:
     def __init__(self, settings: ObserverSettings | None = None) -> None:
         self.settings = settings or ObserverSettings()
         self._result = ObserverResult()
-        self._is_async = False
         self._reasons: dict[str, str | None] = {}  # why a request is not followed
         self._steps: deque[Step] = deque()
         self._running: Step | None = None  # whose forward runs
         self._num_begun = 0
-        self._assumed: dict[str, int] = {}  # computed tokens if all drafts of the last step were accepted
         self._stream: torch.cuda.Stream | None = None  # of the model, on which copies and kept keys are written
         self._lock = threading.RLock()  # a worker process takes sampled tokens in a thread of its own
 
@@ -119,20 +116,10 @@ class EngineObserver:
             return self._result.copy()
 
     def engine_starts(
-        self,
-        groups: Sequence[KVGroup],
-        layers: Mapping[str, LayerFacts],
-        engine: EngineFacts | None = None,
-        *,
-        is_async: bool = False,
+        self, groups: Sequence[KVGroup], layers: Mapping[str, LayerFacts], engine: EngineFacts | None = None
     ) -> None:
-        """Take the KV-cache groups and layers.
-
-        With async scheduling (``is_async``), no page is compared: the next step may have written it when a step is
-        judged.
-        """
+        """Take the KV-cache groups and layers."""
         self._result.engine = engine or EngineFacts()
-        self._is_async = is_async
         number = getattr(torch, self._result.engine.dtype or "float32").itemsize
         row_bytes = number * sum(facts.row_size for facts in layers.values())
         capacity = self.settings.max_row_bytes // max(1, row_bytes)
@@ -170,10 +157,6 @@ class EngineObserver:
             self._steps[-1].changes.append(change)
         else:
             change()
-
-    def may_follow(self, request_id: str) -> bool:
-        """Return whether a request is followed, now or from a later step on."""
-        return self._reasons.get(request_id, _EARLIER) is None
 
     # A step is copied.
 
@@ -223,7 +206,8 @@ class EngineObserver:
         with self._lock:
             step = self._running  # without one, it is a dummy batch or a drafter
             if step is not None and len(step.rows):
-                kv_cache = None if self._is_async else rows.kv_cache
+                # With async scheduling, the next step may have written the pages when this one is judged.
+                kv_cache = None if self._result.engine.is_async else rows.kv_cache
                 step.layers.append(step.copied(rows._replace(kv_cache=kv_cache)))
 
     def forward_ends(self) -> None:
@@ -241,7 +225,7 @@ class EngineObserver:
         Raises:
             ValueError: ``step`` is another one.
         """
-        with self._lock, self._on_stream():
+        with self._lock, nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
             first = self._steps[0]
             if step is not None and step is not first:
                 raise ValueError("the sampled tokens of a step arrive before those of an earlier one")
@@ -252,37 +236,16 @@ class EngineObserver:
             for change in first.changes:
                 change()
 
-    def _on_stream(self) -> AbstractContextManager[object]:
-        return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
-
     def _observe(self, step: Step, sampled: Mapping[str, tuple[int, ...]]) -> None:
         self._result.steps = step.number or self._result.steps
-        self._history.begin(self._corrected_plan(step.plan, sampled))
+        drafts = {name: _with_tokens(own, sampled.get(name, ())[:-1]) for name, own in step.plan.drafts.items()}
+        self._history.begin(replace(step.plan, drafts=drafts))
         if step.number:
             due = self._history.enter(step.request_ids)
             self._compare("token", due, step.input_ids, due.tokens)
             self._compare("position", due, step.positions, due.positions)
             self._judge.judge(due, step.layers, is_judged=step.is_judged)
-        counts = step.plan.num_scheduled_tokens
-        self._assumed = {name: self._history.requests[name].done + count for name, count in counts.items()}
         self._history.end(sampled)
-
-    def _corrected_plan(self, plan: StepPlan, sampled: Mapping[str, tuple[int, ...]]) -> StepPlan:
-        """Return the plan with what the scheduler could not know: accepted counts, and the drafts on the device.
-
-        Before it has the tokens of the last step, the scheduler assumes that every draft is accepted; it writes -1 for
-        each draft. An accepted draft is the token that was sampled. A rejected one stays -1, and is not compared.
-        """
-        drafts = {name: _known(own, sampled.get(name, ())[:-1]) for name, own in plan.drafts.items()}
-        return replace(plan, continued=tuple(map(self._counted, plan.continued)), drafts=drafts)
-
-    def _counted(self, request: ContinuedRequest) -> ContinuedRequest:
-        """Return a request without the rejected drafts of the last step, if its count includes them and is right so."""
-        known = self._history.requests.get(request.request_id)
-        assumed = self._assumed.get(request.request_id)
-        if not self._is_async or known is None or request.num_computed_tokens != assumed:
-            return request
-        return replace(request, num_computed_tokens=known.done)
 
     def _compare(self, kind: CheckKind, due: StepInputs, given: Tensor | None, right: np.ndarray) -> None:
         """Compare what the model is given with what is right, row by row."""
@@ -312,7 +275,11 @@ class EngineObserver:
                 self._result.find(finding)
 
 
-def _known(drafts: Sequence[int], accepted: Sequence[int]) -> tuple[int, ...]:
-    """Return the drafts, each accepted one of -1 replaced by its token."""
+def _with_tokens(drafts: Sequence[int], accepted: Sequence[int]) -> tuple[int, ...]:
+    """Return the drafts, each accepted one of -1 replaced by its token.
+
+    With async scheduling, drafts are on the device, and the scheduler writes -1 for each. An accepted draft is the
+    token that was sampled. A rejected one stays -1, and is not compared.
+    """
     tokens = zip(drafts, chain(accepted, repeat(-1)), strict=False)
     return tuple(token if draft == -1 else draft for draft, token in tokens)

@@ -9,13 +9,10 @@ from typing import Any
 
 from attncheck.harness.device import collect_environment
 from attncheck.harness.engine.events import ObserverSettings
-from attncheck.harness.engine.findings import STOPPED, EngineCase, backend_of, header_of, records_of
-from attncheck.harness.engine.internals import check_internals
+from attncheck.harness.engine.findings import STOPPED, EngineCase, header_of, records_of
 from attncheck.harness.engine.observer import EngineObserver
 from attncheck.harness.engine.plugin import WatchSettings
 from attncheck.harness.engine.vllm_runner import EngineHooks, watch_workers
-from attncheck.harness.run.outcomes import Circumstances
-from attncheck.reports.run_file.header import Environment
 from attncheck.reports.run_file.store import now, write_run
 
 LOGGER = logging.getLogger("attncheck")
@@ -24,7 +21,7 @@ WRITE_EVERY_S = 10.0
 """Seconds between two writes of the run file."""
 
 SERVED = EngineCase(
-    id="served", description="requests of a server's clients", due=("output", "token", "position", "write")
+    id="served", description="requests of a server's clients", checks=("output", "token", "position", "write")
 )
 """The case of requests that are not ours: prefix hits and further steps of a request may not occur."""
 
@@ -38,30 +35,22 @@ class ServedEngine:
     """The worker of an engine, from :meth:`start` to the end of its process."""
 
     def __init__(self, settings: WatchSettings, worker: Any) -> None:
-        self._settings = settings
-        self._worker = worker
+        self._settings, self._worker = settings, worker
         self._observer = EngineObserver(
             ObserverSettings(judge_every=settings.judge_every, follow_one_of=settings.follow_one_of)
         )
         self.hooks = EngineHooks(self._observer)
         self._ended = threading.Event()
         self._started, self._began_s = now(), time.monotonic()
-        self._environment: Environment | None = None
-        self._notes = (
-            f"outputs and pages of one in {settings.judge_every} steps were judged",
-            f"one of {settings.follow_one_of} first blocks of prompts was followed"
-            if settings.follow_one_of > 1
-            else "",
-        )
-        self._written: tuple[int, str | None] | None = None
+        self._notes = [f"outputs and pages of one in {settings.judge_every} steps were judged"]
+        if settings.follow_one_of > 1:
+            self._notes.append(f"one of {settings.follow_one_of} first blocks of prompts was followed")
+        self._written: tuple[int, str | None] = (0, None)
+        self._environment = collect_environment(str(worker.model_runner.device))
 
     def start(self) -> None:
         """Watch the worker, and begin to write the run file."""
-        try:
-            check_internals()
-            self.hooks.install(self._worker)
-        except Exception as error:  # noqa: BLE001 (the run file has to state it)
-            self._observer.fail(error)
+        self.hooks.install(self._worker)
         Finalize(None, self.end, exitpriority=10)
         threading.Thread(target=self._keep_writing, name="attncheck-engine", daemon=True).start()
 
@@ -84,24 +73,15 @@ class ServedEngine:
         """Write what was observed so far, unless it is written already. No file is written before the first step."""
         result = self._observer.result()
         state = (result.steps, result.failure)
-        if state == self._written or (not result.steps and result.failure is None):
+        if state == self._written:
             return
+        records = records_of(SERVED, result, self._environment, duration_s=time.monotonic() - self._began_s)
+        header = header_of([records], command=self._settings.command, notes=self._notes)
+        header = header.model_copy(update={"started": self._started})
+        errors = () if result.failure is None else (f"{STOPPED}{result.failure}",)
         path = self._settings.path
         aside = path.with_name(f"{path.stem}.{os.getpid()}.jsonl")
         aside.unlink(missing_ok=True)
-        if self._environment is None:
-            self._environment = collect_environment(str(self._worker.model_runner.device))
-        header = header_of(
-            [SERVED.info(result)],
-            [backend_of(result.engine).info],
-            self._environment,
-            command=self._settings.command,
-        ).model_copy(update={"started": self._started, "notes": tuple(filter(None, self._notes))})
-        circumstances = Circumstances(
-            seed=header.seed, environment=header.environment.digest, attncheck_version=header.environment.attncheck
-        )
-        records = records_of(SERVED, result, circumstances, time.monotonic() - self._began_s)
-        errors = () if result.failure is None else (f"{STOPPED}{result.failure}",)
-        write_run(aside, header, records, errors)
+        write_run(aside, header, records.records, errors)
         aside.replace(path)
         self._written = state

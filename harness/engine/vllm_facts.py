@@ -133,6 +133,7 @@ def engine_facts(runner: Any) -> EngineFacts:
         dtype=str(runner.model_config.dtype).removeprefix("torch."),
         kv_cache_dtype=str(runner.cache_config.cache_dtype),
         block_sizes=tuple(group.kv_cache_spec.block_size for group in groups),
+        is_async=bool(runner.vllm_config.scheduler_config.async_scheduling),
     )
 
 

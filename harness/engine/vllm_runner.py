@@ -28,6 +28,9 @@ from attncheck.harness.engine.vllm_facts import (
 
 LOGGER = logging.getLogger("attncheck")
 
+Watch = Callable[..., None] | None
+"""What is called before or after a method, if anything."""
+
 # The scheduler of a server may be in another process. What it decides reaches the model runner as `SchedulerOutput`,
 # and what was sampled leaves it as `ModelRunnerOutput`. So the methods of the runner show all that is needed.
 
@@ -68,13 +71,7 @@ class EngineHooks:
             setattr(owner, name, original)
         self._wrapped.clear()
 
-    def wrap(
-        self,
-        owner: Any,
-        method: str,
-        before: Callable[..., None] | None = None,
-        after: Callable[..., None] | None = None,
-    ) -> None:
+    def wrap(self, owner: Any, method: str, before: Watch = None, after: Watch = None) -> None:
         """Call ``before`` with the arguments of a method, and ``after`` with what it returns and the arguments.
 
         ``method``: its name, or ``name(a, b)`` with its first parameters. What the calls raise stops the observer only:
@@ -92,12 +89,7 @@ class EngineHooks:
         setattr(owner, name, self._around(original, before, after))
         self._wrapped.append((owner, name, original))
 
-    def _around(
-        self,
-        original: Callable[..., Any],
-        before: Callable[..., None] | None = None,
-        after: Callable[..., None] | None = None,
-    ) -> Callable[..., Any]:
+    def _around(self, original: Callable[..., Any], before: Watch, after: Watch) -> Callable[..., Any]:
         @functools.wraps(original)
         def wrapped(*args: Any, **keywords: Any) -> Any:
             self._guarded(before, *args, **keywords)
@@ -107,7 +99,7 @@ class EngineHooks:
 
         return wrapped
 
-    def _guarded(self, watch: Callable[..., None] | None, *args: Any, **keywords: Any) -> None:
+    def _guarded(self, watch: Watch, *args: Any, **keywords: Any) -> None:
         if watch is None or self.observer.failure is not None:
             return
         try:
@@ -132,8 +124,7 @@ class EngineHooks:
         groups = kv_groups(runner.kv_cache_config, engine_reason(runner))
         sizes = page_sizes(runner, groups)
         facts = {name: layer_facts(layer, runner.model_config.dtype, sizes.get(name)) for name, layer in layers.items()}
-        is_async = bool(runner.vllm_config.scheduler_config.async_scheduling)
-        self.observer.engine_starts(groups, facts, engine_facts(runner), is_async=is_async)
+        self.observer.engine_starts(groups, facts, engine_facts(runner))
         for name, layer in layers.items():
             if hasattr(layer, "forward_impl"):  # of a latent layer
                 forward = "forward_impl(q, k_c_normed, k_pe, kv_cache, attn_metadata, output)"
@@ -221,7 +212,7 @@ class EngineHooks:
             return
         step_ends = functools.partial(self._step_ends, step)
         if hasattr(output, "get_output"):  # the tokens are copied from the device meanwhile
-            output.get_output = self._around(output.get_output, after=step_ends)
+            output.get_output = self._around(output.get_output, before=None, after=step_ends)
         else:
             step_ends(output)
 
@@ -229,15 +220,13 @@ class EngineHooks:
         self.observer.step_ends(sampled_tokens(step.plan, model_runner_output), step)
 
 
-def watch_workers(start: Callable[[Any], None], wrapper_class: type[Any] | None = None) -> None:
+def watch_workers(start: Callable[[Any], None]) -> None:
     """Call ``start`` with the worker that this process makes, if it makes one. A second call does nothing.
-
-    ``wrapper_class``: vLLM's ``WorkerWrapperBase``, or another for a test.
 
     Raises:
         ImportError: vLLM is not installed.
     """
-    wrapper_class = wrapper_class or import_module("vllm.v1.worker.worker_base").WorkerWrapperBase
+    wrapper_class = import_module("vllm.v1.worker.worker_base").WorkerWrapperBase
     init_device = wrapper_class.init_device
     if hasattr(init_device, "__wrapped__"):
         return

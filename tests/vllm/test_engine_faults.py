@@ -12,7 +12,7 @@ import pytest
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.filterwarnings("default")]
 
-FAULTS = Path(__file__).with_name("engine_faults.py")
+FAULTS = Path(__file__).with_name("engine_faults")
 
 ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",

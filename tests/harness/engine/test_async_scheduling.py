@@ -3,13 +3,20 @@
 import threading
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
 
 import pytest
 import torch
 from toy_engine import VOCAB, Served, ToyEngine, serve
 
-from attncheck.harness.engine.events import KVGroup, LayerFacts, LayerRows, ObserverSettings, StartedRequest, StepPlan
+from attncheck.harness.engine.events import (
+    EngineFacts,
+    KVGroup,
+    LayerFacts,
+    LayerRows,
+    ObserverSettings,
+    StartedRequest,
+    StepPlan,
+)
 from attncheck.harness.engine.observer import EngineObserver
 from attncheck.reference import AttentionParams
 
@@ -20,9 +27,11 @@ class Async:
     def __init__(self, observer):
         self.observer = observer
         self.ending, self.rejected = None, {}
-        self.engine_starts = partial(observer.engine_starts, is_async=True)
         self.request_added, self.request_finished = observer.request_added, observer.request_finished
         self.inputs, self.layer_rows = observer.inputs, observer.layer_rows
+
+    def engine_starts(self, groups, layers, engine):
+        self.observer.engine_starts(groups, layers, replace(engine, is_async=True))
 
     def step_begins(self, plan):
         self.take_early()
@@ -153,7 +162,7 @@ def test_a_prefix_hit_on_drafts_that_were_accepted(arrival):
 def observer():
     observer = EngineObserver(ObserverSettings(judge_every=2))
     facts = {"layer": LayerFacts(AttentionParams(1, 1, 1))}
-    observer.engine_starts([KVGroup(4, ("layer",))], facts, is_async=True)
+    observer.engine_starts([KVGroup(4, ("layer",))], facts, EngineFacts(is_async=True))
     return observer
 
 

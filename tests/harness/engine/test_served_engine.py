@@ -4,16 +4,13 @@
 """
 
 import sys
-from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from attncheck.errors import QuestionError
-from attncheck.harness.engine import served_engine
 from attncheck.harness.engine.observer import EngineObserver
-from attncheck.harness.engine.plugin import WatchSettings, settings_of
+from attncheck.harness.engine.plugin import WatchSettings
 from attncheck.harness.engine.served_engine import ServedEngine
 from attncheck.harness.engine.vllm_runner import EngineHooks, watch_workers
 from attncheck.reports.run_file.store import read_run
@@ -182,9 +179,8 @@ def drive(worker, *, is_async=False):
 
 @pytest.fixture
 def settings(tmp_path, monkeypatch):
-    monkeypatch.setattr(served_engine, "check_internals", lambda: None)
     monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(__version__="0.32.0"))
-    return WatchSettings(tmp_path / "run.jsonl", judge_every=1, command=("attncheck", "engine"))
+    return WatchSettings(path=tmp_path / "run.jsonl", judge_every=1, command=("attncheck", "engine"))
 
 
 @pytest.fixture
@@ -193,7 +189,7 @@ def serve(settings):
 
     def serve(runner, *, follow_one_of=1, **options):
         worker = Worker(runner)
-        engine = ServedEngine(replace(settings, follow_one_of=follow_one_of), worker)
+        engine = ServedEngine(settings.model_copy(update={"follow_one_of": follow_one_of}), worker)
         engine.start()
         try:
             return drive(worker, **options), engine
@@ -259,7 +255,7 @@ class NoModel(RunnerV1):
     """A runner without layers. It samples the number of the step for each request."""
 
     number = 0
-    input_batch = SimpleNamespace(req_ids=["a", "b"])
+    input_batch = SimpleNamespace(req_ids=["a", "b", "media"])
 
     def __init__(self):
         super().__init__(is_async=True)
@@ -333,9 +329,11 @@ def test_a_request_that_is_resumed_in_flight_keeps_its_adapter_and_its_reason(se
         if not is_early:
             first.get_output()
         second.get_output()
-        given = {"ids": torch.tensor([2, 1]), "positions": torch.tensor([9, 8])}  # 2 is what the second step sampled
+        ids_given = torch.tensor([2, 1, 2])  # 2 is what the second step sampled
+        given = {"ids": ids_given, "positions": torch.tensor([9, 8, 9])}
         new = [("b", ids, [7, 8, 13], 8, adapter)]
-        runner.execute_model(plan_with({"a": 1, "b": 1}, new=new, continued=[("a", 9)], **given))
+        continued = [("a", 9), ("media", 9)]
+        runner.execute_model(plan_with({"a": 1, "b": 1, "media": 1}, new=new, continued=continued, **given))
         runner.sample_tokens(None).get_output()
     finally:
         engine.hooks.remove()
@@ -343,7 +341,7 @@ def test_a_request_that_is_resumed_in_flight_keeps_its_adapter_and_its_reason(se
     result = observer.result()
     assert (result.failure, result.findings) == (None, ())
     assert (result.checks["prefix_hit"], result.checks["token"]) == (2, 2)
-    assert not observer.may_follow("media")
+    assert result.not_followed == {"requests with images or other media": 1}
 
 
 WATCHES = ["_install", "_warm_up_begins", "_execute_begins", "_requests_start", "_executed", "_sampled", "_step_ends"]
@@ -366,6 +364,19 @@ def test_a_failure_of_ours_ends_the_watching_alone(serve, settings, monkeypatch,
     assert not any(record.outcome == "passed" for record in run.records)
 
 
+def test_a_version_of_vllm_whose_method_takes_other_arguments_is_not_watched(serve):
+    class Other(RunnerV1):
+        def _model_forward(self, positions, input_ids):
+            self.forward(input_ids)
+
+    outputs, engine = serve(Other())
+    assert torch.equal(outputs, drive(Worker(RunnerV1())))
+    assert engine.hooks.observer.failure == (
+        "QuestionError: attncheck engine does not know this version of vLLM: "
+        "its Other has no _model_forward(input_ids, positions)"
+    )
+
+
 def test_what_cannot_be_followed_is_counted(serve, settings):
     outputs, engine = serve(RunnerV1(pipeline_parallel_size=2))
     assert torch.equal(outputs, drive(Worker(RunnerV1())))
@@ -376,7 +387,7 @@ def test_what_cannot_be_followed_is_counted(serve, settings):
 
 
 @pytest.mark.parametrize(("rank", "data_parallel_rank"), [(0, 0), (1, 0), (0, 1)])
-def test_other_ranks_are_left_alone(rank, data_parallel_rank):
+def test_other_ranks_are_left_alone(monkeypatch, rank, data_parallel_rank):
     class Wrapper:
         def init_device(self):
             self.worker = SimpleNamespace(
@@ -384,16 +395,16 @@ def test_other_ranks_are_left_alone(rank, data_parallel_rank):
             )
             return "made"
 
+    base = SimpleNamespace(WorkerWrapperBase=Wrapper)
+    monkeypatch.setitem(sys.modules, "vllm.v1.worker.worker_base", base)
     started = []
     for _ in range(2):
-        watch_workers(started.append, Wrapper)
+        watch_workers(started.append)
     assert Wrapper().init_device() == "made"
     assert len(started) == (rank == data_parallel_rank == 0)
 
 
 def test_settings_pass_through_the_environment(tmp_path):
-    settings = WatchSettings(tmp_path / "run.jsonl", 16, 4, ("attncheck", "engine", "--every", "16"))
-    assert settings_of(settings.environment()) == settings
-    assert settings_of({}) is None
-    with pytest.raises(QuestionError, match="--follow is 0"):
-        WatchSettings(tmp_path / "run.jsonl", follow_one_of=0)
+    settings = WatchSettings(path=tmp_path / "run.jsonl", follow_one_of=4, command=("attncheck", "engine"))
+    (text,) = settings.environment().values()
+    assert WatchSettings.model_validate_json(text) == settings
