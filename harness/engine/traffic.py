@@ -36,8 +36,9 @@ from attncheck.reports.run_file.header import Environment
 MAX_MODEL_LEN = 1024
 MAX_NUM_SEQS = 16
 
-PREFIX_HITS, RESUMED, DRAFTS = "tokens of prefix hits", "requests resumed after preemption", "drafts"
-"""Names of an observer's counts that show what an engine did."""
+PREFIX_HITS, PARTS = "tokens of prefix hits", "prompts that are computed in parts"
+RESUMED, DRAFTS = "requests resumed after preemption", "drafts"
+"""What an engine does with requests, by the name of an observer's count; parts of prompts are not counted."""
 
 _NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
 """A drafter without a model: it proposes what followed the same tokens earlier in the request."""
@@ -45,39 +46,24 @@ _NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3
 
 @dataclass(frozen=True)
 class TrafficKind:
-    """What requests have in common, and how the engine is set up for them.
-
-    shared: prompts begin with one of three prefixes. long: prompts exceed the tokens of a step. small_pool: the pool
-    has few blocks. drafts: the engine verifies drafts, which are found since prompts repeat themselves.
-    shown_by: names of counts. If one is 0, the engine did not do what the kind is for.
-    """
+    """What requests have in common. ``does``: what an engine that is set up for them does."""
 
     description: str
-    shared: bool = False
-    long: bool = False
-    small_pool: bool = False
-    drafts: bool = False
-    shown_by: tuple[str, ...] = ()
+    does: tuple[str, ...]
+
+    @property
+    def shown_by(self) -> tuple[str, ...]:
+        """What it must have done. In a small pool, the blocks of shared prefixes may be gone."""
+        return tuple(name for name in self.does if name in (RESUMED, DRAFTS)) or self.does
 
 
 TRAFFIC: Mapping[str, TrafficKind] = {
-    "shared-prefixes": TrafficKind(
-        "prompts share prefixes, whose blocks the prefix cache keeps", shared=True, shown_by=(PREFIX_HITS,)
-    ),
-    "chunked-prefill": TrafficKind(
-        "prompts are longer than the tokens of a step, and are computed in parts", long=True
-    ),
-    "preempted": TrafficKind(
-        "the pool has few blocks, so that requests are preempted and resumed", small_pool=True, shown_by=(RESUMED,)
-    ),
-    "drafts": TrafficKind("drafts are verified, and rejected ones are rolled back", drafts=True, shown_by=(DRAFTS,)),
+    "shared-prefixes": TrafficKind("prompts share prefixes, whose blocks the prefix cache keeps", (PREFIX_HITS,)),
+    "chunked-prefill": TrafficKind("prompts are longer than the tokens of a step, and are computed in parts", (PARTS,)),
+    "preempted": TrafficKind("the pool has few blocks, so that requests are preempted and resumed", (RESUMED,)),
+    "drafts": TrafficKind("drafts are verified, and rejected ones are rolled back", (DRAFTS,)),
     "mixed": TrafficKind(
-        "shared prefixes, long prompts, drafts, and a pool of few blocks at once",
-        shared=True,
-        long=True,
-        small_pool=True,
-        drafts=True,
-        shown_by=(RESUMED, DRAFTS),
+        "shared prefixes, long prompts, drafts, and a pool of few blocks at once", (PREFIX_HITS, PARTS, RESUMED, DRAFTS)
     ),
 }
 
@@ -141,16 +127,18 @@ def draw_requests(kind: TrafficKind, seed: int, count: int, vocab_size: int) -> 
 
     prefixes = [tokens(200) for _ in range(3)]
     pattern = tokens(3)
+    prompt_sizes = [150, 300, 400] if PARTS in kind.does else [5, 20, 60, 150]
+    is_small_pool = RESUMED in kind.does
     requests, arrival = [], 0
     for index in range(count):
-        prompt = prefixes[index % 3][: draw.choice([64, 100, 200])] if kind.shared and index % 4 else []
-        if kind.drafts and index % 3 == 0:
+        prompt = prefixes[index % 3][: draw.choice([64, 100, 200])] if PREFIX_HITS in kind.does and index % 4 else []
+        if DRAFTS in kind.does and index % 3 == 0:
             prompt += pattern * 30
         else:
-            prompt += tokens(draw.choice([150, 300, 400] if kind.long else [5, 20, 60, 150]))
-        max_tokens = draw.choice([32, 96, 160] if kind.small_pool else [8, 32, 96])
+            prompt += tokens(draw.choice(prompt_sizes))
+        max_tokens = draw.choice([32, 96, 160] if is_small_pool else [8, 32, 96])
         requests.append(TrafficRequest(str(index), arrival, tuple(prompt), max_tokens))
-        arrival += 0 if kind.small_pool else draw.choice([0, 1, 4, 8])
+        arrival += 0 if is_small_pool else draw.choice([0, 1, 4, 8])
     return tuple(requests)
 
 
@@ -179,11 +167,11 @@ def engine_options(run: EngineRun, *, on_cpu: bool) -> dict[str, Any]:
         options["enforce_eager"] = True  # vLLM compiles for the CPU otherwise, which takes minutes
         options["max_num_batched_tokens"] = MAX_MODEL_LEN if is_latent else run.budget  # no chunks there
     per_request = -(-MAX_MODEL_LEN // block_size)
-    if run.kind.small_pool:
+    if RESUMED in run.kind.does:
         options["num_gpu_blocks_override"] = run.blocks or per_request * 5 // 4
     elif on_cpu:
         options["num_gpu_blocks_override"] = per_request * MAX_NUM_SEQS
-    if run.kind.drafts:
+    if DRAFTS in run.kind.does:
         options["speculative_config"] = dict(_NGRAM)
     return options
 
@@ -297,10 +285,13 @@ def _serve_requests(engine: Any, run: EngineRun, observer: Any) -> None:
 
 def _unmet(run: EngineRun, counts: Mapping[str, int], config: Any) -> str:
     """Return why the engine did not do what the kind of traffic is for, or ""."""
-    if run.kind.long and not run.kind.small_pool and not config.scheduler_config.enable_chunked_prefill:
-        return "vLLM has switched chunked prefill off for this model and platform"
-    missing = [name for name in run.kind.shown_by if not counts.get(name)]
-    if PREFIX_HITS in missing and not config.cache_config.enable_prefix_caching:
-        return "vLLM has switched prefix caching off for this model and platform"
-    advice = {RESUMED: "; give fewer --blocks or more --requests", DRAFTS: "; give more --requests"}
-    return f"the engine had no {missing[0]}{advice.get(missing[0], '')}" if missing else ""
+    is_on = {
+        PREFIX_HITS: config.cache_config.enable_prefix_caching,
+        PARTS: config.scheduler_config.enable_chunked_prefill,
+    }
+    for name in run.kind.shown_by:
+        if not is_on.get(name, True):
+            return f"the engine had no {name}: vLLM has switched this off for the model and platform"
+        if name != PARTS and not counts.get(name):
+            return f"the engine had no {name}; give more --requests{' or fewer --blocks' * (name == RESUMED)}"
+    return ""
