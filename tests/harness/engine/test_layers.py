@@ -124,7 +124,10 @@ def test_an_output_that_is_not_finite_is_named(spoilt, words):
     [finding] = observed({"own": LayerFacts(PLAIN)}, ("own", query, key, value, output)).findings
     assert (finding.position, finding.cause, finding.note) == (7, None, f"the output is {words}")
     [group] = grouped([finding])
-    assert "the largest error is NaN or infinite; first in step 1" in group.lines(shown=None)[0]
+    assert (
+        "step 1; first: request r, position 7, layer own; the largest error is NaN or infinite"
+        in group.lines(shown=None)[0]
+    )
 
 
 def test_fp8_keys_are_judged_by_the_values_of_their_codes():

@@ -70,7 +70,14 @@ def seq_len_one_less(runner, rows):
     return (rows.computed,)
 
 
-@when_prepared()
+def _in_a_used_block(runner, rows):
+    """Whether each slot of the block was written before, so that there is a key behind the last."""
+    layer = next(iter(runner.compilation_config.static_forward_context.values()))
+    block = layer.kv_cache[block_of(runner, rows, rows.computed)]
+    return is_long_decode(runner, rows) and block.count_nonzero() > 0.99 * block.numel()
+
+
+@when_prepared(_in_a_used_block)
 def seq_len_one_more(runner, rows):
     """A request reads a key behind its last."""
     runner.seq_lens[rows.place] += 1
