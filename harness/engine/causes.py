@@ -188,6 +188,8 @@ class Readings:
         for more in range(1, len(self._keys) - len(base) + 1):
             cause = Cause(f"the row sees {plural(more, 'key')} too many, behind its own")
             yield cause, self._keys[: len(base) + more]
+        if len(self._keys) > len(base):
+            yield Cause("the row sees all keys of the step, as without a causal mask"), self._keys
         begin, behind = self._request.done, len(base)
         early = Cause("the keys of the step are read before they are written")
         for held in _or_zeros(self._in_slots(begin, behind, is_earlier=True)):
@@ -214,13 +216,13 @@ class Readings:
             for end in (own[-1], NULL_BLOCK):
                 later = map(self._held, [*own[index + 1 :], end])
                 yield late, np.concatenate([base[: index * size], *later])[: len(base)]
-        for index, low, high in spans(0, len(base), size):
+        for index, low, high in reversed(list(spans(first // size * size, len(base), size))):
             for block_id, block in self._history.blocks.items():
                 held = block.rows[: high - low]
-                if index < first // size or block_id == own[index] or block.group != self._group or (held < 0).any():
+                if block_id == own[index] or block.group != self._group or (held < 0).any():
                     continue
-                contents = f"block {block_id}, which holds {self._history.contents(block_id)}"
-                cause = Cause(f"{contents}, is read in place of {block_in_words(own[index], index)}", index)
+                words = f"block {block_id}, which holds {self._history.contents(block_id)}, is read in place of "
+                cause = Cause(words + block_in_words(own[index], index), index)
                 yield cause, np.concatenate([base[:low], held, base[high:]])
 
     def _held(self, block_id: int) -> Numbers:

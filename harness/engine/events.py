@@ -74,8 +74,8 @@ class LayerFacts:
 
     @property
     def row_size(self) -> int:
-        """How many numbers of a row are kept: of its key and value."""
-        if self.kv_sharing_target is not None:
+        """How many numbers of a row are kept: of its key and value, if it has its own and they are judged."""
+        if self.kv_sharing_target is not None or self.not_judged is not None:
             return 0
         if self.up_projections is not None:  # kv_c_normed and k_pe
             rank, _, nope = self.up_projections.w_uk.shape

@@ -287,11 +287,19 @@ class EngineHistory:
             if len(wrong):
                 note = f"the prefix hit maps block {block_id}, which holds {self.contents(block_id)}"
                 self._find("prefix_hit", request, low + int(wrong[0]), note, (group, block_id, index))
-                request.lost = "their prefix hit maps a wrong block"
-                continue
+                held = self._rows_of(chains[low:high])
+            else:
+                self.blocks[block_id] = self.blocks.pop(block_id)
+            if (held < 0).any():
+                request.lost = "their prefix hit maps a wrong block, and no other has its tokens"
             rows[low:high] = held
-            self.blocks[block_id] = self.blocks.pop(block_id)
         return rows
+
+    def _rows_of(self, chains: Numbers) -> Numbers:
+        """Return rows that were computed for the same tokens, -1 where there is none."""
+        some = np.flatnonzero(np.isin(self._chains, chains))
+        known = dict(zip(self._chains[some].tolist(), some.tolist(), strict=True))
+        return np.array([known.get(chain, _NOTHING) for chain in chains.tolist()])
 
     def _find(
         self,
@@ -387,6 +395,7 @@ class EngineHistory:
         for rows in (rows for block in newest_first for rows in (block.rows, block.earlier)):
             rows[(rows >= 0) & ~is_kept[rows]] = _UNKNOWN
         self._free = np.flatnonzero(~is_kept)
+        self._chains[self._free] = 0
 
     def enter(self, request_ids: Sequence[str]) -> StepInputs:
         """Return what the model has to be given in this step, for requests in the order of its rows."""

@@ -41,6 +41,9 @@ from attncheck.reference import AttentionParams, Precision
 _JUDGED_BYTES = 2**27
 """Bytes of float64 keys and values that are judged at once."""
 
+_UNSEEN = "layers whose keys were not seen"
+"""Why a layer is not judged."""
+
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
@@ -79,11 +82,11 @@ class Judge:
                 self._result.not_followed["layers without a followed KV-cache group"] += len(rows)
                 continue
             call = LayerCall(given, facts, group, self._groups[group].block_size)
-            incomplete = _why_incomplete(given, times)
-            if call.source == given.layer and incomplete is not None:
+            incomplete = _why_incomplete(call, times)
+            if facts.row_size and incomplete is not None:
                 self._never_judged[given.layer] = incomplete  # some of its keys are not known from now on
-            elif call.source == given.layer and given.key is not None and given.value is not None:
-                self._keep(given.layer, rows, numbers, (given.key, given.value))
+            elif facts.row_size:
+                self._keep(given, rows, numbers)
             why_not = incomplete or self._why_not_judged(call)
             if is_judged and why_not is not None:
                 self._result.not_followed[why_not] += len(rows)
@@ -100,17 +103,19 @@ class Judge:
         if query.dtype not in _DTYPES or output.dtype not in _DTYPES:
             return f"queries of {query.dtype} with outputs of {output.dtype}"
         not_followed = self._groups[call.group].not_followed
-        unseen = None if call.source in self._rows else "layers whose keys were not seen"
-        return call.facts.not_judged or self._never_judged.get(call.source) or not_followed or unseen
+        why_not = call.facts.not_judged or self._never_judged.get(call.source) or not_followed
+        return why_not or (None if call.source in self._rows else _UNSEEN)
 
-    def _keep(self, layer: str, rows: Tensor, numbers: Tensor, given: tuple[Tensor, Tensor]) -> None:
+    def _keep(self, given: LayerRows, rows: Tensor, numbers: Tensor) -> None:
         """Keep the key and value of some rows of a layer."""
-        device = given[0].device
-        if layer not in self._rows:  # on a CPU, memory is taken only where it is written
-            key, value = (each.new_empty(self._history.capacity, *each.shape[1:]) for each in given)
+        assert given.key is not None
+        assert given.value is not None
+        device, capacity = given.key.device, self._history.capacity
+        if given.layer not in self._rows:  # on a CPU, memory is taken only where it is written
+            key, value = (each.new_empty(capacity, *each.shape[1:]) for each in (given.key, given.value))
             key[ZERO_ROW], value[ZERO_ROW] = 0, 0
-            self._rows[layer] = key, value
-        for kept, new in zip(self._rows[layer], given, strict=True):
+            self._rows[given.layer] = key, value
+        for kept, new in zip(self._rows[given.layer], (given.key, given.value), strict=True):
             kept[numbers.to(device)] = new[rows.to(device)]
 
     def _kept(self, call: LayerCall, numbers: Numbers) -> tuple[Tensor, Tensor]:
@@ -140,7 +145,7 @@ class Judge:
         self._result.not_followed["rows for which a good kernel overflows"] += int(overflows.sum())
         self._result.worst_share = max(self._result.worst_share, float(worst.max()))
         shares, starts = worst.cpu().numpy(), accumulate(counts, initial=0)
-        for (request, start), (index, call) in product(zip(requests, starts, strict=False), enumerate(together)):
+        for (index, call), (request, start) in product(enumerate(together), zip(requests, starts, strict=False)):
             own = shares[start : start + len(request.given), index]
             worst_first = np.argsort(-own)[: int((own > 1).sum())]
             if not len(worst_first):
@@ -302,11 +307,14 @@ def _of_equal_settings(calls: Sequence[LayerCall]) -> Iterable[list[LayerCall]]:
     return together.values()
 
 
-def _why_incomplete(given: LayerRows, times: Mapping[str, int]) -> str | None:
-    """Return why a call does not have all rows of its layer, or None."""
-    if given.is_part:
+def _why_incomplete(call: LayerCall, times: Mapping[str, int]) -> str | None:
+    """Return why a call does not have all rows and keys of its layer, or None."""
+    if call.rows.is_part:
         return "layers that compute a part of the rows"
-    return "layers that are called more than once in a step" if times[given.layer] > 1 else None
+    if times[call.rows.layer] > 1:
+        return "layers that are called more than once in a step"
+    lacks_keys = call.facts.row_size and (call.rows.key is None or call.rows.value is None)
+    return _UNSEEN if lacks_keys else None
 
 
 def _rows_of(given: Tensor, requests: Sequence[FollowedRequest]) -> Tensor:

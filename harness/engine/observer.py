@@ -120,9 +120,12 @@ class EngineObserver:
     ) -> None:
         """Take the KV-cache groups and layers."""
         self._result.engine = engine or EngineFacts()
-        number = getattr(torch, self._result.engine.dtype or "float32").itemsize
-        row_bytes = number * sum(facts.row_size for facts in layers.values())
-        capacity = self.settings.max_row_bytes // max(1, row_bytes)
+        number_bytes = getattr(torch, self._result.engine.dtype or "float32").itemsize
+        row_bytes = number_bytes * sum(facts.row_size for facts in layers.values())
+        max_bytes = self.settings.max_row_bytes
+        if torch.cuda.is_initialized():
+            max_bytes = min(max_bytes, torch.cuda.mem_get_info()[0] // 4)  # of the memory that is free
+        capacity = max_bytes // max(1, row_bytes)
         self._history = EngineHistory(groups, layers, self._result, capacity, self.settings.follow_one_of)
         self._judge = Judge(self.settings, groups, layers, self._history, self._result)
 
