@@ -7,6 +7,7 @@ rows wrong, in several layers and steps: they are one group. Loads no vLLM.
 import hashlib
 import json
 import math
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import get_args
@@ -46,11 +47,8 @@ _WORDS: Mapping[CheckKind, tuple[str, str]] = {
 STOPPED = "attncheck itself failed, and stopped watching the engine: "
 """Begins the reason of checks that a failure of attncheck left without a verdict."""
 
-_SHOWN_GROUPS = 10
-"""Groups that a record describes; further ones are counted."""
-
-_SHOWN_CAUSES = 3
-"""Causes and notes of a group that are shown; they differ in figures."""
+_SHOWN_GROUPS, _SHOWN = 10, 3
+"""Groups that a record describes, and their causes and notes; further ones are left out."""
 
 
 class EngineCase(CaseInfo):
@@ -195,19 +193,28 @@ class FindingGroup:
         return without_figures(self.causes[0]) if self.causes else _WORDS[self.findings[0].kind][1]
 
     def lines(self, shown: EngineFinding) -> list[str]:
-        """Return where and when it was found, a line for each kind, and then its causes and notes.
+        """Return what is wrong, where and when, and then the causes and notes.
 
         ``shown``: a finding whose place the summary states already.
         """
-        lines = []
-        for kind in dict.fromkeys(finding.kind for finding in self.findings):
-            own = _of_kind(kind, self.findings)
-            place = "" if own[0] is shown else f"; first in step {own[0].step}: {_place(own[0])}"
-            lines.append(f"{_extent(kind, own)}{place}")
-        notes = dict.fromkeys(finding.note for finding in self.findings if finding.note)
-        lines += [f"  likely cause: {cause}" for cause in self.causes[:_SHOWN_CAUSES]]
-        lines += [f"  {note}" for note in list(notes)[:_SHOWN_CAUSES]]
-        return lines
+        first, last = self.findings[0], self.findings[-1]
+        rows: Counter[CheckKind] = Counter()
+        for finding in self.findings:
+            rows[finding.kind] += finding.num_rows
+        what = " and ".join(plural(count, _WORDS[kind][0]) for kind, count in rows.items())
+        layers = {finding.layer for finding in self.findings if finding.layer}
+        requests = {finding.request_id for finding in self.findings}
+        where = " and ".join(
+            plural(len(names), noun) for names, noun in ((layers, "layer"), (requests, "request")) if names
+        )
+        when = f"step {first.step}" if first.step == last.step else f"steps {first.step} to {last.step}"
+        place = "" if first is shown else f"; first: {_place(first)}"
+        worst = max(finding.budget_share or 0.0 for finding in self.findings)
+        size = "NaN or infinite" if math.isinf(worst) else f"{budgets(worst)} times the allowed error"
+        error = f"; the largest error is {size}" if worst else ""
+        causes = [f"  likely cause: {cause}" for cause in self.causes]
+        notes = dict.fromkeys(f"  {finding.note}" for finding in self.findings if finding.note)
+        return [f"{what} of {where} in {when}{place}{error}", *causes[:_SHOWN], *list(notes)[:_SHOWN]]
 
 
 def grouped(findings: Iterable[EngineFinding]) -> tuple[FindingGroup, ...]:
@@ -247,20 +254,6 @@ def _place(finding: EngineFinding) -> str:
         group = f" of KV-cache group {finding.group}" if finding.group else ""
         place += f", block {finding.block_id}{group}{number}"
     return place
-
-
-def _extent(kind: CheckKind, findings: Sequence[EngineFinding]) -> str:
-    """Return how much is wrong: ``12 output rows of 2 layers and 1 request in steps 12 to 19, ...``."""
-    layers = len({finding.layer for finding in findings if finding.layer})
-    requests = len({finding.request_id for finding in findings})
-    steps = [finding.step for finding in findings]
-    when = f"step {steps[0]}" if steps[0] == steps[-1] else f"steps {steps[0]} to {steps[-1]}"
-    of_layers = f"{plural(layers, 'layer')} and " if layers else ""
-    rows = sum(finding.num_rows for finding in findings)
-    worst = max((finding.budget_share or 0.0 for finding in findings), default=0.0)
-    size = "NaN or infinite" if math.isinf(worst) else f"{budgets(worst)} times the allowed error"
-    of_size = f", the largest error is {size}" if worst else ""
-    return f"{plural(rows, _WORDS[kind][0])} of {of_layers}{plural(requests, 'request')} in {when}{of_size}"
 
 
 def header_of(

@@ -65,10 +65,10 @@ class FollowedRequest:
     """A request, as it is followed.
 
     tokens: prompt and sampled tokens. chain: a hash of what its keys depend on besides tokens, and then of each prefix
-    of these. done: tokens that are computed, by our own count; assumed: the same, if all drafts of its last step were
-    accepted. block_ids, keys: of each group, its block table, and the row numbers of its positions. never_followed,
-    lost: why it is not followed at all, or until it starts again. first, given: of the step that is followed, the first
-    of its rows among all of the model's input, and its tokens.
+    of these. never_followed, lost: why it is not followed at all, or until it starts again. done: tokens that are
+    computed, by our own count; assumed: as many, if the drafts of its last step were all accepted. block_ids, keys: of
+    each group, its block table, and the row numbers of its positions. first, given: of the step that is followed, the
+    first of its rows among all of the model's input, and its tokens.
     """
 
     request_id: str

@@ -132,8 +132,8 @@ class Judge:
         output = output.unflatten(1, (-1, params.value_head_size))
         keys = [_keys(together[0], each) for each in requests]
         kept = [self._kept(call, np.concatenate(keys)) for call in together]
-        ends = (torch.tensor([0, *each], device=query.device).cumsum(0) for each in (counts, map(len, keys)))
-        truth, budget = _truth(together, query, kept, *ends)
+        ends = [torch.tensor([0, *each], device=query.device).cumsum(0) for each in (counts, map(len, keys))]
+        truth, budget = _truth(together, query, kept, ends)
         overflows = ~(truth.isfinite().all(dim=2) & budget.norm.isfinite()).unflatten(1, by_layer).all(dim=2)
         worst = share_of_budget(output - truth, budget).unflatten(1, by_layer).amax(dim=2).masked_fill(overflows, 0.0)
         self._result.checks["output"] += int((~overflows).sum())
@@ -257,7 +257,7 @@ class Judge:
 
 
 def _truth(
-    together: Sequence[LayerCall], query: Tensor, kept: Sequence[tuple[Tensor, Tensor]], *ends: Tensor
+    together: Sequence[LayerCall], query: Tensor, kept: Sequence[tuple[Tensor, Tensor]], ends: Sequence[Tensor]
 ) -> tuple[Tensor, Budget]:
     """Return the right output, float64 ``[T, H, Dv]``, and the budget around it, of all layers as heads of one.
 
@@ -273,7 +273,7 @@ def _truth(
     )
     attended = [call.facts.attended(*rows) for call, rows in zip(together, kept, strict=True)]
     key, value = (torch.cat(parts, dim=1) for parts in zip(*attended, strict=True))
-    rows = UnpagedAttention(query if weights is None else query.double(), key, value, *ends)
+    rows = UnpagedAttention(query if weights is None else query.double(), key, value, ends[0], ends[1])
     out, lse, weighted = rows.attend_weighted(params)
     kernel = Precision.kernel(dtype)
     if weights is None:

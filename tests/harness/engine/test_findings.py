@@ -141,12 +141,11 @@ finding 1 of 1, vllm:CPU_ATTN: from position 64 on, block 17 (number 2 of the ta
     bfloat16, KV cache auto, blocks of 32 tokens, runner CPUModelRunner V1
     26 of 4000 output rows are wrong in 2 ways, the first is in step 13: request 3, position 93, layer
       model.layers.0.self_attn.attn, block 17, number 2 of its table
-    1 mapped block of 1 request in step 12; first in step 12: request 3, position 64, block 17, number 2 of
-      its table
-    24 output rows of 2 layers and 2 requests in steps 13 to 15, the largest error is 150 times the allowed
-      error
+    1 mapped block and 24 output rows of 2 layers and 2 requests in steps 12 to 15; first: request 3, position
+      64, block 17, number 2 of its table; the largest error is 150 times the allowed error
       likely cause: from position 64 on, block 17 (number 2 of the table) holds old content of request 4
-    and 5 more lines
+      other tokens are in it
+    and 4 more lines
     repeat: attncheck engine --model hybrid --traffic shared-prefixes --requests 9 --seed 7 --steps 13
 
 failed: 1 backend, 1 case: 1 failed\
