@@ -89,7 +89,8 @@ def engine(
     if not command:
         path = _serve(given | {"every": every or 1, "follow": follow}, output, words)
         return _report(path, color)
-    for name in given:
+    if given:
+        name = next(iter(given))
         raise QuestionError(f"--{name}: the requests are those of {command[0]}; leave it out, or leave out COMMAND")
     if output is None:
         make_kept_folder(runs_folder())
@@ -98,7 +99,7 @@ def engine(
     settings = WatchSettings(path=path.absolute(), judge_every=every or 16, follow_one_of=follow, command=words)
     code = run_with_plugin(command, settings.environment(), PLUGIN)
     if path.exists():
-        return code or _report(path, color)
+        return _report(path, color, code)
     reason = f"vLLM ran no step in {command[0]!r}, or attncheck is not installed in its environment"
     print_stderr(f"error: {path} was not written: {reason}")
     return code or 1
@@ -167,8 +168,8 @@ def _serve(given: Mapping[str, Any], output: Path | None, words: tuple[str, ...]
     return writer.path
 
 
-def _report(path: Path, color: ColorChoice) -> int:
-    """Print a run, and return exit code 0, 1 or 3.
+def _report(path: Path, color: ColorChoice, code: int = 0) -> int:
+    """Print a run, and return the exit code: ``code`` of the command that served, if it is not 0; or 0, 1 or 3.
 
     Raises:
         SelectionError: a kind of traffic was not served, or nothing was compared.
@@ -180,6 +181,8 @@ def _report(path: Path, color: ColorChoice) -> int:
     with printing_to_stdout(path):
         typer.echo(terminal.render_run(run, color=use_color(color), width=terminal_width()), color=use_color(color))
         print_foreign(f"run file: {path}; {report_command(path)} shows it again")
+    if code:
+        return code
     for record in run.records:
         if record.outcome == "unsupported" and record.reasons[0].startswith(STOPPED):
             print_stderr(f"{record.case}: {record.reasons[0]}")

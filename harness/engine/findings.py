@@ -7,6 +7,7 @@ rows wrong, in several layers and steps: they are one group. Loads no vLLM.
 import hashlib
 import json
 import math
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import get_args
@@ -33,31 +34,21 @@ from attncheck.reports.run_file.timings import RunFileValue
 
 KINDS: tuple[CheckKind, ...] = get_args(CheckKind)
 
-NOUNS: Mapping[CheckKind, str] = {
-    "output": "output row",
-    "token": "token",
-    "position": "position",
-    "prefix_hit": "mapped block",
-    "count": "token count",
-    "write": "page",
+_WORDS: Mapping[CheckKind, tuple[str, str]] = {
+    "output": ("output row", "an output row is wrong, and no reading that was tried gives it"),
+    "token": ("token", "the model is given a token that is not the next of its request"),
+    "position": ("position", "the model is given a position that is not that of its token"),
+    "prefix_hit": ("mapped block", "a prefix hit maps a block that holds other tokens"),
+    "count": ("token count", "the scheduler counts other tokens as computed than were computed"),
+    "write": ("page", "a page lacks keys or values that its step should have written"),
 }
-"""What is compared, in words."""
-
-_WRONG: Mapping[CheckKind, str] = {
-    "output": "an output row is wrong, and no reading that was tried gives it",
-    "token": "the model is given a token that is not the next of its request",
-    "position": "the model is given a position that is not that of its token",
-    "prefix_hit": "a prefix hit maps a block that holds other tokens",
-    "count": "the scheduler counts other tokens as computed than were computed",
-    "write": "a page lacks keys or values that its step should have written",
-}
-"""What a finding states if no cause is known."""
+"""What is compared, and what is wrong if no cause is known."""
 
 STOPPED = "attncheck itself failed, and stopped watching the engine: "
 """Begins the reason of checks that a failure of attncheck left without a verdict."""
 
-SHOWN_GROUPS = 10
-"""Groups that a record describes; further ones are counted."""
+_SHOWN_GROUPS, _SHOWN = 10, 3
+"""Groups that a record describes, and their causes and notes; further ones are left out."""
 
 
 class EngineCase(CaseInfo):
@@ -159,8 +150,8 @@ def _finding_of(
     if unmet:
         return BackendUnavailableError(ENGINE, (unmet,))
     if not compared:
-        return NotExamined((f"no {NOUNS[kind]} was compared", *notes), by="attncheck")
-    done = f"{plural(compared, NOUNS[kind])} compared in {plural(result.steps, 'step')}"
+        return NotExamined((f"no {_WORDS[kind][0]} was compared", *notes), by="attncheck")
+    done = f"{plural(compared, _WORDS[kind][0])} compared in {plural(result.steps, 'step')}"
     return Holds(figures, (done, *notes))
 
 
@@ -172,11 +163,11 @@ def _broken(
     wrong = sum(finding.num_rows for finding in (first, *others))
     are = "is" if wrong == 1 else "are"
     ways = f" in {len(groups)} ways" if len(groups) > 1 else ""
-    details = [line for group in groups[:SHOWN_GROUPS] for line in group.lines(first)]
-    if len(groups) > SHOWN_GROUPS:
-        details.append(f"{len(groups) - SHOWN_GROUPS} further ways are not described")
+    details = [line for group in groups[:_SHOWN_GROUPS] for line in group.lines(first)]
+    if len(groups) > _SHOWN_GROUPS:
+        details.append(f"{len(groups) - _SHOWN_GROUPS} further ways are not described")
     return Broken(
-        summary=f"{wrong} of {plural(int(figures['compared']), NOUNS[kind])} {are} wrong{ways}, "
+        summary=f"{wrong} of {plural(int(figures['compared']), _WORDS[kind][0])} {are} wrong{ways}, "
         f"the first is in step {first.step}: {_place(first)}",
         figures={**figures, "wrong": wrong, "findings": len(groups), FIRST_STEP: first.step},
         meaning=next(iter(groups[0].causes), None),
@@ -199,26 +190,31 @@ class FindingGroup:
     @property
     def words(self) -> str:
         """The cause without figures, or what is wrong if no cause is known."""
-        return without_figures(self.causes[0]) if self.causes else _WRONG[self.findings[0].kind]
+        return without_figures(self.causes[0]) if self.causes else _WORDS[self.findings[0].kind][1]
 
     def lines(self, shown: EngineFinding) -> list[str]:
-        """Return where and when it was found, a line for each kind, and then its causes and notes.
+        """Return what is wrong, where and when, and then the causes and notes.
 
         ``shown``: a finding whose place the summary states already.
         """
-        lines = []
-        for kind in dict.fromkeys(finding.kind for finding in self.findings):
-            own = _of_kind(kind, self.findings)
-            place = "" if own[0] is shown else f"; first in step {own[0].step}: {_place(own[0])}"
-            lines.append(f"{_extent(kind, own)}{place}")
-        notes = dict.fromkeys(finding.note for finding in self.findings if finding.note)
-        lines += [f"  likely cause: {cause}" for cause in self.causes[:_SHOWN_CAUSES]]
-        lines += [f"  {note}" for note in list(notes)[:_SHOWN_CAUSES]]
-        return lines
-
-
-_SHOWN_CAUSES = 3
-"""Causes and notes of a group that are shown; they differ in figures."""
+        first, last = self.findings[0], self.findings[-1]
+        rows: Counter[CheckKind] = Counter()
+        for finding in self.findings:
+            rows[finding.kind] += finding.num_rows
+        what = " and ".join(plural(count, _WORDS[kind][0]) for kind, count in rows.items())
+        layers = {finding.layer for finding in self.findings if finding.layer}
+        requests = {finding.request_id for finding in self.findings}
+        where = " and ".join(
+            plural(len(names), noun) for names, noun in ((layers, "layer"), (requests, "request")) if names
+        )
+        when = f"step {first.step}" if first.step == last.step else f"steps {first.step} to {last.step}"
+        place = "" if first is shown else f"; first: {_place(first)}"
+        worst = max(finding.budget_share or 0.0 for finding in self.findings)
+        size = "NaN or infinite" if math.isinf(worst) else f"{budgets(worst)} times the allowed error"
+        error = f"; the largest error is {size}" if worst else ""
+        causes = [f"  likely cause: {cause}" for cause in self.causes]
+        notes = dict.fromkeys(f"  {finding.note}" for finding in self.findings if finding.note)
+        return [f"{what} of {where} in {when}{place}{error}", *causes[:_SHOWN], *list(notes)[:_SHOWN]]
 
 
 def grouped(findings: Iterable[EngineFinding]) -> tuple[FindingGroup, ...]:
@@ -258,20 +254,6 @@ def _place(finding: EngineFinding) -> str:
         group = f" of KV-cache group {finding.group}" if finding.group else ""
         place += f", block {finding.block_id}{group}{number}"
     return place
-
-
-def _extent(kind: CheckKind, findings: Sequence[EngineFinding]) -> str:
-    """Return how much is wrong: ``12 output rows of 2 layers and 1 request in steps 12 to 19, ...``."""
-    layers = len({finding.layer for finding in findings if finding.layer})
-    requests = len({finding.request_id for finding in findings})
-    steps = [finding.step for finding in findings]
-    when = f"step {steps[0]}" if steps[0] == steps[-1] else f"steps {steps[0]} to {steps[-1]}"
-    of_layers = f"{plural(layers, 'layer')} and " if layers else ""
-    rows = sum(finding.num_rows for finding in findings)
-    worst = max((finding.budget_share or 0.0 for finding in findings), default=0.0)
-    size = "NaN or infinite" if math.isinf(worst) else f"{budgets(worst)} times the allowed error"
-    of_size = f", the largest error is {size}" if worst else ""
-    return f"{plural(rows, NOUNS[kind])} of {of_layers}{plural(requests, 'request')} in {when}{of_size}"
 
 
 def header_of(

@@ -47,10 +47,6 @@ CONFIGS: Mapping[str, Mapping[str, Any]] = {
         "qk_nope_head_dim": 64,
         "qk_rope_head_dim": 64,
         "v_head_dim": 64,
-        "n_routed_experts": 1,
-        "n_shared_experts": 1,
-        "num_experts_per_tok": 1,
-        "moe_intermediate_size": 256,
     },
 }
 """What each model's config states, as transformers names it: full attention, every second layer a window, latent."""

@@ -83,7 +83,8 @@ class EngineHooks:
         name, _, parameters = method.rstrip(")").partition("(")
         original = getattr(owner, name, None)
         expected = parameters.split(", ") if parameters else []
-        if original is None or list(signature(original).parameters)[: len(expected)] != expected:
+        given = list(signature(original).parameters) if original is not None and expected else []
+        if original is None or given[: len(expected)] != expected:
             kind = type(owner).__name__
             raise QuestionError(f"attncheck engine does not know this version of vLLM: its {kind} has no {method}")
         setattr(owner, name, self._around(original, before, after))

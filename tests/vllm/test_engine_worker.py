@@ -81,7 +81,6 @@ if __name__ == "__main__":
 def served(tmp_path_factory):
     def served(**options):
         folder = tmp_path_factory.mktemp("served")
-        (folder / "model").mkdir()
         make_model(folder / "model", "full")
         (folder / "serve.py").write_text(SERVE)
         settings = WatchSettings(path=folder / "run.jsonl", judge_every=1)

@@ -1,16 +1,18 @@
 """``attncheck engine``: its options, what it prints, its run file and its exit code, without vLLM."""
 
+import sys
+
 import pytest
 
 from attncheck.errors import QuestionError
 from attncheck.harness.device import collect_environment
 from attncheck.harness.engine import traffic
 from attncheck.harness.engine.events import EngineFacts, EngineFinding, ObserverResult
-from attncheck.harness.engine.findings import records_of
-from attncheck.harness.engine.traffic import TRAFFIC
+from attncheck.harness.engine.findings import header_of, records_of
+from attncheck.harness.engine.traffic import TRAFFIC, EngineRun
 from attncheck.harness.run.outcomes import ProcessEnd
 from attncheck.reports.analysis.repro import repro_command
-from attncheck.reports.run_file.store import read_run
+from attncheck.reports.run_file.store import read_run, write_run
 
 FACTS = EngineFacts(vllm_version="0.32.0", runner="V1", backends=("CPU_ATTN",), dtype="bfloat16")
 CHECKS = {"output": 40, "token": 20, "position": 20, "prefix_hit": 2, "count": 3, "write": 5}
@@ -143,6 +145,21 @@ def test_options_that_exclude_each_other_or_name_nothing_are_refused(serving, tm
     done, _, _ = serving(f"engine {words}", right)
     assert done.code == 2
     assert error in done.err
+
+
+@pytest.mark.parametrize("code", [0, 3])
+def test_what_a_watched_command_did_is_shown_and_its_own_exit_code_comes_first(typed, tmp_path, monkeypatch, code):
+    command = (
+        "import os, pathlib, sys; from attncheck.harness.engine.plugin import WatchSettings; "
+        "path = WatchSettings.model_validate_json(os.environ['ATTNCHECK_ENGINE']).path; "
+        f"path.write_bytes(pathlib.Path('served.jsonl').read_bytes()); sys.exit({code})"
+    )
+    served = observed(EngineRun(model="full", folder=tmp_path, traffic="mixed"), WRONG)
+    write_run(tmp_path / "served.jsonl", header_of([served]), served.records, ())
+    monkeypatch.chdir(tmp_path)
+    done = typed("engine --output run.jsonl --", sys.executable, "-c", command)
+    assert done.code == (code or 1)
+    assert "block 17 is stale" in done.out
 
 
 def test_without_vllm_the_command_says_so(typed, tmp_path, monkeypatch):

@@ -104,6 +104,22 @@ def test_findings_without_a_block_are_grouped_by_cause_whatever_its_figures():
     assert len(grouped([*BAD_BLOCK, same_id])) == 2, "block 17 of another KV-cache group is another block"
 
 
+def lacking(step, request, block_id, block_index):
+    place = {"group": 0, "block_id": block_id, "block_index": block_index}
+    return EngineFinding("write", step, request, 32 * block_index, LAYER.format(0), note=f"{block_id} lacks", **place)
+
+
+def test_blocks_that_one_step_makes_wrong_in_the_same_way_are_one_finding():
+    act = [lacking(20, "3", 40 + index, index) for index in range(12)]
+    read = EngineFinding("output", 25, "3", 400, LAYER.format(0), group=0, block_id=43, block_index=3)
+    later = lacking(21, "3", 60, 12)
+    assert [len(group.findings) for group in grouped([*act, read, later])] == [13, 1]
+
+
+def test_a_block_at_another_place_of_a_table_has_another_request_and_is_another_finding():
+    assert [len(group.findings) for group in grouped([lacking(20, "3", 40, 2), lacking(90, "7", 40, 5)])] == [1, 1]
+
+
 def test_a_finding_names_its_first_step_request_position_layer_block_and_cause():
     text = terminal.render_run(run_of(observed(*BAD_BLOCK, *SHORT, not_followed={"layers with a state": 3})), width=110)
     assert text == snapshot("""\
@@ -125,12 +141,11 @@ finding 1 of 1, vllm:CPU_ATTN: from position 64 on, block 17 (number 2 of the ta
     bfloat16, KV cache auto, blocks of 32 tokens, runner CPUModelRunner V1
     26 of 4000 output rows are wrong in 2 ways, the first is in step 13: request 3, position 93, layer
       model.layers.0.self_attn.attn, block 17, number 2 of its table
-    1 mapped block of 1 request in step 12; first in step 12: request 3, position 64, block 17, number 2 of
-      its table
-    24 output rows of 2 layers and 2 requests in steps 13 to 15, the largest error is 150 times the allowed
-      error
+    1 mapped block and 24 output rows of 2 layers and 2 requests in steps 12 to 15; first: request 3, position
+      64, block 17, number 2 of its table; the largest error is 150 times the allowed error
       likely cause: from position 64 on, block 17 (number 2 of the table) holds old content of request 4
-    and 5 more lines
+      other tokens are in it
+    and 4 more lines
     repeat: attncheck engine --model hybrid --traffic shared-prefixes --requests 9 --seed 7 --steps 13
 
 failed: 1 backend, 1 case: 1 failed\
