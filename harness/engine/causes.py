@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
+from itertools import groupby
 from typing import TypeVar
 
 import numpy as np
@@ -235,16 +236,14 @@ def _or_zeros(rows: Numbers) -> tuple[Numbers, Numbers]:
     return np.maximum(rows, ZERO_ROW), np.full(len(rows), ZERO_ROW)
 
 
-def in_parts(items: Iterable[T], size_of: Callable[[T], int], most: int) -> Iterator[list[T]]:
-    """Yield successive items together whose sizes are at most ``most`` in all; one that is larger is alone."""
-    part: list[T] = []
+def in_parts(items: Iterable[T], size_of: Callable[[T], int], size: int) -> Iterator[list[T]]:
+    """Yield successive items together, whose sizes are about ``size`` in all."""
     total = 0
-    for item in items:
-        size = size_of(item)
-        if part and total + size > most:
-            yield part
-            part, total = [], 0
-        part.append(item)
-        total += size
-    if part:
-        yield part
+
+    def part(item: T) -> int:
+        nonlocal total
+        total += size_of(item)
+        return total // size
+
+    for _, together in groupby(items, part):
+        yield list(together)

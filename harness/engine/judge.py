@@ -15,11 +15,8 @@ from attncheck.harness.engine.causes import LayerCall, WrongRows, cause_of, in_p
 from attncheck.harness.engine.events import (
     CheckKind,
     EngineFinding,
-    KVGroup,
-    LayerFacts,
     LayerRows,
     ObserverResult,
-    ObserverSettings,
 )
 from attncheck.harness.engine.history import (
     ZERO_ROW,
@@ -50,17 +47,10 @@ _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 class Judge:
     """Keeps keys and values of each layer by row number, and judges the followed rows of an engine step by step."""
 
-    def __init__(
-        self,
-        settings: ObserverSettings,
-        groups: Sequence[KVGroup],
-        layers: Mapping[str, LayerFacts],
-        history: EngineHistory,
-        result: ObserverResult,
-    ) -> None:
-        self._settings, self._groups, self._layers = settings, groups, layers
-        self._history, self._result = history, result
-        self._group_of = {layer: index for index, group in enumerate(groups) for layer in group.layers}
+    def __init__(self, history: EngineHistory, result: ObserverResult, max_explained: int) -> None:
+        self._history, self._result, self._max_explained = history, result, max_explained
+        self._groups, self._layers = history.groups, history.layers
+        self._group_of = {layer: index for index, group in enumerate(self._groups) for layer in group.layers}
         self._rows: dict[str, tuple[Tensor, Tensor]] = {}
         self._never_judged: dict[str, str] = {}
         self._reported: set[tuple[str, str, int, int]] = set()
@@ -168,7 +158,7 @@ class Judge:
         """Report wrong rows, with what the pages lack and a wrong reading that gives the same output, if one does."""
         call, request, notes = wrong.call, wrong.request, [_not_finite(wrong.output)]
         cause = block_index = None
-        if self._result.counts["explained findings"] < self._settings.max_explained:
+        if self._result.counts["explained findings"] < self._max_explained:
             self._result.counts["explained findings"] += 1
             lacking = self._compare_pages(call, [request], whole=True)
             if lacking is not None:

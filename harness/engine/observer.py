@@ -127,7 +127,7 @@ class EngineObserver:
             max_bytes = min(max_bytes, torch.cuda.mem_get_info()[0] // 4)  # of the memory that is free
         capacity = max_bytes // max(1, row_bytes)
         self._history = EngineHistory(groups, layers, self._result, capacity, self.settings.follow_one_of)
-        self._judge = Judge(self.settings, groups, layers, self._history, self._result)
+        self._judge = Judge(self._history, self._result, self.settings.max_explained)
 
     # Requests change after the steps that have begun.
 
