@@ -125,19 +125,19 @@ class ContinuedRequest:
     """A running request.
 
     new_block_ids: blocks that it gets for this step, one tuple a group; empty for none. num_computed_tokens: as the
-    scheduler counts; None if it cannot be compared.
+    scheduler counts.
     """
 
     request_id: str
     new_block_ids: tuple[tuple[int, ...], ...]
-    num_computed_tokens: int | None
+    num_computed_tokens: int
 
 
 @dataclass(frozen=True)
 class StepPlan:
     """What the scheduler wants of a step.
 
-    drafts: draft tokens of a request; -1 for a draft that was dropped. block_copies: (source, destination) of blocks
+    drafts: draft tokens of a request; -1 for a draft that was dropped, or is on the device. block_copies: (source, destination) of blocks
     that are copied before the step.
     """
 

@@ -239,8 +239,6 @@ class EngineHistory:
         request, counted = self._request(continued.request_id), continued.num_computed_tokens
         for own, new in zip(request.block_ids, continued.new_block_ids, strict=False):
             own.extend(new)
-        if counted is None:
-            return
         if request.not_followed:
             request.done = counted
             return
