@@ -137,8 +137,8 @@ class ContinuedRequest:
 class StepPlan:
     """What the scheduler wants of a step.
 
-    drafts: draft tokens of a request; -1 for a draft that was dropped, or is on the device. block_copies: (source, destination) of blocks
-    that are copied before the step.
+    drafts: draft tokens of a request; -1 for a draft that was dropped, or is on the device. block_copies: (source,
+    destination) of blocks that are copied before the step.
     """
 
     started: tuple[StartedRequest, ...]
