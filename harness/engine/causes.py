@@ -36,12 +36,13 @@ _ROWS = 4
 
 @dataclass(frozen=True)
 class LayerCall:
-    """What a layer computes in a step."""
+    """What a layer computes in a step, for all requests that are followed."""
 
     rows: LayerRows
     facts: LayerFacts
     group: int
     block_size: int
+    requests: tuple[FollowedRequest, ...]
 
     @property
     def source(self) -> str:
@@ -54,12 +55,11 @@ class WrongRows:
     """Wrong rows of one request, layer and step, the worst first.
 
     positions: int64 ``[B]``. query, output: ``[B, H, D]``, ``[B, H, Dv]``; ``budget`` around the right output.
-    kept: returns the kept keys and values of row numbers. others: what the step computed for other requests.
+    kept: returns the kept keys and values of row numbers.
     """
 
     call: LayerCall
     request: FollowedRequest
-    others: tuple[FollowedRequest, ...]
     positions: Numbers
     query: Tensor
     output: Tensor
@@ -118,7 +118,8 @@ class Readings:
     """What a faulty engine may have read for wrong rows of a request."""
 
     def __init__(self, wrong: WrongRows, lacking: Numbers | None, history: EngineHistory) -> None:
-        self._request, self._others, self._lacking, self._history = wrong.request, wrong.others, lacking, history
+        self._request, self._others = wrong.request, [each for each in wrong.call.requests if each is not wrong.request]
+        self._lacking, self._history = lacking, history
         self._group, self._size, self._params = wrong.call.group, wrong.call.block_size, wrong.call.facts.params
         self._keys = wrong.request.keys[self._group]
         self._table = wrong.request.block_ids[self._group]

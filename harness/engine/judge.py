@@ -71,7 +71,7 @@ class Judge:
             if facts is None or group is None:
                 self._result.not_followed["layers without a followed KV-cache group"] += len(rows)
                 continue
-            call = LayerCall(given, facts, group, self._groups[group].block_size)
+            call = LayerCall(given, facts, group, self._groups[group].block_size, due.followed)
             incomplete = _why_incomplete(call, times)
             if facts.row_size and incomplete is not None:
                 self._never_judged[given.layer] = incomplete  # some of its keys are not known from now on
@@ -83,10 +83,10 @@ class Judge:
             elif is_judged:
                 calls.append(call)
         for call in calls:
-            self._compare_pages(call, due.followed)
+            self._compare_pages(call, call.requests)
         for together in _of_equal_settings(calls):
             for requests in in_parts(due.followed, partial(_bytes_of_keys, together), _JUDGED_BYTES):
-                self._judge(together, requests, due.followed)
+                self._judge(together, requests)
 
     def _why_not_judged(self, call: LayerCall) -> str | None:
         query, output = call.rows.query, call.rows.output
@@ -116,9 +116,7 @@ class Judge:
 
     # Outputs.
 
-    def _judge(
-        self, together: Sequence[LayerCall], requests: Sequence[FollowedRequest], followed: Sequence[FollowedRequest]
-    ) -> None:
+    def _judge(self, together: Sequence[LayerCall], requests: Sequence[FollowedRequest]) -> None:
         """Compare the outputs of some requests with the truth; of layers that are judged as heads of one."""
         params, counts = together[0].facts.params, [len(each.given) for each in requests]
         by_layer = len(together), params.num_heads
@@ -145,7 +143,6 @@ class Judge:
             wrong = WrongRows(
                 call=call,
                 request=request,
-                others=tuple(each for each in followed if each is not request),
                 positions=request.done + worst_first,
                 query=query[rows, heads],
                 output=output[rows, heads],
@@ -211,32 +208,27 @@ class Judge:
         if cache is None or facts.write is None or why_not is not None:
             self._result.not_followed[str(why_not)] += len(requests)
             return None
-        compared = [self._compared(call, request, whole=whole) for request in requests]
-        owners = np.repeat(np.arange(len(requests)), [len(each) for each in compared])
-        positions = np.concatenate(compared)
-        slots, numbers = [], []
-        for request, some in zip(requests, compared, strict=True):
-            table = np.array(request.block_ids[call.group])
-            slots.append(table[some // size] * size + some % size)
-            numbers.append(request.keys[call.group][some])
-        key, value = self._kept(call, np.concatenate(numbers))
+        parts = [self._compared(call, request, whole=whole) for request in requests]
+        owners = np.repeat(np.arange(len(requests)), [len(part[0]) for part in parts])
+        positions, slots, numbers = (np.concatenate(each) for each in zip(*parts, strict=True))
         pages = owners * 2**32 + positions // page_size  # a page that two requests share is compared for each
-        found = lacking_keys(facts.write, page_size, pages, np.concatenate(slots), key, value, cache)
+        found = lacking_keys(facts.write, page_size, pages, slots, self._kept(call, numbers), cache)
         self._result.checks["write"] += len(np.unique(pages))
         for owner in np.unique(owners[found]).tolist():
             self._find_lacking(call, requests[owner], positions[found[owners[found] == owner]])
-        return positions[found]
+        lacking: Numbers = positions[found]
+        return lacking
 
-    def _compared(self, call: LayerCall, request: FollowedRequest, *, whole: bool) -> Numbers:
-        """Return the positions of a request whose slots are compared."""
-        size = call.block_size
-        first, end = first_seen(call.facts.params, request.done), request.end
+    def _compared(self, call: LayerCall, request: FollowedRequest, *, whole: bool) -> tuple[Numbers, Numbers, Numbers]:
+        """Return the positions of a request that are compared, their slots, and the numbers of their rows."""
+        size, table = call.block_size, np.array(request.block_ids[call.group])
+        first = first_seen(call.facts.params, request.done)
         written = max(first, request.done // size * size)
-        if whole or written == first:
-            return np.arange(first, end)
-        turn = first // size + self._result.steps % (written // size - first // size)
-        before = np.arange(max(first, turn * size), min(written, (turn + 1) * size))
-        return np.concatenate([before, np.arange(written, end)])
+        positions = np.arange(first, request.end)
+        if not whole and written > first:
+            turn = first // size + self._result.steps % (written // size - first // size)
+            positions = positions[(positions // size == turn) | (positions >= written)]
+        return positions, table[positions // size] * size + positions % size, request.keys[call.group][positions]
 
     def _find_lacking(self, call: LayerCall, request: FollowedRequest, positions: Numbers) -> None:
         """Report each block that lacks positions which were not reported before."""
