@@ -43,6 +43,9 @@ _NOTHING, _UNKNOWN = -1, -2
 _ANY = -1
 """As a token: one that is not known, since a draft was dropped. As token and position: a row that is not followed."""
 
+EARLIER = "requests that were added before the observer"
+"""Why a request is never followed that was not added."""
+
 NULL_BLOCK = 0
 """vLLM's block id for keys that lie outside the window of every later row."""
 
@@ -232,7 +235,7 @@ class EngineHistory:
 
     def _request(self, request_id: str) -> FollowedRequest:
         if request_id not in self.requests:
-            self.add(request_id, (), not_followed="requests that were added before the observer")
+            self.add(request_id, (), not_followed=EARLIER)
         return self.requests[request_id]
 
     def _continue(self, continued: ContinuedRequest) -> None:

@@ -24,7 +24,7 @@ from attncheck.harness.engine.events import (
     ObserverSettings,
     StepPlan,
 )
-from attncheck.harness.engine.history import EngineHistory, StepInputs
+from attncheck.harness.engine.history import EARLIER, EngineHistory, StepInputs
 from attncheck.harness.engine.judge import Judge
 
 # With async scheduling, an engine starts a step before it has the tokens that the step before sampled, and the number
@@ -32,9 +32,6 @@ from attncheck.harness.engine.judge import Judge
 # tokens arrive; those of all earlier steps have arrived by then. Without async scheduling, that is at its own end.
 
 LOGGER = logging.getLogger("attncheck")
-
-_EARLIER = "requests that were added before the observer"
-"""Why a request is not followed that the observer does not know."""
 
 
 @dataclass
@@ -194,7 +191,7 @@ class EngineObserver:
         spans, first = [step.rows], 0
         for request_id in request_ids:
             num_rows = step.plan.num_scheduled_tokens[request_id]
-            reason = self._reasons.get(request_id, _EARLIER)
+            reason = self._reasons.get(request_id, EARLIER)
             if reason is None:
                 step.request_ids.append(request_id)
                 spans.append(torch.arange(first, first + num_rows))
