@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
+from itertools import groupby
 from typing import TypeVar
 
 import numpy as np
@@ -35,12 +36,13 @@ _ROWS = 4
 
 @dataclass(frozen=True)
 class LayerCall:
-    """What a layer computes in a step."""
+    """What a layer computes in a step, for all requests that are followed."""
 
     rows: LayerRows
     facts: LayerFacts
     group: int
     block_size: int
+    requests: tuple[FollowedRequest, ...]
 
     @property
     def source(self) -> str:
@@ -53,12 +55,11 @@ class WrongRows:
     """Wrong rows of one request, layer and step, the worst first.
 
     positions: int64 ``[B]``. query, output: ``[B, H, D]``, ``[B, H, Dv]``; ``budget`` around the right output.
-    kept: returns the kept keys and values of row numbers. others: what the step computed for other requests.
+    kept: returns the kept keys and values of row numbers.
     """
 
     call: LayerCall
     request: FollowedRequest
-    others: tuple[FollowedRequest, ...]
     positions: Numbers
     query: Tensor
     output: Tensor
@@ -117,7 +118,8 @@ class Readings:
     """What a faulty engine may have read for wrong rows of a request."""
 
     def __init__(self, wrong: WrongRows, lacking: Numbers | None, history: EngineHistory) -> None:
-        self._request, self._others, self._lacking, self._history = wrong.request, wrong.others, lacking, history
+        self._request, self._others = wrong.request, [each for each in wrong.call.requests if each is not wrong.request]
+        self._lacking, self._history = lacking, history
         self._group, self._size, self._params = wrong.call.group, wrong.call.block_size, wrong.call.facts.params
         self._keys = wrong.request.keys[self._group]
         self._table = wrong.request.block_ids[self._group]
@@ -188,6 +190,8 @@ class Readings:
         for more in range(1, len(self._keys) - len(base) + 1):
             cause = Cause(f"the row sees {plural(more, 'key')} too many, behind its own")
             yield cause, self._keys[: len(base) + more]
+        if len(self._keys) > len(base):
+            yield Cause("the row sees all keys of the step, as without a causal mask"), self._keys
         begin, behind = self._request.done, len(base)
         early = Cause("the keys of the step are read before they are written")
         for held in _or_zeros(self._in_slots(begin, behind, is_earlier=True)):
@@ -214,13 +218,13 @@ class Readings:
             for end in (own[-1], NULL_BLOCK):
                 later = map(self._held, [*own[index + 1 :], end])
                 yield late, np.concatenate([base[: index * size], *later])[: len(base)]
-        for index, low, high in spans(0, len(base), size):
+        for index, low, high in reversed(list(spans(first // size * size, len(base), size))):
             for block_id, block in self._history.blocks.items():
                 held = block.rows[: high - low]
-                if index < first // size or block_id == own[index] or block.group != self._group or (held < 0).any():
+                if block_id == own[index] or block.group != self._group or (held < 0).any():
                     continue
-                contents = f"block {block_id}, which holds {self._history.contents(block_id)}"
-                cause = Cause(f"{contents}, is read in place of {block_in_words(own[index], index)}", index)
+                words = f"block {block_id}, which holds {self._history.contents(block_id)}, is read in place of "
+                cause = Cause(words + block_in_words(own[index], index), index)
                 yield cause, np.concatenate([base[:low], held, base[high:]])
 
     def _held(self, block_id: int) -> Numbers:
@@ -233,16 +237,14 @@ def _or_zeros(rows: Numbers) -> tuple[Numbers, Numbers]:
     return np.maximum(rows, ZERO_ROW), np.full(len(rows), ZERO_ROW)
 
 
-def in_parts(items: Iterable[T], size_of: Callable[[T], int], most: int) -> Iterator[list[T]]:
-    """Yield successive items together whose sizes are at most ``most`` in all; one that is larger is alone."""
-    part: list[T] = []
+def in_parts(items: Iterable[T], size_of: Callable[[T], int], size: int) -> Iterator[list[T]]:
+    """Yield successive items together, whose sizes are about ``size`` in all."""
     total = 0
-    for item in items:
-        size = size_of(item)
-        if part and total + size > most:
-            yield part
-            part, total = [], 0
-        part.append(item)
-        total += size
-    if part:
-        yield part
+
+    def part(item: T) -> int:
+        nonlocal total
+        total += size_of(item)
+        return total // size
+
+    for _, together in groupby(items, part):
+        yield list(together)

@@ -74,8 +74,8 @@ class LayerFacts:
 
     @property
     def row_size(self) -> int:
-        """How many numbers of a row are kept: of its key and value."""
-        if self.kv_sharing_target is not None:
+        """How many numbers of a row are kept: of its key and value, if it has its own and they are judged."""
+        if self.kv_sharing_target is not None or self.not_judged is not None:
             return 0
         if self.up_projections is not None:  # kv_c_normed and k_pe
             rank, _, nope = self.up_projections.w_uk.shape
@@ -125,20 +125,20 @@ class ContinuedRequest:
     """A running request.
 
     new_block_ids: blocks that it gets for this step, one tuple a group; empty for none. num_computed_tokens: as the
-    scheduler counts; None if it cannot be compared.
+    scheduler counts.
     """
 
     request_id: str
     new_block_ids: tuple[tuple[int, ...], ...]
-    num_computed_tokens: int | None
+    num_computed_tokens: int
 
 
 @dataclass(frozen=True)
 class StepPlan:
     """What the scheduler wants of a step.
 
-    drafts: draft tokens of a request; -1 for a draft that was dropped. block_copies: (source, destination) of blocks
-    that are copied before the step.
+    drafts: draft tokens of a request; -1 for a draft that was dropped, or is on the device. block_copies: (source,
+    destination) of blocks that are copied before the step.
     """
 
     started: tuple[StartedRequest, ...]

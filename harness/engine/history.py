@@ -1,8 +1,10 @@
 """Follows the requests of an engine: tokens, positions, and which computed row is the key of each position."""
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, field
 from itertools import accumulate
+from typing import Any
 from zlib import crc32
 
 import numpy as np
@@ -40,6 +42,9 @@ _NOTHING, _UNKNOWN = -1, -2
 
 _ANY = -1
 """As a token: one that is not known, since a draft was dropped. As token and position: a row that is not followed."""
+
+EARLIER = "requests that were added before the observer"
+"""Why a request is never followed that was not added."""
 
 NULL_BLOCK = 0
 """vLLM's block id for keys that lie outside the window of every later row."""
@@ -172,7 +177,7 @@ class EngineHistory:
         self.owners = np.full(self.capacity, "", dtype=object)
         self.positions, self._chains = np.zeros((2, self.capacity), dtype=np.int64)
         self._free = np.arange(1, self.capacity)
-        self._layers, self._result, self._follow_one_of = layers, result, follow_one_of
+        self.layers, self._result, self._follow_one_of = layers, result, follow_one_of
         self._plan = StepPlan((), (), {})
 
     # What the client and the scheduler decide.
@@ -214,7 +219,9 @@ class EngineHistory:
         """
         self._plan = plan
         for source, destination in plan.block_copies:
-            self._copy_block(source, destination)
+            self.blocks.pop(destination, None)
+            if source in self.blocks:
+                self.blocks[destination] = deepcopy(self.blocks[source])
         for continued in plan.continued:
             self._continue(continued)
         waiting = {started.request_id: started for started in plan.started}
@@ -226,23 +233,15 @@ class EngineHistory:
         for started in waiting.values():  # they compute nothing in this step
             self._start(started)
 
-    def _copy_block(self, source: int, destination: int) -> None:
-        block = self.blocks.get(source)
-        self.blocks.pop(destination, None)
-        if block is not None:
-            self.blocks[destination] = Block(block.group, block.rows.copy(), block.earlier.copy())
-
     def _request(self, request_id: str) -> FollowedRequest:
         if request_id not in self.requests:
-            self.add(request_id, (), not_followed="requests that were added before the observer")
+            self.add(request_id, (), not_followed=EARLIER)
         return self.requests[request_id]
 
     def _continue(self, continued: ContinuedRequest) -> None:
         request, counted = self._request(continued.request_id), continued.num_computed_tokens
         for own, new in zip(request.block_ids, continued.new_block_ids, strict=False):
             own.extend(new)
-        if counted is None:
-            return
         if request.not_followed:
             request.done = counted
             return
@@ -272,7 +271,7 @@ class EngineHistory:
         if facts.not_followed:
             return rows
         table, chains = request.block_ids[group], request.chains(0)
-        params = [self._layers[layer].params for layer in facts.layers if layer in self._layers]
+        params = [self.layers[layer].params for layer in facts.layers if layer in self.layers]
         unseen = min((first_seen(each, hit) for each in params), default=0)  # no later row sees a key before
         for index, low, high in spans(0, hit, facts.block_size):
             block_id = table[index] if index < len(table) else NULL_BLOCK
@@ -286,26 +285,25 @@ class EngineHistory:
             wrong = np.flatnonzero((held < 0) | (self._chains[held] != chains[low:high]))
             if len(wrong):
                 note = f"the prefix hit maps block {block_id}, which holds {self.contents(block_id)}"
-                self._find("prefix_hit", request, low + int(wrong[0]), note, (group, block_id, index))
-                request.lost = "their prefix hit maps a wrong block"
-                continue
+                place = {"group": group, "block_id": block_id, "block_index": index}
+                self._find("prefix_hit", request, low + int(wrong[0]), note, **place)
+                held = self._rows_of(chains[low:high])
+            else:
+                self.blocks[block_id] = self.blocks.pop(block_id)
+            if (held < 0).any():
+                request.lost = "their prefix hit maps a wrong block, and no other has its tokens"
             rows[low:high] = held
-            self.blocks[block_id] = self.blocks.pop(block_id)
         return rows
 
-    def _find(
-        self,
-        kind: CheckKind,
-        request: FollowedRequest,
-        position: int,
-        note: str,
-        place: tuple[int, int, int] | tuple[None, None, None] = (None, None, None),
-    ) -> None:
+    def _rows_of(self, chains: Numbers) -> Numbers:
+        """Return rows that were computed for the same tokens, -1 where there is none."""
+        some = np.flatnonzero(np.isin(self._chains, chains))
+        known = dict(zip(self._chains[some].tolist(), some.tolist(), strict=True))
+        return np.array([known.get(chain, _NOTHING) for chain in chains.tolist()])
+
+    def _find(self, kind: CheckKind, request: FollowedRequest, position: int, note: str, **place: Any) -> None:
         """Report what is wrong in the step that begins. ``place``: group, block, and its number in the table."""
-        group, block_id, index = place
-        step = self._result.steps
-        finding = EngineFinding(kind, step, request.request_id, position, "", group, block_id, index, note=note)
-        self._result.find(finding)
+        self._result.find(EngineFinding(kind, self._result.steps, request.request_id, position, note=note, **place))
 
     def block(self, block_id: int, group: int) -> Block:
         """Return a block of the group; an empty one if the group did not write it."""
@@ -387,6 +385,7 @@ class EngineHistory:
         for rows in (rows for block in newest_first for rows in (block.rows, block.earlier)):
             rows[(rows >= 0) & ~is_kept[rows]] = _UNKNOWN
         self._free = np.flatnonzero(~is_kept)
+        self._chains[self._free] = 0
 
     def enter(self, request_ids: Sequence[str]) -> StepInputs:
         """Return what the model has to be given in this step, for requests in the order of its rows."""

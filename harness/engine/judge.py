@@ -15,11 +15,8 @@ from attncheck.harness.engine.causes import LayerCall, WrongRows, cause_of, in_p
 from attncheck.harness.engine.events import (
     CheckKind,
     EngineFinding,
-    KVGroup,
-    LayerFacts,
     LayerRows,
     ObserverResult,
-    ObserverSettings,
 )
 from attncheck.harness.engine.history import (
     ZERO_ROW,
@@ -41,23 +38,19 @@ from attncheck.reference import AttentionParams, Precision
 _JUDGED_BYTES = 2**27
 """Bytes of float64 keys and values that are judged at once."""
 
+_UNSEEN = "layers whose keys were not seen"
+"""Why a layer is not judged."""
+
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 class Judge:
     """Keeps keys and values of each layer by row number, and judges the followed rows of an engine step by step."""
 
-    def __init__(
-        self,
-        settings: ObserverSettings,
-        groups: Sequence[KVGroup],
-        layers: Mapping[str, LayerFacts],
-        history: EngineHistory,
-        result: ObserverResult,
-    ) -> None:
-        self._settings, self._groups, self._layers = settings, groups, layers
-        self._history, self._result = history, result
-        self._group_of = {layer: index for index, group in enumerate(groups) for layer in group.layers}
+    def __init__(self, history: EngineHistory, result: ObserverResult, max_explained: int) -> None:
+        self._history, self._result, self._max_explained = history, result, max_explained
+        self._groups, self._layers = history.groups, history.layers
+        self._group_of = {layer: index for index, group in enumerate(self._groups) for layer in group.layers}
         self._rows: dict[str, tuple[Tensor, Tensor]] = {}
         self._never_judged: dict[str, str] = {}
         self._reported: set[tuple[str, str, int, int]] = set()
@@ -78,39 +71,41 @@ class Judge:
             if facts is None or group is None:
                 self._result.not_followed["layers without a followed KV-cache group"] += len(rows)
                 continue
-            call = LayerCall(given, facts, group, self._groups[group].block_size)
-            incomplete = _why_incomplete(given, times)
-            if call.source == given.layer and incomplete is not None:
+            call = LayerCall(given, facts, group, self._groups[group].block_size, due.followed)
+            incomplete = _why_incomplete(call, times)
+            if facts.row_size and incomplete is not None:
                 self._never_judged[given.layer] = incomplete  # some of its keys are not known from now on
-            elif call.source == given.layer and given.key is not None and given.value is not None:
-                self._keep(given.layer, rows, numbers, (given.key, given.value))
+            elif facts.row_size:
+                self._keep(given, rows, numbers)
             why_not = incomplete or self._why_not_judged(call)
             if is_judged and why_not is not None:
                 self._result.not_followed[why_not] += len(rows)
             elif is_judged:
                 calls.append(call)
         for call in calls:
-            self._compare_pages(call, due.followed)
+            self._compare_pages(call, call.requests)
         for together in _of_equal_settings(calls):
             for requests in in_parts(due.followed, partial(_bytes_of_keys, together), _JUDGED_BYTES):
-                self._judge(together, requests, due.followed)
+                self._judge(together, requests)
 
     def _why_not_judged(self, call: LayerCall) -> str | None:
         query, output = call.rows.query, call.rows.output
         if query.dtype not in _DTYPES or output.dtype not in _DTYPES:
             return f"queries of {query.dtype} with outputs of {output.dtype}"
         not_followed = self._groups[call.group].not_followed
-        unseen = None if call.source in self._rows else "layers whose keys were not seen"
-        return call.facts.not_judged or self._never_judged.get(call.source) or not_followed or unseen
+        why_not = call.facts.not_judged or self._never_judged.get(call.source) or not_followed
+        return why_not or (None if call.source in self._rows else _UNSEEN)
 
-    def _keep(self, layer: str, rows: Tensor, numbers: Tensor, given: tuple[Tensor, Tensor]) -> None:
+    def _keep(self, given: LayerRows, rows: Tensor, numbers: Tensor) -> None:
         """Keep the key and value of some rows of a layer."""
-        device = given[0].device
-        if layer not in self._rows:  # on a CPU, memory is taken only where it is written
-            key, value = (each.new_empty(self._history.capacity, *each.shape[1:]) for each in given)
+        assert given.key is not None
+        assert given.value is not None
+        device, capacity = given.key.device, self._history.capacity
+        if given.layer not in self._rows:  # on a CPU, memory is taken only where it is written
+            key, value = (each.new_empty(capacity, *each.shape[1:]) for each in (given.key, given.value))
             key[ZERO_ROW], value[ZERO_ROW] = 0, 0
-            self._rows[layer] = key, value
-        for kept, new in zip(self._rows[layer], given, strict=True):
+            self._rows[given.layer] = key, value
+        for kept, new in zip(self._rows[given.layer], (given.key, given.value), strict=True):
             kept[numbers.to(device)] = new[rows.to(device)]
 
     def _kept(self, call: LayerCall, numbers: Numbers) -> tuple[Tensor, Tensor]:
@@ -121,9 +116,7 @@ class Judge:
 
     # Outputs.
 
-    def _judge(
-        self, together: Sequence[LayerCall], requests: Sequence[FollowedRequest], followed: Sequence[FollowedRequest]
-    ) -> None:
+    def _judge(self, together: Sequence[LayerCall], requests: Sequence[FollowedRequest]) -> None:
         """Compare the outputs of some requests with the truth; of layers that are judged as heads of one."""
         params, counts = together[0].facts.params, [len(each.given) for each in requests]
         by_layer = len(together), params.num_heads
@@ -140,7 +133,7 @@ class Judge:
         self._result.not_followed["rows for which a good kernel overflows"] += int(overflows.sum())
         self._result.worst_share = max(self._result.worst_share, float(worst.max()))
         shares, starts = worst.cpu().numpy(), accumulate(counts, initial=0)
-        for (request, start), (index, call) in product(zip(requests, starts, strict=False), enumerate(together)):
+        for (index, call), (request, start) in product(enumerate(together), zip(requests, starts, strict=False)):
             own = shares[start : start + len(request.given), index]
             worst_first = np.argsort(-own)[: int((own > 1).sum())]
             if not len(worst_first):
@@ -150,7 +143,6 @@ class Judge:
             wrong = WrongRows(
                 call=call,
                 request=request,
-                others=tuple(each for each in followed if each is not request),
                 positions=request.done + worst_first,
                 query=query[rows, heads],
                 output=output[rows, heads],
@@ -163,7 +155,7 @@ class Judge:
         """Report wrong rows, with what the pages lack and a wrong reading that gives the same output, if one does."""
         call, request, notes = wrong.call, wrong.request, [_not_finite(wrong.output)]
         cause = block_index = None
-        if self._result.counts["explained findings"] < self._settings.max_explained:
+        if self._result.counts["explained findings"] < self._max_explained:
             self._result.counts["explained findings"] += 1
             lacking = self._compare_pages(call, [request], whole=True)
             if lacking is not None:
@@ -216,32 +208,27 @@ class Judge:
         if cache is None or facts.write is None or why_not is not None:
             self._result.not_followed[str(why_not)] += len(requests)
             return None
-        compared = [self._compared(call, request, whole=whole) for request in requests]
-        owners = np.repeat(np.arange(len(requests)), [len(each) for each in compared])
-        positions = np.concatenate(compared)
-        slots, numbers = [], []
-        for request, some in zip(requests, compared, strict=True):
-            table = np.array(request.block_ids[call.group])
-            slots.append(table[some // size] * size + some % size)
-            numbers.append(request.keys[call.group][some])
-        key, value = self._kept(call, np.concatenate(numbers))
+        parts = [self._compared(call, request, whole=whole) for request in requests]
+        owners = np.repeat(np.arange(len(requests)), [len(part[0]) for part in parts])
+        positions, slots, numbers = (np.concatenate(each) for each in zip(*parts, strict=True))
         pages = owners * 2**32 + positions // page_size  # a page that two requests share is compared for each
-        found = lacking_keys(facts.write, page_size, pages, np.concatenate(slots), key, value, cache)
+        found = lacking_keys(facts.write, page_size, pages, slots, self._kept(call, numbers), cache)
         self._result.checks["write"] += len(np.unique(pages))
         for owner in np.unique(owners[found]).tolist():
             self._find_lacking(call, requests[owner], positions[found[owners[found] == owner]])
-        return positions[found]
+        lacking: Numbers = positions[found]
+        return lacking
 
-    def _compared(self, call: LayerCall, request: FollowedRequest, *, whole: bool) -> Numbers:
-        """Return the positions of a request whose slots are compared."""
-        size = call.block_size
-        first, end = first_seen(call.facts.params, request.done), request.end
+    def _compared(self, call: LayerCall, request: FollowedRequest, *, whole: bool) -> tuple[Numbers, Numbers, Numbers]:
+        """Return the positions of a request that are compared, their slots, and the numbers of their rows."""
+        size, table = call.block_size, np.array(request.block_ids[call.group])
+        first = first_seen(call.facts.params, request.done)
         written = max(first, request.done // size * size)
-        if whole or written == first:
-            return np.arange(first, end)
-        turn = first // size + self._result.steps % (written // size - first // size)
-        before = np.arange(max(first, turn * size), min(written, (turn + 1) * size))
-        return np.concatenate([before, np.arange(written, end)])
+        positions = np.arange(first, request.end)
+        if not whole and written > first:
+            turn = first // size + self._result.steps % (written // size - first // size)
+            positions = positions[(positions // size == turn) | (positions >= written)]
+        return positions, table[positions // size] * size + positions % size, request.keys[call.group][positions]
 
     def _find_lacking(self, call: LayerCall, request: FollowedRequest, positions: Numbers) -> None:
         """Report each block that lacks positions which were not reported before."""
@@ -302,11 +289,14 @@ def _of_equal_settings(calls: Sequence[LayerCall]) -> Iterable[list[LayerCall]]:
     return together.values()
 
 
-def _why_incomplete(given: LayerRows, times: Mapping[str, int]) -> str | None:
-    """Return why a call does not have all rows of its layer, or None."""
-    if given.is_part:
+def _why_incomplete(call: LayerCall, times: Mapping[str, int]) -> str | None:
+    """Return why a call does not have all rows and keys of its layer, or None."""
+    if call.rows.is_part:
         return "layers that compute a part of the rows"
-    return "layers that are called more than once in a step" if times[given.layer] > 1 else None
+    if times[call.rows.layer] > 1:
+        return "layers that are called more than once in a step"
+    lacks_keys = call.facts.row_size and (call.rows.key is None or call.rows.value is None)
+    return _UNSEEN if lacks_keys else None
 
 
 def _rows_of(given: Tensor, requests: Sequence[FollowedRequest]) -> Tensor:

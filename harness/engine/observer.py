@@ -24,7 +24,7 @@ from attncheck.harness.engine.events import (
     ObserverSettings,
     StepPlan,
 )
-from attncheck.harness.engine.history import EngineHistory, StepInputs
+from attncheck.harness.engine.history import EARLIER, EngineHistory, StepInputs
 from attncheck.harness.engine.judge import Judge
 
 # With async scheduling, an engine starts a step before it has the tokens that the step before sampled, and the number
@@ -32,9 +32,6 @@ from attncheck.harness.engine.judge import Judge
 # tokens arrive; those of all earlier steps have arrived by then. Without async scheduling, that is at its own end.
 
 LOGGER = logging.getLogger("attncheck")
-
-_EARLIER = "requests that were added before the observer"
-"""Why a request is not followed that the observer does not know."""
 
 
 @dataclass
@@ -120,11 +117,14 @@ class EngineObserver:
     ) -> None:
         """Take the KV-cache groups and layers."""
         self._result.engine = engine or EngineFacts()
-        number = getattr(torch, self._result.engine.dtype or "float32").itemsize
-        row_bytes = number * sum(facts.row_size for facts in layers.values())
-        capacity = self.settings.max_row_bytes // max(1, row_bytes)
+        number_bytes = getattr(torch, self._result.engine.dtype or "float32").itemsize
+        row_bytes = number_bytes * sum(facts.row_size for facts in layers.values())
+        max_bytes = self.settings.max_row_bytes
+        if torch.cuda.is_initialized():
+            max_bytes = min(max_bytes, torch.cuda.mem_get_info()[0] // 4)  # of the memory that is free
+        capacity = max_bytes // max(1, row_bytes)
         self._history = EngineHistory(groups, layers, self._result, capacity, self.settings.follow_one_of)
-        self._judge = Judge(self.settings, groups, layers, self._history, self._result)
+        self._judge = Judge(self._history, self._result, self.settings.max_explained)
 
     # Requests change after the steps that have begun.
 
@@ -191,7 +191,7 @@ class EngineObserver:
         spans, first = [step.rows], 0
         for request_id in request_ids:
             num_rows = step.plan.num_scheduled_tokens[request_id]
-            reason = self._reasons.get(request_id, _EARLIER)
+            reason = self._reasons.get(request_id, EARLIER)
             if reason is None:
                 step.request_ids.append(request_id)
                 spans.append(torch.arange(first, first + num_rows))
@@ -258,8 +258,6 @@ class EngineObserver:
         self._result.checks[kind] += int(compared.sum())
         rows = given.reshape(-1, len(right)).cpu().numpy()
         is_wrong = compared & (rows != right).any(axis=0)
-        if not is_wrong.any():
-            return
         for request in due.followed:
             wrong = np.flatnonzero(is_wrong[request.rows])
             if len(wrong):

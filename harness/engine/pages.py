@@ -17,9 +17,9 @@ _SCRATCH_BYTES = 2**26
 
 
 def lacking(
-    write: WritePages, page_size: int, pages: Numbers, slots: Numbers, key: Tensor, value: Tensor, kv_cache: Tensor
+    write: WritePages, page_size: int, pages: Numbers, slots: Numbers, kept: tuple[Tensor, Tensor], kv_cache: Tensor
 ) -> Numbers:
-    """Return which of the keys ``[N, ...]`` the cache lacks.
+    """Return which of the ``kept`` keys and values ``[N, ...]`` the cache lacks.
 
     ``write``: that of the layer. ``page_size``: keys of a page. ``slots``: of the keys. ``pages``: a number for each
     key, equal for neighbours that are compared in one page.
@@ -34,8 +34,8 @@ def lacking(
         written = scratch.view(torch.uint8)
         written.copy_(inverted)
         own_slots = torch.from_numpy(pages * page_size + slots[some] % page_size).to(kv_cache.device)
-        rows = torch.from_numpy(some).to(key.device)
-        write(key[rows], value[rows], scratch, own_slots)
+        key, value = (each[torch.from_numpy(some).to(each.device)] for each in kept)
+        write(key, value, scratch, own_slots)
         is_wrong = (written != held.view(torch.uint8)) & (written != inverted)
         found: NDArray[np.bool_] = is_wrong.flatten(1).any(dim=1).cpu().numpy()
         return found

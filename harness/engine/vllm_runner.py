@@ -58,7 +58,7 @@ class EngineHooks:
         self.wrap(runner, "sample_tokens", after=self._sampled)
         if is_v1(runner):
             self.wrap(runner, "execute_model(scheduler_output)", self._execute_begins, self._executed)
-            self.wrap(runner, "_model_forward(input_ids, positions)", self._inputs_v1, self._forward_ended)
+            self.wrap(runner, "_model_forward(input_ids, positions)", self._inputs_v1)
         else:
             execute = "execute_model(scheduler_output, intermediate_tensors, dummy_run)"
             self.wrap(runner, execute, self._execute_begins, self._executed)
@@ -197,9 +197,6 @@ class EngineHooks:
     def _inputs_v2(self, input_batch: Any, *_: Any, **__: Any) -> None:
         if self._step is not None:
             self.observer.inputs(input_batch.req_ids, input_batch.input_ids, input_batch.positions)
-
-    def _forward_ended(self, *_: Any, **__: Any) -> None:
-        self.observer.forward_ends()
 
     def _executed(self, output: Any, *_: Any, **__: Any) -> None:
         self.observer.forward_ends()

@@ -50,7 +50,7 @@ EXPECTED: dict[str, Expected] = {
     "keys_written_after_attention": Expected("output", "read before they are written"),
     "new_block_not_appended": Expected("write", "lacks .*positions?"),
     "new_block_one_place_early": Expected("write", "lacks .*positions?", exact=False),
-    "not_causal": Expected("output", "too many, behind its own"),
+    "not_causal": Expected("output", "without a causal mask"),
     "output_not_a_number": Expected("output", "the output is NaN"),
     "padding_row_written": Expected("output", "holds zeros"),
     "position_one_more": Expected("position", r"position \d+, not \d+"),
