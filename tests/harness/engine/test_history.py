@@ -113,3 +113,45 @@ def test_a_hit_on_blocks_that_were_dropped_is_counted_and_no_finding():
         assert server.followed == 804, name
     assert server.tally.findings == ()
     assert server.tally.not_followed == {"their prefix hit maps blocks whose keys are not kept": 4}
+
+
+def compute(server, name, tokens, table, hit=0):
+    """Serve one request of these tokens in one step; return whether it is followed."""
+    before = server.followed
+    server.history.add(name, tokens)
+    server.step([StartedRequest(name, (table,), hit)], **{name: len(tokens) - hit})
+    return server.followed > before
+
+
+def test_a_block_that_is_mapped_again_and_again_is_kept_while_others_are_dropped():
+    server, system = Server(capacity=256), [7] * SIZE
+    for number in range(60):  # 1,200 rows; each request maps the block of the first
+        table = (1, 2 + number)
+        assert compute(server, f"r{number}", [*system, *[number] * 20][: 2 * SIZE], table, hit=SIZE if number else 0)
+        server.history.finish(f"r{number}")
+    assert server.tally.findings == ()
+
+
+def test_a_prompt_that_does_not_fit_leaves_running_requests_followed():
+    server = Server(capacity=256)
+    assert compute(server, "running", [1] * 100, tuple(range(1, 8)))
+    assert not compute(server, "long", [2] * 200, tuple(range(10, 23)))
+    continued = ContinuedRequest("running", ((),), 100)
+    before = server.followed
+    server.step(continued=[continued], running=1)
+    assert server.followed == before + 1
+    assert server.tally.not_followed == {"their keys and values exceed max_row_bytes": 200}
+
+
+def test_rows_that_are_not_kept_do_not_replace_those_of_a_wrong_prefix_hit():
+    server = Server(capacity=64)
+    assert compute(server, "first", [1] * 20, (1, 2))
+    server.history.finish("first")
+    assert compute(server, "again", [1] * 20, (3, 4), hit=SIZE)  # block 3 is wrong, but block 1 has the tokens
+    server.history.finish("again")
+    for number in range(2, 6):
+        assert compute(server, f"r{number}", [number] * 32, (2 * number + 10, 2 * number + 11))
+        server.history.finish(f"r{number}")
+    assert not compute(server, "late", [1] * 20, (5, 6), hit=SIZE)
+    assert [finding.block_id for finding in server.tally.findings] == [3, 5]
+    assert set(server.tally.not_followed) == {"their prefix hit maps a wrong block, and no other has its tokens"}

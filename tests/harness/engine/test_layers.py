@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from attncheck.backends.caches.codecs import Coding
-from attncheck.harness.engine.events import KVGroup, LayerFacts, LayerRows, StartedRequest, StepPlan
+from attncheck.harness.engine.events import ContinuedRequest, KVGroup, LayerFacts, LayerRows, StartedRequest, StepPlan
 from attncheck.harness.engine.findings import grouped
 from attncheck.harness.engine.observer import EngineObserver
 from attncheck.harness.problem.storage import UpProjections
@@ -69,6 +69,26 @@ def test_layers_with_modifiers_are_right_together_and_each_is_found_without_its_
         wrong = (name, query, key, value, attend(query, key, value, PLAIN))
         result = observed(layers, *(wrong if call[0] == name else call for call in calls.values()))
         assert {(finding.kind, finding.layer) for finding in result.findings} == {("output", name)}
+
+
+def test_chunks_are_counted_from_the_first_key_of_the_request_though_a_window_hides_it():
+    params = AttentionParams(4, 2, 16, window=(2, 0), attn_chunk_size=4)
+    query, key, value = 2 * drawn(ROWS, 4, 16), drawn(ROWS, 2, 16, seed=1), drawn(ROWS, 2, 16, seed=2)
+    output = attend(query, key, value, params)
+    observer = EngineObserver()
+    observer.engine_starts([KVGroup(BLOCK, ("own",))], {"own": LayerFacts(params)})
+    observer.request_added("r", list(range(ROWS)))
+    plans = [
+        StepPlan((StartedRequest("r", ((1, 2, 3),), 0),), (), {"r": 7}),
+        StepPlan((), (ContinuedRequest("r", ((),), 7),), {"r": ROWS - 7}),  # the first row sees key 5 at the earliest
+    ]
+    for rows, plan in zip((slice(0, 7), slice(7, ROWS)), plans, strict=True):
+        observer.step_begins(plan)
+        observer.inputs(["r"], torch.arange(ROWS)[rows], torch.arange(ROWS)[rows])
+        observer.layer_rows(LayerRows("own", query[rows], key[rows], value[rows], output[rows]))
+        observer.step_ends({})
+    result = observer.result()
+    assert (result.findings, result.checks["output"]) == ((), ROWS)
 
 
 def latent_layer(num_heads=4, rank=32, nope=16, rope=8, size=16):
