@@ -143,15 +143,23 @@ def test_a_prompt_that_does_not_fit_leaves_running_requests_followed():
     assert server.tally.not_followed == {"their keys and values exceed max_row_bytes": 200}
 
 
-def test_rows_that_are_not_kept_do_not_replace_those_of_a_wrong_prefix_hit():
-    server = Server(capacity=64)
-    assert compute(server, "first", [1] * 20, (1, 2))
-    server.history.finish("first")
-    assert compute(server, "again", [1] * 20, (3, 4), hit=SIZE)  # block 3 is wrong, but block 1 has the tokens
-    server.history.finish("again")
-    for number in range(2, 6):
-        assert compute(server, f"r{number}", [number] * 32, (2 * number + 10, 2 * number + 11))
+def test_a_request_whose_rows_are_dropped_is_not_followed_from_then_on():
+    server, table = Server(capacity=64), {"old": (1, 2, 3), "new": (4, 5, 6)}
+    assert compute(server, "old", [1] * 30, table["old"])
+    assert compute(server, "new", [2] * 28, table["new"])
+    for step in range(4):  # from the third on, 63 rows are too few, and the eighth part of 64 is freed
+        continued = [ContinuedRequest("old", ((),), 30 + step), ContinuedRequest("new", ((),), 28 + step)]
+        server.step(continued=continued, old=1, new=1)
+    assert server.followed == 58 + 2 + 2 + 1 + 1
+    assert server.tally.not_followed == {"their keys and values exceed max_row_bytes": 2}
+
+
+def test_a_wrong_prefix_hit_is_replaced_by_rows_of_its_tokens_if_these_are_kept():
+    server = Server(capacity=256)
+    for number in range(8):  # 255 rows
+        assert compute(server, f"r{number}", [number] * (32 - number // 7), (2 * number + 1, 2 * number + 2))
         server.history.finish(f"r{number}")
-    assert not compute(server, "late", [1] * 20, (5, 6), hit=SIZE)
-    assert [finding.block_id for finding in server.tally.findings] == [3, 5]
-    assert set(server.tally.not_followed) == {"their prefix hit maps a wrong block, and no other has its tokens"}
+    assert compute(server, "new", [6] * 17, (98, 97), hit=SIZE)  # the 64 oldest rows are dropped, and one is used again
+    assert not compute(server, "old", [1] * 17, (96, 95), hit=SIZE)
+    assert [finding.block_id for finding in server.tally.findings] == [98, 96]
+    assert server.tally.not_followed == {"their prefix hit maps a wrong block, and no other has its tokens": 1}
