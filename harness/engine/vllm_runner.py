@@ -120,6 +120,9 @@ class EngineHooks:
         self._is_warming_up = False
 
     def _watch_layers(self) -> None:
+        """Watch the layers, unless they are watched already."""
+        if self.observer.is_started:
+            return
         runner = self._runner
         layers = runner.compilation_config.static_forward_context
         groups = kv_groups(runner.kv_cache_config, engine_reason(runner))
@@ -159,8 +162,7 @@ class EngineHooks:
         self._step = None
         if dummy_run or self._is_warming_up:
             return
-        if not self.observer.is_started:
-            self._watch_layers()
+        self._watch_layers()
         for request_id in scheduler_output.finished_req_ids:
             self._known.discard(request_id)
             self.observer.request_finished(request_id)
