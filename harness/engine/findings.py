@@ -35,7 +35,7 @@ from attncheck.reports.run_file.timings import RunFileValue
 KINDS: tuple[CheckKind, ...] = get_args(CheckKind)
 
 _WORDS: Mapping[CheckKind, tuple[str, str]] = {
-    "output": ("output row", "an output row is wrong, and no reading that was tried gives it"),
+    "output": ("output row", "an output row is wrong, and its cause is not known"),
     "token": ("token", "the model is given a token that is not the next of its request"),
     "position": ("position", "the model is given a position that is not that of its token"),
     "prefix_hit": ("mapped block", "a prefix hit maps a block that holds other tokens"),

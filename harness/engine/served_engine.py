@@ -1,10 +1,7 @@
 """Watches the worker of a serving engine, and writes a run file while it serves."""
 
-import logging
 import os
-import threading
 import time
-from multiprocessing.util import Finalize
 from typing import Any
 
 from attncheck.harness.device import collect_environment
@@ -13,9 +10,8 @@ from attncheck.harness.engine.findings import STOPPED, EngineCase, header_of, re
 from attncheck.harness.engine.observer import EngineObserver
 from attncheck.harness.engine.plugin import WatchSettings
 from attncheck.harness.engine.vllm_runner import EngineHooks, watch_workers
+from attncheck.harness.recording.kept_file import KeptFile
 from attncheck.reports.run_file.store import now, write_run
-
-LOGGER = logging.getLogger("attncheck")
 
 WRITE_EVERY_S = 10.0
 """Seconds between two writes of the run file."""
@@ -32,7 +28,7 @@ def watch_engine(settings: WatchSettings) -> None:
 
 
 class ServedEngine:
-    """The worker of an engine, from :meth:`start` to the end of its process."""
+    """The worker of an engine, which is watched from :meth:`start` to the end of its process."""
 
     def __init__(self, settings: WatchSettings, worker: Any) -> None:
         self._settings, self._worker = settings, worker
@@ -40,7 +36,6 @@ class ServedEngine:
             ObserverSettings(judge_every=settings.judge_every, follow_one_of=settings.follow_one_of)
         )
         self.hooks = EngineHooks(self._observer)
-        self._ended = threading.Event()
         self._started, self._began_s = now(), time.monotonic()
         self._notes = [f"outputs and pages of one in {settings.judge_every} steps were judged"]
         if settings.follow_one_of > 1:
@@ -49,25 +44,9 @@ class ServedEngine:
         self._environment = collect_environment(str(worker.model_runner.device))
 
     def start(self) -> None:
-        """Watch the worker, and begin to write the run file."""
+        """Watch the worker, and write the run file from now on."""
         self.hooks.install(self._worker)
-        Finalize(None, self.end, exitpriority=10)
-        threading.Thread(target=self._keep_writing, name="attncheck-engine", daemon=True).start()
-
-    def end(self) -> None:
-        """Write the run file for the last time."""
-        self._ended.set()
-        self._write_or_log()
-
-    def _keep_writing(self) -> None:
-        while not self._ended.wait(WRITE_EVERY_S):
-            self._write_or_log()
-
-    def _write_or_log(self) -> None:
-        try:
-            self.write()
-        except Exception:
-            LOGGER.exception("attncheck could not write %s", self._settings.path)
+        self.run_file = KeptFile(self._settings.path, self.write, WRITE_EVERY_S)
 
     def write(self) -> None:
         """Write what was observed so far, unless it is written already. No file is written before the first step."""

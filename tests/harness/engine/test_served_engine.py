@@ -195,7 +195,7 @@ def serve(settings):
         try:
             return drive(worker, **options), engine
         finally:
-            engine.end()
+            engine.run_file.end()
             engine.hooks.remove()
 
     return serve
