@@ -187,7 +187,6 @@ _DEFAULTS: Mapping[str, str] = {
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "NUMBA_NUM_THREADS": "1",  # of the drafter; vLLM uses one of them
-    "TQDM_DISABLE": "1",
 }
 """Environment variables of the process that serves, unless they are given."""
 
