@@ -313,6 +313,14 @@ def test_memory_is_bounded_and_what_does_not_fit_is_counted():
     assert 0 < few.checks["output"] < many.checks["output"]
 
 
+def test_on_a_gpu_a_quarter_of_the_free_memory_is_used(monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_initialized", lambda: True)
+    monkeypatch.setattr("torch.cuda.mem_get_info", lambda: (4 * 64 * 2 * 2 * 2 * 16 * 2, 2**40))
+    result, _ = serve(blocks=40)
+    assert (result.failure, result.findings) == (None, ())
+    assert result.not_followed["their keys and values exceed max_row_bytes"] > 0
+
+
 def test_a_failure_frees_the_keys_and_values():
     observer = EngineObserver(ObserverSettings())
     engine = ToyEngine(observer)
