@@ -1,14 +1,8 @@
 """The command ``engine``: serves requests by vLLM, and judges its attention by the history of each request."""
 
-import json
-import os
-import signal
-import subprocess
-import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -25,28 +19,15 @@ from attncheck.harness.cli.common import (
     terminal_width,
     use_color,
 )
-from attncheck.harness.engine.internals import check_internals
-from attncheck.harness.run.options import split_commas
+from attncheck.harness.cli.run_files import free_path, make_kept_folder, open_run, report_command, runs_folder
+from attncheck.harness.engine.plugin import PLUGIN, WatchSettings
+from attncheck.harness.host import run_with_plugin
+from attncheck.harness.run.options import RunOptions, split_commas
+from attncheck.reports.run_file.records import EXAMINED, FALLEN_SHORT
+from attncheck.reports.run_file.store import count_outcomes, read_run, refuse_existing
 
 if TYPE_CHECKING:
-    from attncheck.harness.engine.traffic import EngineRun, ServedTraffic
-    from attncheck.reports.run_file.store import Run
-
-_DEFAULTS: Mapping[str, str] = {
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the scheduler and the model runner in one process
-    "VLLM_DISABLE_REQUEST_ID_RANDOMIZATION": "1",  # findings name requests as they are drawn
-    "VLLM_LOGGING_LEVEL": "ERROR",
-    "VLLM_CPU_KVCACHE_SPACE": "1",
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    "NUMBA_NUM_THREADS": "1",  # of the drafter; vLLM uses one of them
-    "TQDM_DISABLE": "1",
-}
-"""Environment variables of the process that serves; the first two are always set, the others unless they are given."""
-
-_ALWAYS = ("VLLM_ENABLE_V1_MULTIPROCESSING", "VLLM_DISABLE_REQUEST_ID_RANDOMIZATION")
-
-_SHOWN_LINES = 15
-"""Last lines of vLLM's output that an error shows."""
+    from attncheck.harness.engine.traffic import EngineRun
 
 
 def _count(metavar: str, help: str, least: int = 1) -> Any:  # noqa: A002 (typer's name)
@@ -81,15 +62,13 @@ def engine(
         int | None, _count("N", "Blocks of the small pool. [default: for 1.25 requests of the greatest length]")
     ] = None,
     budget: Annotated[int | None, _count("N", "Tokens of a step. [default: 128]")] = None,
-    dtype: Annotated[str | None, typer.Option(metavar="NAME", help="The dtype of the model, as vLLM names it.")] = None,
     steps: Annotated[int | None, _count("N", "End each kind of traffic after N steps.")] = None,
     every: Annotated[
         int | None, _count("N", "Judge outputs and pages of every Nth step. [default: 1; with COMMAND: 16]")
     ] = None,
-    follow: Annotated[int | None, _count("M", "Follow one of M first blocks of prompts. [default: 1]")] = None,
-    limit: Annotated[
-        int | None,
-        typer.Option("--case-timeout", metavar="SECONDS", help="For a kind of traffic. [default: 600]", min=1),
+    follow: Annotated[int, typer.Option(metavar="M", help="Follow one of M first blocks of prompts.", min=1)] = 1,
+    case_timeout: Annotated[
+        int | None, _count("SECONDS", "For the start of an engine, and for a kind of traffic. [default: 600]")
     ] = None,
     output: Annotated[Path | None, typer.Option(metavar="FILE", help="The run file to write.")] = None,
     color: Color = ColorChoice.AUTO,
@@ -101,28 +80,29 @@ def engine(
     each request, which knows no page, slot or table. Queries, keys and values are the engine's own and are not judged.
     attncheck must be installed in vLLM's environment. `attncheck report` shows the run file. Exit code 1: a finding.
     """
-    drawn = {
-        "model": model,
-        "traffic": traffic,
-        "seed": seed,
-        "requests": requests,
-        "blocks": blocks,
-        "budget": budget,
-        "dtype": dtype,
-        "steps": steps,
-        "limit_s": limit,
-    }
+    numbers = {"seed": seed, "requests": requests, "blocks": blocks, "budget": budget, "steps": steps}
+    drawn = {"model": model, "traffic": traffic, **numbers, "case-timeout": case_timeout}
     given = {name: value for name, value in drawn.items() if value is not None}
-    watched = {name: value for name, value in {"every": every, "follow": follow}.items() if value is not None}
-    if command:
-        if given:
-            name = next(iter(given)).replace("limit_s", "case-timeout")
-            raise QuestionError(f"--{name}: the requests are those of {command[0]}; leave it out, or leave out COMMAND")
-        return _watch(command, watched, output, context.obj or (), color)
-    check_internals()
-    with interruptible(), tempfile.TemporaryDirectory(prefix="attncheck-engine-") as folder:
-        runs = engine_runs(given | watched, Path(folder))
-        return _serve(runs, output, context.obj or (), color)
+    if output is not None:
+        refuse_existing(output)
+    words = tuple(context.obj or ())
+    if not command:
+        path = _serve(given | {"every": every or 1, "follow": follow}, output, words)
+        return _report(path, color)
+    if given:
+        name = next(iter(given))
+        raise QuestionError(f"--{name}: the requests are those of {command[0]}; leave it out, or leave out COMMAND")
+    if output is None:
+        make_kept_folder(runs_folder())
+    path = output or free_path(runs_folder())
+    print_stderr(f"run file: {path}; it is written while the engine serves")
+    settings = WatchSettings(path=path.absolute(), judge_every=every or 16, follow_one_of=follow, command=words)
+    code = run_with_plugin(command, settings.environment(), PLUGIN)
+    if path.exists():
+        return _report(path, color, code)
+    reason = f"vLLM ran no step in {command[0]!r}, or attncheck is not installed in its environment"
+    print_stderr(f"error: {path} was not written: {reason}")
+    return code or 1
 
 
 def engine_runs(given: Mapping[str, Any], folder: Path) -> "list[EngineRun]":
@@ -134,7 +114,7 @@ def engine_runs(given: Mapping[str, Any], folder: Path) -> "list[EngineRun]":
     from attncheck.harness.engine.models import CONFIGS
     from attncheck.harness.engine.traffic import TRAFFIC, EngineRun
 
-    common = {name: value for name, value in given.items() if name not in ("model", "traffic")}
+    common = {name: value for name, value in given.items() if name not in ("model", "traffic", "case-timeout")}
     kinds = split_commas(given.get("traffic", TRAFFIC))
     for kind in kinds:
         if kind not in TRAFFIC:
@@ -145,90 +125,68 @@ def engine_runs(given: Mapping[str, Any], folder: Path) -> "list[EngineRun]":
         if model not in CONFIGS and not (place / "config.json").is_file():
             names = ", ".join(CONFIGS)
             raise QuestionError(f"--model {model}: no folder with a config.json, and none of the small models {names}")
-        runs += [EngineRun(model=model, folder=str(place), traffic=kind, **common) for kind in kinds]
-    if len({run.case_id for run in runs}) < len(runs):
+        runs += [EngineRun(model=model, folder=place, traffic=kind, **common) for kind in kinds]
+    if len({run.case.id for run in runs}) < len(runs):
         raise QuestionError("--model: two folders have the same name; judge them in two runs")
     return runs
 
 
-def _watch(
-    command: Sequence[str], watched: Mapping[str, int], output: Path | None, words: Sequence[str], color: ColorChoice
-) -> int:
-    """Run a command that starts vLLM, and watch its engine; return its exit code, or 1 if something was found."""
-    from attncheck.harness.cli.run_files import free_path, make_kept_folder, runs_folder
-    from attncheck.harness.engine.plugin import WatchSettings, serve_watched
-    from attncheck.reports.run_file.store import read_run, refuse_existing
+def _serve(given: Mapping[str, Any], output: Path | None, words: tuple[str, ...]) -> Path:
+    """Serve each kind of traffic, write the run file, and return its path.
 
-    if output is not None:
-        refuse_existing(output)
-    if output is None:
-        make_kept_folder(runs_folder())
-    path = output or free_path(runs_folder())
-    print_stderr(f"run file: {path}; it is written while the engine serves")
-    settings = WatchSettings(path, watched.get("every", 16), watched.get("follow", 1), tuple(words))
-    code = serve_watched(settings, command)
-    if not path.exists():
-        reason = f"vLLM ran no step in {command[0]!r}, or attncheck is not installed in its environment"
-        print_stderr(f"error: {path} was not written: {reason}")
-        return code or 1
-    run = read_run(path)
-    _print_run(run, path, color)
-    return code or _exit_code(run)
-
-
-def _print_run(run: "Run", path: Path, color: ColorChoice) -> None:
-    from attncheck.harness.cli.run_files import report_command
-    from attncheck.reports.terminal import run as terminal
-
-    with printing_to_stdout(path):
-        typer.echo(terminal.render_run(run, color=use_color(color), width=terminal_width()), color=use_color(color))
-        print_foreign(f"run file: {path}; {report_command(path)} shows it again")
-
-
-# Serves the kinds of traffic, and writes and prints what was found.
-
-
-def _serve(runs: "Sequence[EngineRun]", output: Path | None, words: Sequence[str], color: ColorChoice) -> int:
-    from attncheck.harness.cli.run_files import open_run, runs_folder
+    Raises:
+        QuestionError: vLLM cannot be imported, or starts with no kind of traffic.
+    """
+    from attncheck.harness.engine import traffic
     from attncheck.harness.engine.findings import header_of
-    from attncheck.harness.run.options import RunOptions
-    from attncheck.reports.run_file.store import read_run, refuse_existing
+    from attncheck.harness.workers.limits import Limit
 
-    if output is not None:
-        refuse_existing(output)
-    with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as log:
-        served, errors = _results(runs, log)
-        if not served:
-            printed = [f"vLLM | {line}" for line in _last_lines(log)]
-            raise QuestionError("\n".join([*dict.fromkeys(errors), *printed]))
-    header = header_of(
-        [each.case for each in served if each.case is not None],
-        [each.backend for each in served if each.backend is not None],
-        next(each.environment for each in served if each.environment is not None),
-        runs[0].seed,
-        words,
-    )
+    limit = Limit(given.get("case-timeout", 600), "--case-timeout changes it")
+    served, errors = [], []
+    with interruptible(), tempfile.TemporaryDirectory(prefix="attncheck-engine-") as folder:
+        runs = engine_runs(given, Path(folder))
+        traffic.import_vllm()
+        for number, run in enumerate(runs, 1):
+            began, verdict = time.monotonic(), "not served"
+            try:
+                served.append(traffic.serve_apart(run, limit))
+            except QuestionError as error:
+                errors.append(str(error))
+            else:
+                counts = count_outcomes(served[-1].records)
+                verdict = ", ".join(f"{count} {outcome}" for outcome, count in counts.items())
+            print_stderr(f"{number}/{len(runs)} {run.case.id}: {verdict}, {time.monotonic() - began:.1f} s")
+    if not served:
+        raise QuestionError("\n".join(errors))
+    header = header_of(served, seed=given.get("seed", 0), command=words)
     with open_run(output, runs_folder(), header, RunOptions.keep) as writer:
         for record in (record for each in served for record in each.records):
             writer.add(record)
-        for error in errors:
-            writer.fail(error)
+        for text in errors:
+            writer.fail(text)
     assert writer.path is not None
-    run = read_run(writer.path)
-    _print_run(run, writer.path, color)
-    return _exit_code(run)
+    return writer.path
 
 
-def _exit_code(run: "Run") -> int:
-    """Return exit code 0, 1 or 3. Raise SelectionError if a case was not served, or nothing was compared."""
+def _report(path: Path, color: ColorChoice, code: int = 0) -> int:
+    """Print a run, and return the exit code: ``code`` of the command that served, if it is not 0; or 0, 1 or 3.
+
+    Raises:
+        SelectionError: a kind of traffic was not served, or nothing was compared.
+    """
     from attncheck.harness.engine.findings import STOPPED
-    from attncheck.reports.run_file.records import EXAMINED, FALLEN_SHORT
+    from attncheck.reports.terminal import run as terminal
 
-    unsupported = [each for each in run.records if each.outcome == "unsupported"]
-    ours = [each for each in unsupported if each.reasons[0].startswith(STOPPED)]
-    if ours:
-        print_stderr(f"{ours[0].case}: {ours[0].reasons[0]}")
-        return 3
+    run = read_run(path)
+    with printing_to_stdout(path):
+        typer.echo(terminal.render_run(run, color=use_color(color), width=terminal_width()), color=use_color(color))
+        print_foreign(f"run file: {path}; {report_command(path)} shows it again")
+    if code:
+        return code
+    for record in run.records:
+        if record.outcome == "unsupported" and record.reasons[0].startswith(STOPPED):
+            print_stderr(f"{record.case}: {record.reasons[0]}")
+            return 3
     if any(record.outcome in FALLEN_SHORT for record in run.records):
         return 1
     if run.errors:
@@ -236,74 +194,3 @@ def _exit_code(run: "Run") -> int:
     if not any(record.outcome in EXAMINED for record in run.records):
         raise SelectionError("nothing was judged; the reasons are above")
     return 0
-
-
-def _results(runs: "Sequence[EngineRun]", log: Any) -> "tuple[list[ServedTraffic], list[str]]":
-    """Serve the runs in a process of their own, and return what each gave, and errors of those that did not start.
-
-    ``log``: a file for what vLLM prints.
-    """
-    from attncheck.harness.engine.traffic import ended_traffic
-
-    served, errors = [], []
-    with _lines_of_process(runs, log) as lines:
-        for number, run in enumerate(runs, 1):
-            began, environment = time.monotonic(), None
-            found = next(lines, None)
-            if found is not None and found.is_start:
-                environment, found = found.environment, next(lines, None)
-            if found is None:
-                errors.append("vLLM cannot be imported, or its process ended")
-                break
-            if found.ended and environment is not None:
-                found = ended_traffic(run, found.ended, environment, "\n".join(_last_lines(log)))
-            if found.case is None:
-                errors.append(f"{run.case_id}: vLLM did not start: {found.not_started or found.ended}")
-            else:
-                served.append(found)
-            verdict = found.verdict or "not served"
-            print_stderr(f"{number}/{len(runs)} {run.case_id}: {verdict}, {time.monotonic() - began:.1f} s")
-    return served, errors
-
-
-@contextmanager
-def _lines_of_process(runs: "Sequence[EngineRun]", log: Any) -> "Iterator[Iterator[ServedTraffic]]":
-    """Start the process that serves, and yield its lines as they come; end it on leaving."""
-    from attncheck.harness.engine.traffic import ServedTraffic
-
-    environment = _DEFAULTS | os.environ | {name: _DEFAULTS[name] for name in _ALWAYS}
-    read_from, write_to = os.pipe()
-    words = [sys.executable, "-m", "attncheck.harness.engine.traffic", str(write_to)]
-    process = subprocess.Popen(  # noqa: S603 (this module)
-        words,
-        stdin=subprocess.PIPE,
-        stdout=log,
-        stderr=log,
-        env=environment,
-        pass_fds=[write_to],
-        text=True,
-        start_new_session=True,
-    )
-    os.close(write_to)
-    try:
-        assert process.stdin is not None
-        with suppress(BrokenPipeError), process.stdin as stdin:  # it may have ended already
-            stdin.write(json.dumps([run.model_dump() for run in runs]))
-        with os.fdopen(read_from, encoding="utf-8") as pipe:
-            yield (ServedTraffic.model_validate_json(line) for line in pipe)
-    finally:
-        _end_group(process)
-
-
-def _end_group(process: "subprocess.Popen[str]") -> None:
-    """End a process and its forks, and wait for it."""
-    with suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
-
-
-def _last_lines(log: Any) -> list[str]:
-    """Return the last lines that vLLM printed."""
-    log.seek(0)
-    lines = [line.rstrip() for line in log if line.strip()]
-    return lines[-_SHOWN_LINES:]

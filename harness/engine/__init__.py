@@ -2,8 +2,7 @@
 
 Start at ``events.py``, the types, and ``observer.py``, which follows an engine and judges it. ``history.py``
 follows requests, tokens and positions; ``judge.py`` keeps keys and values and compares outputs, ``pages.py``
-compares pages, and ``causes.py`` explains a wrong row. ``vllm_runner.py`` gives the observer what vLLM's model
-runner does. ``graphs.py`` copies rows within CUDA graphs, and ``late_steps.py`` delays steps whose tokens are not
-known. ``internals.py`` lists what is used of vLLM. ``plugin.py`` and ``served_engine.py`` watch a server;
-``traffic.py`` serves requests of our own.
+compares pages, and ``causes.py`` explains a wrong row. ``vllm_runner.py`` gives the observer what vLLM's worker
+does, and ``vllm_facts.py`` what its objects mean. ``graphs.py`` copies rows within CUDA graphs. ``plugin.py`` and
+``served_engine.py`` watch a server; ``traffic.py`` serves requests of our own.
 """

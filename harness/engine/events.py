@@ -1,10 +1,8 @@
 """What an engine does, as the observer receives it, and what the observer returns."""
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass, field
-from time import perf_counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Literal, NamedTuple
 
 from torch import Tensor
@@ -19,6 +17,8 @@ output: the output of a layer for a row. token, position: what the model is give
 prefix hit or an earlier copy maps. count: the scheduler's number of computed tokens. write: a page that a step wrote.
 """
 
+MAX_FINDINGS = 2000
+"""Findings that an observer keeps."""
 
 WritePages = Callable[[Tensor, Tensor, Tensor, Tensor], None]
 """Writes ``(key, value, kv_cache, slot_mapping)``, as a layer does."""
@@ -31,13 +31,12 @@ class ObserverSettings:
     judge_every: outputs and pages of every Nth step are judged. follow_one_of: one of M first blocks of prompts is
     chosen by its hash, and the requests that begin with it are followed.
     max_row_bytes: keys and values that are kept, in bytes of all layers; a request that needs more is not followed.
-    max_findings: findings that are kept; further ones are counted. max_explained: findings for which a cause is sought.
+    max_explained: findings for which a cause is sought.
     """
 
     judge_every: int = 1
     follow_one_of: int = 1
     max_row_bytes: int = 2 * 2**30
-    max_findings: int = 2000
     max_explained: int = 40
 
 
@@ -73,17 +72,39 @@ class LayerFacts:
     code: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] | None = None
     write: WritePages | None = None
 
+    @property
+    def row_size(self) -> int:
+        """How many numbers of a row are kept: of its key and value, if it has its own and they are judged."""
+        if self.kv_sharing_target is not None or self.not_judged is not None:
+            return 0
+        if self.up_projections is not None:  # kv_c_normed and k_pe
+            rank, _, nope = self.up_projections.w_uk.shape
+            return rank + self.params.head_size - nope
+        return self.params.num_kv_heads * (self.params.head_size + self.params.value_head_size)
+
+    def attended(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the keys ``[N, Hkv, D]`` and values that attention reads: up-projected, or those of the codes."""
+        if self.up_projections is not None:
+            latent, rotary = key.reshape(len(key), 1, -1), value.reshape(len(value), 1, -1)
+            return self.up_projections.keys(latent, rotary), self.up_projections.values(latent)
+        return (key, value) if self.code is None else self.code(key, value)
+
 
 @dataclass(frozen=True)
 class EngineFacts:
-    """The engine that was observed. ``backends``: class name of each kind of layer, such as ``full`` or ``window``."""
+    """The engine that was observed.
+
+    backends: the names of the classes that served its layers. is_async: with async scheduling, so that steps begin
+    before the tokens of the step before are known.
+    """
 
     vllm_version: str = ""
     runner: str = ""
-    backends: Mapping[str, str] = field(default_factory=dict)
+    backends: tuple[str, ...] = ()
     dtype: str = ""
     kv_cache_dtype: str = ""
     block_sizes: tuple[int, ...] = ()
+    is_async: bool = False
 
 
 @dataclass(frozen=True)
@@ -104,20 +125,20 @@ class ContinuedRequest:
     """A running request.
 
     new_block_ids: blocks that it gets for this step, one tuple a group; empty for none. num_computed_tokens: as the
-    scheduler counts; None if it cannot be compared.
+    scheduler counts.
     """
 
     request_id: str
     new_block_ids: tuple[tuple[int, ...], ...]
-    num_computed_tokens: int | None
+    num_computed_tokens: int
 
 
 @dataclass(frozen=True)
 class StepPlan:
     """What the scheduler wants of a step.
 
-    drafts: draft tokens of a request; -1 for a draft that was dropped. block_copies: (source, destination) of blocks
-    that are copied before the step.
+    drafts: draft tokens of a request; -1 for a draft that was dropped, or is on the device. block_copies: (source,
+    destination) of blocks that are copied before the step.
     """
 
     started: tuple[StartedRequest, ...]
@@ -131,7 +152,7 @@ class LayerRows(NamedTuple):
     """The arguments and the output of a layer's ``impl.forward``, ``[T, ...]`` each.
 
     Without ``kv_cache``, no page is compared. Of a latent layer, ``query`` is not absorbed, ``key`` is ``kv_c_normed``
-    and ``value`` is ``k_pe``.
+    and ``value`` is ``k_pe``. is_part: the layer computes a part of the rows of the step.
     """
 
     layer: str
@@ -140,6 +161,7 @@ class LayerRows(NamedTuple):
     value: Tensor | None
     output: Tensor
     kv_cache: Tensor | None = None
+    is_part: bool = False
 
 
 @dataclass(frozen=True)
@@ -165,54 +187,34 @@ class EngineFinding:
     note: str = ""
 
 
-@dataclass(frozen=True)
+@dataclass
 class ObserverResult:
-    """What was observed.
+    """What was observed so far.
 
-    checks: how many things of each kind were compared. not_followed: rows or requests by reason, in words.
-    counts: other figures, such as rows, drafts, tokens of prefix hits and resumed requests. worst_share: the largest
-    share of the error budget. seconds: time of each part. failure: why the observer stopped, or None.
-    findings_left_out: findings beyond ``max_findings``.
+    steps: how many; while one is judged, its number. checks: how many things of each kind were compared.
+    findings: at most :data:`MAX_FINDINGS`; ``findings_left_out``: further ones. not_followed: rows or requests by
+    reason, in words. counts: other figures, such as rows, drafts, tokens of prefix hits and resumed requests.
+    worst_share: the largest share of the error budget. failure: why the observer stopped, or None.
     """
 
-    steps: int
-    checks: Mapping[CheckKind, int]
-    findings: tuple[EngineFinding, ...]
-    not_followed: Mapping[str, int]
-    counts: Mapping[str, int] = field(default_factory=dict)
+    steps: int = 0
+    checks: Counter[CheckKind] = field(default_factory=Counter)
+    findings: tuple[EngineFinding, ...] = ()
+    not_followed: Counter[str] = field(default_factory=Counter)
+    counts: Counter[str] = field(default_factory=Counter)
     worst_share: float = 0.0
-    seconds: Mapping[str, float] = field(default_factory=dict)
     failure: str | None = None
     findings_left_out: int = 0
     engine: EngineFacts = field(default_factory=EngineFacts)
 
-
-class ObserverTally:
-    """What was counted and found so far."""
-
-    def __init__(self, max_findings: int) -> None:
-        self.step = 0
-        self.checks: Counter[CheckKind] = Counter()
-        self.counts: Counter[str] = Counter()
-        self.not_followed: Counter[str] = Counter()
-        self.findings: list[EngineFinding] = []
-        self.findings_left_out = 0
-        self.worst_share = 0.0
-        self.seconds: Counter[str] = Counter()
-        self._max_findings = max_findings
-
     def find(self, finding: EngineFinding) -> None:
         """Keep a finding, or count it if there are too many."""
-        if len(self.findings) < self._max_findings:
-            self.findings.append(finding)
+        if len(self.findings) < MAX_FINDINGS:
+            self.findings += (finding,)
         else:
             self.findings_left_out += 1
 
-    @contextmanager
-    def timed(self, part: str) -> Iterator[None]:
-        """Add the time of the context to a part."""
-        began = perf_counter()
-        try:
-            yield
-        finally:
-            self.seconds[part] += perf_counter() - began  # type: ignore[assignment]
+    def copy(self) -> "ObserverResult":
+        """Return what was observed up to now, which does not change any more."""
+        kept = +self.not_followed  # without counts of 0
+        return replace(self, checks=Counter(self.checks), counts=Counter(self.counts), not_followed=kept)

@@ -7,237 +7,237 @@ rows wrong, in several layers and steps: they are one group. Loads no vLLM.
 import hashlib
 import json
 import math
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, get_args
+from dataclasses import dataclass
+from typing import get_args
 
 from attncheck.errors import BackendUnavailableError
 from attncheck.harness.checks.findings import Broken, Holds, NotExamined
 from attncheck.harness.driver.observation import Raised
 from attncheck.harness.engine.events import CheckKind, EngineFacts, EngineFinding, ObserverResult
-from attncheck.harness.run.outcomes import BackendDescription, Circumstances, RecordedFinding, record_of
+from attncheck.harness.run.outcomes import (
+    BackendDescription,
+    Circumstances,
+    ProcessEnd,
+    RecordedFinding,
+    ended,
+    record_of,
+)
 from attncheck.reports.analysis.phrases import budgets, plural
-from attncheck.reports.analysis.repro import ENGINE_OPTION, FIRST_STEP
+from attncheck.reports.analysis.repro import FIRST_STEP
 from attncheck.reports.run_file.causes import without_figures
 from attncheck.reports.run_file.header import BackendInfo, CaseInfo, Environment, RunHeader, SuiteInfo
-from attncheck.reports.run_file.records import BUDGET_SHARE, ENGINE
+from attncheck.reports.run_file.records import BUDGET_SHARE, ENGINE, Record
 from attncheck.reports.run_file.store import now
-
-if TYPE_CHECKING:
-    from attncheck.reports.run_file.records import Record
+from attncheck.reports.run_file.timings import RunFileValue
 
 KINDS: tuple[CheckKind, ...] = get_args(CheckKind)
 
-NOUNS: Mapping[CheckKind, str] = {
-    "output": "output row",
-    "token": "token",
-    "position": "position",
-    "prefix_hit": "mapped block",
-    "count": "token count",
-    "write": "page",
+_WORDS: Mapping[CheckKind, tuple[str, str]] = {
+    "output": ("output row", "an output row is wrong, and its cause is not known"),
+    "token": ("token", "the model is given a token that is not the next of its request"),
+    "position": ("position", "the model is given a position that is not that of its token"),
+    "prefix_hit": ("mapped block", "a prefix hit maps a block that holds other tokens"),
+    "count": ("token count", "the scheduler counts other tokens as computed than were computed"),
+    "write": ("page", "a page lacks keys or values that its step should have written"),
 }
-"""What is compared, in words."""
-
-_WRONG: Mapping[CheckKind, str] = {
-    "output": "an output row is wrong, and no reading that was tried gives it",
-    "token": "the model is given a token that is not the next of its request",
-    "position": "the model is given a position that is not that of its token",
-    "prefix_hit": "a prefix hit maps a block that holds other tokens",
-    "count": "the scheduler counts other tokens as computed than were computed",
-    "write": "a page lacks keys or values that its step should have written",
-}
-"""What a finding states if no cause is known."""
+"""What is compared, and what is wrong if no cause is known."""
 
 STOPPED = "attncheck itself failed, and stopped watching the engine: "
 """Begins the reason of checks that a failure of attncheck left without a verdict."""
 
-SHOWN_GROUPS = 10
-"""Groups that a record describes; further ones are counted."""
+_SHOWN_GROUPS, _SHOWN = 10, 3
+"""Groups that a record describes, and their causes and notes; further ones are left out."""
 
 
-@dataclass(frozen=True)
-class EngineCase:
+class EngineCase(CaseInfo):
     """Requests that an engine serves, as a case of the suite ``engine``.
 
-    ``options``: the options of ``attncheck engine`` that repeat it, without dashes; empty for requests of others.
-    ``due``: the checks that its requests cause. ``lacks``: why the engine did not do what the case is for, or "".
+    ``checks``: those that its requests cause. ``keys``: what repeats it; empty for requests of others.
     """
 
-    id: str
-    description: str
-    options: Mapping[str, int | str] = field(default_factory=dict)
-    due: tuple[CheckKind, ...] = KINDS
-    lacks: str = ""
     suite: str = ENGINE
+    shape: str = ""
 
     @property
     def hash(self) -> str:
-        """12 hex digits over its options."""
-        text = json.dumps([self.id, dict(self.options)], sort_keys=True)
+        """12 hex digits over its keys."""
+        text = json.dumps([self.id, self.keys], sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:12]
 
-    def info(self, result: ObserverResult) -> CaseInfo:
-        """Return the case as the header of a run file describes it."""
-        engine = result.engine
-        sizes = ", ".join(map(str, dict.fromkeys(engine.block_sizes)))
-        blocks = f"blocks of {sizes} tokens, runner {_short(engine.runner)}"
-        shape = f"{engine.dtype}, KV cache {engine.kv_cache_dtype}, {blocks}" if engine.dtype else ""
-        return CaseInfo(
-            suite=self.suite,
-            id=self.id,
-            shape=shape,
-            description=self.description,
-            keys={f"{ENGINE_OPTION}{name}": value for name, value in self.options.items()},
-            checks=self.checks(result),
-            backends=(backend_of(engine).name,),
-        )
 
-    def checks(self, result: ObserverResult) -> tuple[CheckKind, ...]:
-        """Return the checks that have a record: those that are due, and those that compared or found something."""
-        found = {finding.kind for finding in result.findings}
-        return tuple(kind for kind in KINDS if kind in self.due or result.checks.get(kind) or kind in found)
+class EngineRecords(RunFileValue):
+    """What one case gave: what the header of a run file states of it, and its records."""
 
-
-def backend_of(engine: EngineFacts) -> BackendDescription:
-    """Return the classes that served as a backend: ``vllm:CPU_ATTN``, or several names joined by ``+``.
-
-    Without a class, since nothing was served, it is called ``vllm``.
-    """
-    classes = "+".join(dict.fromkeys(engine.backends.values()))
-    name = f"vllm:{classes}" if classes else "vllm"
-    facts = {"runner": _short(engine.runner), "dtype": engine.dtype, "kv_cache_dtype": engine.kv_cache_dtype}
-    info = BackendInfo(name=name, ref=name, version=engine.vllm_version, conventions=dict(facts))
-    return BackendDescription(info=info)
-
-
-def _short(name: str) -> str:
-    return name.rpartition(".")[2]
+    case: CaseInfo
+    backend: BackendInfo
+    environment: Environment
+    records: tuple[Record, ...]
 
 
 def records_of(
     case: EngineCase,
     result: ObserverResult,
-    circumstances: Circumstances,
-    duration_s: float = 0.0,
+    environment: Environment,
     *,
-    raised: Raised | None = None,
-) -> tuple["Record", ...]:
-    """Return a record of each check of ``case``.
+    seed: int = 0,
+    duration_s: float = 0.0,
+    unmet: str = "",
+    ended_by: Raised | ProcessEnd | None = None,
+) -> EngineRecords:
+    """Return a record of each check of ``case``, and of each other one that compared or found something.
 
     A check without a comparison is not passed: its record has the reason. ``duration_s``: time that serving took, which
-    goes to the first record. ``raised``: what ended the engine, if something did.
+    goes to the first record. ``unmet``: why the engine did not do what the case is for, or "". ``ended_by``: the
+    exception that ended the engine, or the end of its process, which left no result.
     """
-    backend = backend_of(result.engine)
+    circumstances = Circumstances(seed, environment.digest, environment.attncheck)
+    backend = BackendDescription(info=_backend_of(result.engine))
     groups = grouped(result.findings)
     records: list[Record] = []
-    for kind in case.checks(result):
-        finding = _finding_of(kind, case, result, groups, raised)
+    for kind in KINDS:
+        if kind not in case.checks and not result.checks.get(kind) and not _of_kind(kind, result.findings):
+            continue
+        if isinstance(ended_by, ProcessEnd):
+            records.append(ended(circumstances, case, backend, kind, "serving", ended_by))
+            continue
+        finding = _finding_of(kind, result, groups, unmet, ended_by)
         records.append(record_of(circumstances, case, backend, kind, finding, 0.0 if records else duration_s))
-    return tuple(records)
+    checks = tuple(record.check for record in records)
+    header = {"shape": _shape_of(result.engine), "checks": checks, "backends": (backend.info.name,)}
+    described = case.model_copy(update=header)
+    return EngineRecords(case=described, backend=backend.info, environment=environment, records=tuple(records))
+
+
+def _backend_of(engine: EngineFacts) -> BackendInfo:
+    """Return the classes that served as a backend: ``vllm:CPU_ATTN``, or several names joined by ``+``.
+
+    Without a class, since nothing was served, it is called ``vllm``.
+    """
+    name = ":".join(filter(None, ["vllm", "+".join(engine.backends)]))
+    facts = {"runner": engine.runner, "dtype": engine.dtype, "kv_cache_dtype": engine.kv_cache_dtype}
+    return BackendInfo(name=name, ref=name, version=engine.vllm_version, conventions=dict(facts))
+
+
+def _shape_of(engine: EngineFacts) -> str:
+    """Return dtypes, blocks and runner in one line; empty if no engine had its cache."""
+    if not engine.dtype:
+        return ""
+    sizes = ", ".join(map(str, dict.fromkeys(engine.block_sizes)))
+    return f"{engine.dtype}, KV cache {engine.kv_cache_dtype}, blocks of {sizes} tokens, runner {engine.runner}"
 
 
 def _finding_of(
-    kind: CheckKind,
-    case: EngineCase,
-    result: ObserverResult,
-    groups: Sequence["FindingGroup"],
-    raised: Raised | None,
+    kind: CheckKind, result: ObserverResult, groups: Sequence["FindingGroup"], unmet: str, raised: Raised | None
 ) -> RecordedFinding:
-    own = [group for group in groups if any(finding.kind == kind for finding in group.findings)]
+    """Return what the record of a check states. A finding comes before all that keeps a check from passing."""
+    compared = result.checks.get(kind, 0)
+    figures: dict[str, float | int] = {"compared": compared, "steps": result.steps}
+    figures["not_followed"] = sum(result.not_followed.values())
+    if kind == "output":
+        figures[BUDGET_SHARE] = result.worst_share
+    notes = [f"not followed: {reason} ({count})" for reason, count in result.not_followed.items()]
+    own = [group for group in groups if _of_kind(kind, group.findings)]
     if own:
-        return _broken(kind, result, own)
+        if result.findings_left_out:
+            notes.append(f"{plural(result.findings_left_out, 'finding')} of the engine's run were not kept")
+        return _broken(kind, own, figures, notes)
     if result.failure is not None:
         return NotExamined((f"{STOPPED}{result.failure}",), by="attncheck")
     if raised is not None:
         return raised
-    if case.lacks:
-        return BackendUnavailableError(case.id, (case.lacks,))
-    left_out = tuple(f"{reason} ({count})" for reason, count in result.not_followed.items())
-    if not result.checks.get(kind):
-        nothing = f"no {NOUNS[kind]} was compared"
-        return NotExamined((nothing, *(f"not followed: {each}" for each in left_out)), by="attncheck")
-    notes = (f"{plural(result.checks[kind], NOUNS[kind])} compared in {plural(result.steps, 'step')}",)
-    return Holds(_figures(kind, result), (*notes, *(f"not followed: {each}" for each in left_out)))
+    if unmet:
+        return BackendUnavailableError(ENGINE, (unmet,))
+    if not compared:
+        return NotExamined((f"no {_WORDS[kind][0]} was compared", *notes), by="attncheck")
+    done = f"{plural(compared, _WORDS[kind][0])} compared in {plural(result.steps, 'step')}"
+    return Holds(figures, (done, *notes))
 
 
-def _figures(kind: CheckKind, result: ObserverResult) -> dict[str, float | int]:
-    share = {BUDGET_SHARE: result.worst_share} if kind == "output" else {}
-    counts = {"compared": result.checks.get(kind, 0), "steps": result.steps}
-    return share | counts | {"not_followed": sum(result.not_followed.values())}
-
-
-def _broken(kind: CheckKind, result: ObserverResult, groups: Sequence["FindingGroup"]) -> Broken:
+def _broken(
+    kind: CheckKind, groups: Sequence["FindingGroup"], figures: Mapping[str, float | int], notes: Sequence[str]
+) -> Broken:
     """Return what is wrong. ``groups``: those with a finding of this kind, the first step first."""
-    own = [finding for group in groups for finding in group.findings if finding.kind == kind]
-    first = min(own, key=_when)
-    wrong = sum(finding.num_rows for finding in own)
-    what = f"{wrong} of {plural(result.checks.get(kind, 0), NOUNS[kind])} {'is' if wrong == 1 else 'are'} wrong"
-    if len(groups) > 1:
-        what += f" in {len(groups)} ways"
-    details = [line for group in groups[:SHOWN_GROUPS] for line in group.lines(first)]
-    if len(groups) > SHOWN_GROUPS:
-        details.append(f"{len(groups) - SHOWN_GROUPS} further ways are not described")
-    if result.findings_left_out:
-        details.append(f"{plural(result.findings_left_out, 'finding')} of the engine's run were not kept")
-    details += [f"not followed: {reason} ({count})" for reason, count in result.not_followed.items()]
-    causes = [finding.cause for finding in groups[0].findings if finding.cause]
+    first, *others = sorted(_of_kind(kind, (each for group in groups for each in group.findings)), key=_when)
+    wrong = sum(finding.num_rows for finding in (first, *others))
+    are = "is" if wrong == 1 else "are"
+    ways = f" in {len(groups)} ways" if len(groups) > 1 else ""
+    details = [line for group in groups[:_SHOWN_GROUPS] for line in group.lines(first)]
+    if len(groups) > _SHOWN_GROUPS:
+        details.append(f"{len(groups) - _SHOWN_GROUPS} further ways are not described")
     return Broken(
-        summary=f"{what}, the first is in step {first.step}: {_place(first)}",
-        figures=_figures(kind, result) | {"wrong": wrong, "findings": len(groups), FIRST_STEP: first.step},
-        meaning=causes[0] if causes else None,
-        details=tuple(details),
+        summary=f"{wrong} of {plural(int(figures['compared']), _WORDS[kind][0])} {are} wrong{ways}, "
+        f"the first is in step {first.step}: {_place(first)}",
+        figures={**figures, "wrong": wrong, "findings": len(groups), FIRST_STEP: first.step},
+        meaning=next(iter(groups[0].causes), None),
+        details=(*details, *notes),
         finding=groups[0].words,
     )
 
 
 @dataclass(frozen=True)
 class FindingGroup:
-    """Findings of one bad block, or of one kind and cause; the first step first."""
+    """Findings of one act in the engine; the first step first."""
 
     findings: tuple[EngineFinding, ...]
 
     @property
+    def causes(self) -> tuple[str, ...]:
+        """The causes that are known, each once."""
+        return tuple(dict.fromkeys(finding.cause for finding in self.findings if finding.cause))
+
+    @property
     def words(self) -> str:
         """The cause without figures, or what is wrong if no cause is known."""
-        causes = [finding.cause for finding in self.findings if finding.cause]
-        return without_figures(causes[0]) if causes else _WRONG[self.findings[0].kind]
+        return without_figures(self.causes[0]) if self.causes else _WORDS[self.findings[0].kind][1]
 
     def lines(self, shown: EngineFinding) -> list[str]:
-        """Return where and when it was found, a line for each kind, and then its causes and notes.
+        """Return what is wrong, where and when, and then the causes and notes.
 
         ``shown``: a finding whose place the summary states already.
         """
-        lines = []
-        for kind in dict.fromkeys(finding.kind for finding in self.findings):
-            own = [finding for finding in self.findings if finding.kind == kind]
-            shares = [finding.budget_share for finding in own if finding.budget_share is not None]
-            worst = f", the largest error is {_size(max(shares))}" if shares else ""
-            first = "" if own[0] is shown else f"; first in step {own[0].step}: {_place(own[0])}"
-            lines.append(f"{_extent(kind, own)}{worst}{first}")
-        causes = dict.fromkeys(finding.cause for finding in self.findings if finding.cause)
-        notes = dict.fromkeys(finding.note for finding in self.findings if finding.note)
-        lines += [f"  likely cause: {cause}" for cause in list(causes)[:_SHOWN_CAUSES]]
-        lines += [f"  {note}" for note in list(notes)[:_SHOWN_CAUSES]]
-        return lines
-
-
-_SHOWN_CAUSES = 3
-"""Causes and notes of a group that are shown; they differ in figures."""
+        first, last = self.findings[0], self.findings[-1]
+        rows: Counter[CheckKind] = Counter()
+        for finding in self.findings:
+            rows[finding.kind] += finding.num_rows
+        what = " and ".join(plural(count, _WORDS[kind][0]) for kind, count in rows.items())
+        layers = {finding.layer for finding in self.findings if finding.layer}
+        requests = {finding.request_id for finding in self.findings}
+        where = " and ".join(
+            plural(len(names), noun) for names, noun in ((layers, "layer"), (requests, "request")) if names
+        )
+        when = f"step {first.step}" if first.step == last.step else f"steps {first.step} to {last.step}"
+        place = "" if first is shown else f"; first: {_place(first)}"
+        worst = max(finding.budget_share or 0.0 for finding in self.findings)
+        size = "NaN or infinite" if math.isinf(worst) else f"{budgets(worst)} times the allowed error"
+        error = f"; the largest error is {size}" if worst else ""
+        causes = [f"  likely cause: {cause}" for cause in self.causes]
+        notes = dict.fromkeys(f"  {finding.note}" for finding in self.findings if finding.note)
+        return [f"{what} of {where} in {when}{place}{error}", *causes[:_SHOWN], *list(notes)[:_SHOWN]]
 
 
 def grouped(findings: Iterable[EngineFinding]) -> tuple[FindingGroup, ...]:
-    """Return the findings by block, and those without a block by kind and cause; the first step first."""
-    groups: dict[tuple[object, ...], list[EngineFinding]] = {}
+    """Return the findings by what caused them, the first step first.
+
+    Findings of one block at one place of a table belong together, and so do those without a block that have one kind
+    and cause. An act on several blocks is one group: their first findings have the same step, kind and cause.
+    """
+    parts: dict[tuple[object, ...], list[EngineFinding]] = {}
     for finding in sorted(findings, key=_when):
-        key: tuple[object, ...] = ("block", finding.group, finding.block_id)
+        key: tuple[object, ...] = (finding.group, finding.block_id, finding.block_index)
         if finding.block_id is None:
             key = (finding.kind, without_figures(finding.cause or ""))
-        groups.setdefault(key, []).append(finding)
-    return tuple(FindingGroup(tuple(members)) for members in groups.values())
+        parts.setdefault(key, []).append(finding)
+    acts: dict[tuple[object, ...], list[EngineFinding]] = {}
+    for part in parts.values():
+        words = FindingGroup(tuple(part)).words
+        acts.setdefault((part[0].step, part[0].kind, words), []).extend(part)
+    return tuple(FindingGroup(tuple(sorted(act, key=_when))) for act in acts.values())
 
 
-def _size(share: float) -> str:
-    return "NaN or infinite" if math.isinf(share) else f"{budgets(share)} times the allowed error"
+def _of_kind(kind: CheckKind, findings: Iterable[EngineFinding]) -> list[EngineFinding]:
+    return [finding for finding in findings if finding.kind == kind]
 
 
 def _when(finding: EngineFinding) -> int:
@@ -256,33 +256,21 @@ def _place(finding: EngineFinding) -> str:
     return place
 
 
-def _extent(kind: CheckKind, findings: Sequence[EngineFinding]) -> str:
-    """Return how much is wrong: ``12 output rows of 2 layers and 1 request in steps 12 to 19``."""
-    layers = len({finding.layer for finding in findings if finding.layer})
-    requests = len({finding.request_id for finding in findings})
-    steps = [finding.step for finding in findings]
-    when = f"step {steps[0]}" if steps[0] == steps[-1] else f"steps {steps[0]} to {steps[-1]}"
-    of_layers = f"{plural(layers, 'layer')} and " if layers else ""
-    rows = sum(finding.num_rows for finding in findings)
-    return f"{plural(rows, NOUNS[kind])} of {of_layers}{plural(requests, 'request')} in {when}"
-
-
 def header_of(
-    cases: Sequence[CaseInfo],
-    backends: Sequence[BackendInfo],
-    environment: Environment,
-    seed: int = 0,
-    command: Sequence[str] = (),
+    given: Sequence[EngineRecords], *, seed: int = 0, command: Sequence[str] = (), notes: Sequence[str] = ()
 ) -> RunHeader:
     """Return the header of a run of ``attncheck engine``."""
+    environment = given[0].environment
+    cases = tuple(each.case for each in given)
     return RunHeader(
         started=now(),
         environment=environment,
         suites=(SuiteInfo(name=ENGINE, ref=ENGINE, cases=len(cases)),),
-        cases=tuple(cases),
+        cases=cases,
         checks=tuple(kind for kind in KINDS if any(kind in case.checks for case in cases)),
         device=environment.device,
         seed=seed,
-        backends=tuple({backend.name: backend for backend in backends}.values()),
+        backends=tuple({each.backend.name: each.backend for each in given}.values()),
         command=tuple(command),
+        notes=tuple(notes),
     )

@@ -1,11 +1,16 @@
 """Follows an engine and judges its attention, from what it is given about each step."""
 
-import functools
 import logging
+import threading
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeVar, cast
+from contextlib import nullcontext
+from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import chain, repeat
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from attncheck.harness.engine.events import (
@@ -17,91 +22,112 @@ from attncheck.harness.engine.events import (
     LayerRows,
     ObserverResult,
     ObserverSettings,
-    ObserverTally,
     StepPlan,
 )
-from attncheck.harness.engine.history import EngineHistory, StepInputs
+from attncheck.harness.engine.history import EARLIER, EngineHistory, StepInputs
 from attncheck.harness.engine.judge import Judge
+
+# With async scheduling, an engine starts a step before it has the tokens that the step before sampled, and the number
+# of accepted drafts. So what a step is given and computes is copied, and followed and judged when its own sampled
+# tokens arrive; those of all earlier steps have arrived by then. Without async scheduling, that is at its own end.
 
 LOGGER = logging.getLogger("attncheck")
 
-_GIVEN: tuple[CheckKind, CheckKind] = ("token", "position")
 
-_Method = TypeVar("_Method", bound=Callable[..., None])
+@dataclass
+class Step:
+    """A step whose sampled tokens are not known yet.
 
+    number: counts the steps whose inputs were seen; 0 until then. request_ids: requests that are followed.
+    rows: int64, their rows in the model's input. input_ids, positions, layers: copies of these rows.
+    changes: requests that were added or ended after the step began.
+    """
 
-def _never_raises(method: _Method) -> _Method:
-    """Turn the observer off if the method raises: a failure of ours must not stop the engine."""
+    plan: StepPlan
+    number: int = 0
+    is_judged: bool = False
+    request_ids: list[str] = field(default_factory=list)
+    rows: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.int64))
+    input_ids: Tensor | None = None
+    positions: Tensor | None = None
+    layers: list[LayerRows] = field(default_factory=list)
+    changes: list[Callable[[], None]] = field(default_factory=list)
 
-    @functools.wraps(method)
-    def guarded(self: "EngineObserver", *args: Any, **keywords: Any) -> None:
-        if self.failure is not None:
-            return
-        try:
-            method(self, *args, **keywords)
-        except Exception as error:  # noqa: BLE001 (it must not stop the engine)
-            self.fail(error)
-
-    return cast(_Method, guarded)
+    def copied(self, given: LayerRows) -> LayerRows:
+        """Return copies of the rows of a layer: query and output only if the step is judged."""
+        is_part = len(given.query) < sum(self.plan.num_scheduled_tokens.values())
+        rows = self.rows[:0] if is_part else self.rows.to(given.query.device)
+        judged = rows if self.is_judged else rows[:0]
+        return given._replace(
+            query=given.query[judged],
+            key=None if given.key is None else given.key[rows],
+            value=None if given.value is None else given.value[rows],
+            output=given.output[judged],
+            is_part=is_part,
+        )
 
 
 class EngineObserver:
     """Observes one engine: call its methods in the order of the engine's steps.
 
-    After a failure of its own it ignores every call; ``failure`` states it.
+    Requests are added after :meth:`engine_starts`. A step may begin before those before it have ended. After
+    :meth:`fail`, only :meth:`result` may be called.
     """
+
+    _history: EngineHistory
+    _judge: Judge
 
     def __init__(self, settings: ObserverSettings | None = None) -> None:
         self.settings = settings or ObserverSettings()
-        self.failure: str | None = None
-        self._tally = ObserverTally(self.settings.max_findings)
-        self._engine = EngineFacts()
-        self._history: EngineHistory | None = None
-        self._judge: Judge | None = None
-        self._waiting: list[tuple[str, Sequence[int], str, str | None]] = []
-        self._is_in_step = False
+        self._result = ObserverResult()
+        self._reasons: dict[str, str | None] = {}  # why a request is not followed
+        self._steps: deque[Step] = deque()
+        self._running: Step | None = None  # whose forward runs
+        self._num_begun = 0
+        self._stream: torch.cuda.Stream | None = None  # of the model, on which copies and kept keys are written
+        self._lock = threading.RLock()  # a worker process takes sampled tokens in a thread of its own
+
+    @property
+    def failure(self) -> str | None:
+        """Why it stopped, or None."""
+        return self._result.failure
 
     @property
     def is_started(self) -> bool:
         """Whether :meth:`engine_starts` was called."""
-        return self._history is not None
-
-    def knows(self, request_id: str) -> bool:
-        """Return whether a request was added, and is not finished."""
-        return self._history is not None and request_id in self._history.requests
-
-    def may_follow(self, request_id: str) -> bool:
-        """Return whether a request is followed now, or may be from a later step on."""
-        request = None if self._history is None else self._history.requests.get(request_id)
-        return request is None or request.never_followed is None
-
-    def num_computed_tokens(self, request_id: str) -> int | None:
-        """Return how many tokens of a request are computed, by our own count; None if it is not known."""
-        request = None if self._history is None else self._history.requests.get(request_id)
-        return None if request is None else request.done
+        return hasattr(self, "_history")
 
     def fail(self, error: BaseException) -> None:
         """Stop observing because of an error of ours, or of what translates an engine's calls."""
-        self.failure = f"{type(error).__name__}: {error}"
-        self._is_in_step = False
-        self._history = self._judge = None  # keys and values are freed; what was found is in the tally
-        self._waiting.clear()
+        with self._lock:
+            self._result.failure = f"{type(error).__name__}: {error}"
+            if self.is_started:
+                del self._history, self._judge  # keys and values are freed
+            self._steps.clear()
+            self._running = None
         LOGGER.error("attncheck stops watching this engine, which is not affected", exc_info=error)
 
-    @_never_raises
+    def result(self) -> ObserverResult:
+        """Return what was observed so far."""
+        with self._lock:
+            return self._result.copy()
+
     def engine_starts(
         self, groups: Sequence[KVGroup], layers: Mapping[str, LayerFacts], engine: EngineFacts | None = None
     ) -> None:
-        """Take the KV-cache groups and layers; requests may be added before."""
-        self._engine = engine or EngineFacts()
-        of_groups = [[layers[name].params for name in group.layers if name in layers] for group in groups]
-        self._history = EngineHistory(groups, of_groups, self._tally, self.settings.follow_one_of)
-        self._judge = Judge(self.settings, groups, layers, self._history, self._tally)
-        for waiting in self._waiting:
-            self._history.add(*waiting)
-        self._waiting.clear()
+        """Take the KV-cache groups and layers."""
+        self._result.engine = engine or EngineFacts()
+        number_bytes = getattr(torch, self._result.engine.dtype or "float32").itemsize
+        row_bytes = number_bytes * sum(facts.row_size for facts in layers.values())
+        max_bytes = self.settings.max_row_bytes
+        if torch.cuda.is_initialized():
+            max_bytes = min(max_bytes, torch.cuda.mem_get_info()[0] // 4)  # of the memory that is free
+        capacity = max_bytes // max(1, row_bytes)
+        self._history = EngineHistory(groups, layers, self._result, capacity, self.settings.follow_one_of)
+        self._judge = Judge(self._history, self._result, self.settings.max_explained)
 
-    @_never_raises
+    # Requests change after the steps that have begun.
+
     def request_added(
         self,
         request_id: str,
@@ -109,107 +135,149 @@ class EngineObserver:
         prefix_key: str = "",
         not_followed: str | None = None,
     ) -> None:
-        """Take a new request.
+        """Take a new request, or one that starts again with these tokens.
 
         ``prefix_key``: what besides its tokens its keys depend on, such as a LoRA adapter.
         ``not_followed``: why it cannot be followed.
         """
-        if self._history is None:
-            self._waiting.append((request_id, prompt_token_ids, prefix_key, not_followed))
-        else:
-            self._history.add(request_id, prompt_token_ids, prefix_key, not_followed)
+        with self._lock:
+            if request_id not in self._reasons:
+                self._reasons[request_id] = self._history.reason_of(prompt_token_ids)
+            reason = self._reasons[request_id] = not_followed or self._reasons[request_id]
+            self._change(partial(self._history.add, request_id, prompt_token_ids, prefix_key, reason))
 
-    @_never_raises
     def request_finished(self, request_id: str) -> None:
         """Forget a request that ended or was aborted."""
-        if self._history is not None:
-            self._history.finish(request_id)
+        with self._lock:
+            self._reasons.pop(request_id, None)
+            self._change(partial(self._history.finish, request_id))
 
-    @_never_raises
-    def step_begins(self, plan: StepPlan) -> None:
+    def _change(self, change: Callable[[], None]) -> None:
+        if self._steps:
+            self._steps[-1].changes.append(change)
+        else:
+            change()
+
+    # A step is copied.
+
+    def step_begins(self, plan: StepPlan) -> Step:
         """Take the scheduler's plan of the next step."""
-        assert self._history is not None
-        with self._tally.timed("follow"):
-            self._history.begin(plan)
+        with self._lock:
+            step = Step(plan)
+            self._steps.append(step)
+            return step
 
-    @_never_raises
     def inputs(self, request_ids: Sequence[str], input_ids: Tensor | None, positions: Tensor | None) -> None:
-        """Take what the model is given: ``input_ids`` ``[T]`` and ``positions`` ``[T]`` or ``[3, T]`` (M-RoPE).
+        """Take what the model is given in the step that began last.
 
-        ``request_ids``: in the order of the rows; rows beyond the plan are padding. None: not compared.
+        ``input_ids``: ``[T]``; ``positions``: ``[T]`` or ``[3, T]`` (M-RoPE); None: not compared. ``request_ids``: in
+        the order of the rows; rows beyond the plan are padding.
         """
-        assert self._history is not None
-        assert self._judge is not None
-        self._tally.step += 1
-        step = self._tally.step
-        with self._tally.timed("follow"):
-            due = self._history.enter(request_ids)
-            for kind, given, right in zip(_GIVEN, (input_ids, positions), (due.tokens, due.positions), strict=True):
-                self._compare(kind, due, given, right)
-        self._tally.counts["rows"] += len(due.positions)
-        self._judge.begin(due, is_judged=step % self.settings.judge_every == 0)
-        self._is_in_step = True
+        with self._lock:
+            self._num_begun += 1
+            step = self._running = self._steps[-1]
+            step.number = self._num_begun
+            step.is_judged = step.number % self.settings.judge_every == 0
+            self._choose_rows(step, request_ids)
+            given = input_ids if positions is None else positions
+            if given is not None:
+                step.rows = step.rows.to(given.device)  # moved once, since this waits for the device
+                self._stream = torch.cuda.current_stream(given.device) if given.is_cuda else None
+            step.input_ids = None if input_ids is None else input_ids[step.rows]
+            step.positions = None if positions is None else positions[..., step.rows]
+
+    def _choose_rows(self, step: Step, request_ids: Sequence[str]) -> None:
+        """Choose the rows that are copied."""
+        spans, first = [step.rows], 0
+        for request_id in request_ids:
+            num_rows = step.plan.num_scheduled_tokens[request_id]
+            reason = self._reasons.get(request_id, EARLIER)
+            if reason is None:
+                step.request_ids.append(request_id)
+                spans.append(torch.arange(first, first + num_rows))
+            else:
+                self._result.not_followed[reason] += num_rows
+            first += num_rows
+        step.rows = torch.cat(spans)
+        self._result.counts["rows"] += first
+
+    def layer_rows(self, rows: LayerRows) -> None:
+        """Take what a layer computes in the step."""
+        with self._lock:
+            step = self._running  # without one, it is a dummy batch or a drafter
+            if step is not None and len(step.rows):
+                # With async scheduling, the next step may have written the pages when this one is judged.
+                kv_cache = None if self._result.engine.is_async else rows.kv_cache
+                step.layers.append(step.copied(rows._replace(kv_cache=kv_cache)))
+
+    def forward_ends(self) -> None:
+        """Ignore what layers do from now on until the next :meth:`inputs`, such as those of a drafter."""
+        with self._lock:
+            self._running = None
+
+    # A step is followed and judged.
+
+    def step_ends(self, sampled: Mapping[str, tuple[int, ...]], step: Step | None = None) -> None:
+        """Judge the first step that has not ended, and take the tokens that were sampled for each of its requests.
+
+        In whichever thread, what this reads on a GPU is read on the model's stream, behind what writes it.
+
+        Raises:
+            ValueError: ``step`` is another one.
+        """
+        with self._lock, nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
+            first = self._steps[0]
+            if step is not None and step is not first:
+                raise ValueError("the sampled tokens of a step arrive before those of an earlier one")
+            if self._running is first:
+                self._running = None
+            self._observe(first, sampled)
+            self._steps.popleft()
+            for change in first.changes:
+                change()
+
+    def _observe(self, step: Step, sampled: Mapping[str, tuple[int, ...]]) -> None:
+        self._result.steps = step.number or self._result.steps
+        drafts = {name: _with_tokens(own, sampled.get(name, ())[:-1]) for name, own in step.plan.drafts.items()}
+        self._history.begin(replace(step.plan, drafts=drafts))
+        if step.number:
+            due = self._history.enter(step.request_ids)
+            self._compare("token", due, step.input_ids, due.tokens)
+            self._compare("position", due, step.positions, due.positions)
+            self._judge.judge(due, step.layers, is_judged=step.is_judged)
+        self._history.end(sampled)
 
     def _compare(self, kind: CheckKind, due: StepInputs, given: Tensor | None, right: np.ndarray) -> None:
         """Compare what the model is given with what is right, row by row."""
-        compared = due.compared & (right >= 0)  # a token of -1 is a draft that was dropped; the model is given any
+        compared = right >= 0  # -1: of a request that is not followed, or a draft that was rejected
         if given is None:
-            self._tally.not_followed[f"the {kind}s of rows that the model is given in another form"] += len(right)
+            self._result.not_followed[f"the {kind}s of rows that the model is given in another form"] += len(right)
             return
         if not compared.any():
             return
-        rows = given[..., : len(right)].reshape(-1, len(right)).cpu().numpy()
-        self._tally.checks[kind] += int(compared.sum())
+        self._result.checks[kind] += int(compared.sum())
+        rows = given.reshape(-1, len(right)).cpu().numpy()
         is_wrong = compared & (rows != right).any(axis=0)
-        if not is_wrong.any():
-            return
-        for request_id, first, num_rows in due.requests:
-            wrong = np.flatnonzero(is_wrong[first : first + num_rows])
+        for request in due.followed:
+            wrong = np.flatnonzero(is_wrong[request.rows])
             if len(wrong):
-                at = first + int(wrong[0])
+                at = request.first + int(wrong[0])
                 finding = EngineFinding(
                     kind=kind,
-                    step=self._tally.step,
-                    request_id=request_id,
+                    step=self._result.steps,
+                    request_id=request.request_id,
                     position=int(due.positions[at]),
                     num_rows=len(wrong),
                     note=f"the model is given {kind} {rows[:, at].tolist()[0]}, not {right[at]}",
                 )
-                self._tally.find(finding)
+                self._result.find(finding)
 
-    @_never_raises
-    def layer_rows(self, rows: LayerRows) -> None:
-        """Take what a layer computes in the step."""
-        if self._is_in_step and self._judge is not None:
-            self._judge.take(rows)
 
-    @_never_raises
-    def forward_ends(self) -> None:
-        """Ignore what layers do from now on until the next :meth:`inputs`, such as those of a drafter."""
-        self._is_in_step = False
+def _with_tokens(drafts: Sequence[int], accepted: Sequence[int]) -> tuple[int, ...]:
+    """Return the drafts, each accepted one of -1 replaced by its token.
 
-    @_never_raises
-    def step_ends(self, sampled: Mapping[str, tuple[int, ...]]) -> None:
-        """Judge the step, and take the tokens that were sampled for each of its requests."""
-        assert self._history is not None
-        assert self._judge is not None
-        self._is_in_step = False
-        self._judge.finish()
-        with self._tally.timed("follow"):
-            self._history.end(sampled)
-
-    def result(self) -> ObserverResult:
-        """Return what was observed so far."""
-        tally = self._tally
-        return ObserverResult(
-            steps=tally.step,
-            checks=dict(tally.checks),
-            findings=tuple(tally.findings),
-            not_followed={reason: count for reason, count in tally.not_followed.items() if count},
-            counts=dict(tally.counts),
-            worst_share=tally.worst_share,
-            seconds=dict(tally.seconds),
-            failure=self.failure,
-            findings_left_out=tally.findings_left_out,
-            engine=self._engine,
-        )
+    With async scheduling, drafts are on the device, and the scheduler writes -1 for each. An accepted draft is the
+    token that was sampled. A rejected one stays -1, and is not compared.
+    """
+    tokens = zip(drafts, chain(accepted, repeat(-1)), strict=False)
+    return tuple(token if draft == -1 else draft for draft, token in tokens)

@@ -1,39 +1,44 @@
 """Requests of several kinds, drawn from a seed, that vLLM serves in a process of its own while it is observed.
 
-Kinds, requests and options load no vLLM. :func:`serve` runs one kind of traffic through a new engine. ``python -m`` of
-this module imports vLLM once, and forks a process for each kind, so that an engine that crashes costs one case, and
-each repeats alone.
+Kinds, requests and options load no vLLM. :func:`import_vllm` imports it once. :func:`serve_apart` then forks a process
+for each kind, so that an engine that crashes costs one case, and each repeats alone.
 """
 
 import json
 import os
 import random
-import signal
-import sys
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict
-
-from attncheck.harness.engine.events import CheckKind, ObserverResult
-from attncheck.harness.engine.findings import EngineCase, backend_of, records_of
+from attncheck.errors import QuestionError
+from attncheck.harness.device import collect_environment
+from attncheck.harness.driver.observation import capture_exception
+from attncheck.harness.engine.events import ObserverResult, ObserverSettings
+from attncheck.harness.engine.findings import KINDS, EngineCase, EngineRecords, records_of
 from attncheck.harness.engine.models import CONFIGS, make_model
-from attncheck.harness.run.outcomes import Circumstances, ProcessEnd, ended
-from attncheck.reports.run_file.header import BackendInfo, CaseInfo, Environment
-from attncheck.reports.run_file.records import Record
-from attncheck.reports.run_file.store import count_outcomes
+from attncheck.harness.engine.observer import EngineObserver
+from attncheck.harness.engine.vllm_runner import EngineHooks, watch_workers
+from attncheck.harness.workers.limits import Limit
+from attncheck.harness.workers.process import ProcessEndedError, RefusedError, WorkerProcess
+from attncheck.harness.workers.protocol import Message
+from attncheck.harness.workers.starting import fork_worker
+from attncheck.harness.workers.worker import Server
+from attncheck.harness.workers.worker import serve as serve_calls
+from attncheck.reports.analysis.repro import ENGINE_OPTION
+from attncheck.reports.run_file.header import Environment
 
 MAX_MODEL_LEN = 1024
 MAX_NUM_SEQS = 16
 
-PREFIX_HITS, RESUMED, DRAFTS = "tokens of prefix hits", "requests resumed after preemption", "drafts"
-"""Names of an observer's counts that show what an engine did."""
+PREFIX_HITS, PARTS = "tokens of prefix hits", "prompts that are computed in parts"
+RESUMED, DRAFTS = "requests resumed after preemption", "drafts"
+"""What an engine does with requests, by the name of an observer's count; parts of prompts are not counted."""
 
 _NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
 """A drafter without a model: it proposes what followed the same tokens earlier in the request."""
@@ -41,76 +46,46 @@ _NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3
 
 @dataclass(frozen=True)
 class TrafficKind:
-    """What requests have in common, and how the engine is set up for them.
-
-    shared: prompts begin with one of three prefixes. long: prompts exceed the tokens of a step. repeats: prompts repeat
-    themselves, so that drafts are found. small_pool: the pool has few blocks. drafts: the engine verifies drafts.
-    shown_by: names of counts. If one is 0, the engine did not do what the kind is for.
-    """
+    """What requests have in common. ``does``: what an engine that is set up for them does."""
 
     description: str
-    shared: bool = False
-    long: bool = False
-    repeats: bool = False
-    small_pool: bool = False
-    drafts: bool = False
-    shown_by: tuple[str, ...] = ()
+    does: tuple[str, ...]
 
     @property
-    def due(self) -> tuple[CheckKind, ...]:
-        """The checks that must compare something."""
-        always: tuple[CheckKind, ...] = ("output", "token", "position", "count", "write")
-        return (*always, "prefix_hit") if PREFIX_HITS in self.shown_by else always
+    def shown_by(self) -> tuple[str, ...]:
+        """What it must have done. In a small pool, the blocks of shared prefixes may be gone."""
+        return tuple(name for name in self.does if name in (RESUMED, DRAFTS)) or self.does
 
 
 TRAFFIC: Mapping[str, TrafficKind] = {
-    "shared-prefixes": TrafficKind(
-        "prompts share prefixes, whose blocks the prefix cache keeps", shared=True, shown_by=(PREFIX_HITS,)
-    ),
-    "chunked-prefill": TrafficKind(
-        "prompts are longer than the tokens of a step, and are computed in parts", long=True
-    ),
-    "preempted": TrafficKind(
-        "the pool has few blocks, so that requests are preempted and resumed", small_pool=True, shown_by=(RESUMED,)
-    ),
-    "drafts": TrafficKind(
-        "drafts are verified, and rejected ones are rolled back", repeats=True, drafts=True, shown_by=(DRAFTS,)
-    ),
+    "shared-prefixes": TrafficKind("prompts share prefixes, whose blocks the prefix cache keeps", (PREFIX_HITS,)),
+    "chunked-prefill": TrafficKind("prompts are longer than the tokens of a step, and are computed in parts", (PARTS,)),
+    "preempted": TrafficKind("the pool has few blocks, so that requests are preempted and resumed", (RESUMED,)),
+    "drafts": TrafficKind("drafts are verified, and rejected ones are rolled back", (DRAFTS,)),
     "mixed": TrafficKind(
-        "shared prefixes, long prompts, drafts, and a pool of few blocks at once",
-        shared=True,
-        long=True,
-        repeats=True,
-        small_pool=True,
-        drafts=True,
-        shown_by=(RESUMED, DRAFTS),
+        "shared prefixes, long prompts, drafts, and a pool of few blocks at once", (PREFIX_HITS, PARTS, RESUMED, DRAFTS)
     ),
 }
 
 
-class EngineRun(BaseModel):
+class EngineRun(Message):
     """One kind of traffic through one engine; the fields are options of ``attncheck engine``.
 
     model: what the user typed. folder: the model's folder. blocks: size of the small pool; by default, what
     1.25 requests of the greatest length need. budget: tokens of a step. steps: number of steps; by default, until all
-    requests end.
-    every: outputs of every Nth step are judged. follow: one of M requests is followed. limit_s: wall-clock seconds.
+    requests end. every: outputs of every Nth step are judged. follow: one of M requests is followed.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
     model: str
-    folder: str
+    folder: Path
     traffic: str
     seed: int = 0
     requests: int = 16
     blocks: int | None = None
     budget: int = 128
-    dtype: str = "auto"
     steps: int | None = None
     every: int = 1
     follow: int = 1
-    limit_s: int = 600
 
     @property
     def kind(self) -> TrafficKind:
@@ -118,67 +93,13 @@ class EngineRun(BaseModel):
         return TRAFFIC[self.traffic]
 
     @property
-    def case_id(self) -> str:
-        """``hybrid-preempted``: the name of the model's folder, or of a made model, and the kind of traffic."""
-        return f"{self.model if self.model in CONFIGS else Path(self.folder).name}-{self.traffic}"
-
-    def case(self, lacks: str = "") -> EngineCase:
-        """Return it as a case. ``lacks``: why the engine did not do what the kind of traffic is for, or ""."""
-        return EngineCase(self.case_id, self.kind.description, self.options, self.kind.due, lacks)
-
-    @property
-    def options(self) -> dict[str, int | str]:
-        """The options that repeat it, besides the seed and the number of steps; those at their default are left out."""
-        required = ("model", "traffic")
-        optional = ("requests", "blocks", "budget", "dtype", "every", "follow")
-        defaults = type(self).model_fields
-        changed = (name for name in optional if getattr(self, name) != defaults[name].default)
-        return {name: getattr(self, name) for name in (*required, *changed)}
-
-
-class ServedTraffic(BaseModel):
-    """What serving one kind of traffic gave.
-
-    not_started: why the engine could not be started, or "". ended: how its process ended before it had a result, or "".
-    The other fields are those of the run file; without a result they are None or empty. A first line with the
-    environment alone states that the engine has started.
-    """
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    not_started: str = ""
-    ended: str = ""
-    case: CaseInfo | None = None
-    backend: BackendInfo | None = None
-    environment: Environment | None = None
-    records: tuple[Record, ...] = ()
-
-    @property
-    def is_start(self) -> bool:
-        """Whether it states only that the engine has started."""
-        return self.case is None and self.environment is not None
-
-    @property
-    def verdict(self) -> str:
-        """The outcomes of its records, such as ``5 passed, 1 unsupported``."""
-        return ", ".join(f"{count} {outcome}" for outcome, count in count_outcomes(self.records).items())
-
-
-def ended_traffic(run: EngineRun, cause: str, environment: Environment, output: str) -> ServedTraffic:
-    """Return the result of a run whose process ended while it served: each check is ``crashed``.
-
-    ``output``: the end of what it printed.
-    """
-    case, result = run.case(), ObserverResult(steps=0, checks={}, findings=(), not_followed={})
-    backend, circumstances = backend_of(result.engine), circumstances_of(run, environment)
-    end = ProcessEnd(cause, output)
-    records = tuple(ended(circumstances, case, backend, check, "serving", end) for check in case.due)
-    return ServedTraffic(case=case.info(result), backend=backend.info, environment=environment, records=records)
-
-
-def circumstances_of(run: EngineRun, environment: Environment) -> Circumstances:
-    """Return what all records of a run share."""
-    return Circumstances(run.seed, environment.digest, environment.attncheck)
+    def case(self) -> EngineCase:
+        """Its case, such as ``hybrid-preempted``: the name of the model or of its folder, and the kind of traffic."""
+        name = self.model if self.model in CONFIGS else self.folder.name
+        options = self.model_dump(exclude={"folder", "seed", "steps"}, exclude_defaults=True)
+        keys = {f"{ENGINE_OPTION}{option}": value for option, value in options.items()}
+        due = tuple(kind for kind in KINDS if kind != "prefix_hit" or PREFIX_HITS in self.kind.shown_by)
+        return EngineCase(id=f"{name}-{self.traffic}", description=self.kind.description, checks=due, keys=keys)
 
 
 # Requests.
@@ -206,16 +127,18 @@ def draw_requests(kind: TrafficKind, seed: int, count: int, vocab_size: int) -> 
 
     prefixes = [tokens(200) for _ in range(3)]
     pattern = tokens(3)
+    prompt_sizes = [150, 300, 400] if PARTS in kind.does else [5, 20, 60, 150]
+    is_small_pool = RESUMED in kind.does
     requests, arrival = [], 0
     for index in range(count):
-        prompt = prefixes[index % 3][: draw.choice([64, 100, 200])] if kind.shared and index % 4 else []
-        if kind.repeats and index % 3 == 0:
+        prompt = prefixes[index % 3][: draw.choice([64, 100, 200])] if PREFIX_HITS in kind.does and index % 4 else []
+        if DRAFTS in kind.does and index % 3 == 0:
             prompt += pattern * 30
         else:
-            prompt += tokens(draw.choice([150, 300, 400] if kind.long else [5, 20, 60, 150]))
-        max_tokens = draw.choice([32, 96, 160] if kind.small_pool else [8, 32, 96])
+            prompt += tokens(draw.choice(prompt_sizes))
+        max_tokens = draw.choice([32, 96, 160] if is_small_pool else [8, 32, 96])
         requests.append(TrafficRequest(str(index), arrival, tuple(prompt), max_tokens))
-        arrival += 0 if kind.small_pool else draw.choice([0, 1, 4, 8])
+        arrival += 0 if is_small_pool else draw.choice([0, 1, 4, 8])
     return tuple(requests)
 
 
@@ -224,15 +147,13 @@ def draw_requests(kind: TrafficKind, seed: int, count: int, vocab_size: int) -> 
 
 def engine_options(run: EngineRun, *, on_cpu: bool) -> dict[str, Any]:
     """Return the arguments of vLLM's ``LLM`` for a run."""
-    config = json.loads((Path(run.folder) / "config.json").read_text())
+    config = json.loads((run.folder / "config.json").read_text())
     text_config = config.get("text_config", config)
     is_latent = "kv_lora_rank" in text_config
-    max_model_len = min(MAX_MODEL_LEN, text_config.get("max_position_embeddings", MAX_MODEL_LEN))
     options: dict[str, Any] = {
-        "model": run.folder,
+        "model": str(run.folder),
         "skip_tokenizer_init": True,
-        "dtype": run.dtype,
-        "max_model_len": max_model_len,
+        "max_model_len": MAX_MODEL_LEN,
         "max_num_seqs": MAX_NUM_SEQS,
         "max_num_batched_tokens": run.budget,
         "seed": 0,
@@ -244,54 +165,102 @@ def engine_options(run: EngineRun, *, on_cpu: bool) -> dict[str, Any]:
     if on_cpu:
         options["block_size"] = block_size
         options["enforce_eager"] = True  # vLLM compiles for the CPU otherwise, which takes minutes
-        options["max_num_batched_tokens"] = max_model_len if is_latent else run.budget  # no chunks there
-    per_request = -(-max_model_len // block_size)
-    if run.kind.small_pool:
+        options["max_num_batched_tokens"] = MAX_MODEL_LEN if is_latent else run.budget  # no chunks there
+    per_request = -(-MAX_MODEL_LEN // block_size)
+    if RESUMED in run.kind.does:
         options["num_gpu_blocks_override"] = run.blocks or per_request * 5 // 4
     elif on_cpu:
         options["num_gpu_blocks_override"] = per_request * MAX_NUM_SEQS
-    if run.kind.drafts:
+    if DRAFTS in run.kind.does:
         options["speculative_config"] = dict(_NGRAM)
     return options
 
 
-def serve(run: EngineRun, started: Callable[[ServedTraffic], None]) -> ServedTraffic:
-    """Serve the requests of ``run`` by a new engine of this process, and judge it.
+# The process that serves, a fork of this one.
 
-    ``started`` is called with the environment when the engine can serve.
-    An engine that cannot be started is part of the result; one that raises later has records of outcome ``errored``.
+_VARIABLES: Mapping[str, str] = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the scheduler and the model runner in one process
+    "VLLM_DISABLE_REQUEST_ID_RANDOMIZATION": "1",  # findings name requests as they are drawn
+}
+_DEFAULTS: Mapping[str, str] = {
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "NUMBA_NUM_THREADS": "1",  # of the drafter; vLLM uses one of them
+}
+"""Environment variables of the process that serves, unless they are given."""
+
+
+def import_vllm() -> None:
+    """Import vLLM, and set the environment variables that it reads. This process must not use a device.
+
+    Raises:
+        QuestionError: it is not installed, or cannot be imported.
     """
-    from attncheck.harness.device import collect_environment
-    from attncheck.harness.driver.observation import capture_exception
-    from attncheck.harness.engine.events import ObserverSettings
-    from attncheck.harness.engine.observer import EngineObserver
-    from attncheck.harness.engine.vllm_runner import watching
+    os.environ.update({**_DEFAULTS, **os.environ, **_VARIABLES})
+    try:
+        import_module("vllm").LLM  # noqa: B018 (what it imports takes seconds)
+    except Exception as error:  # whatever its modules raise
+        raise QuestionError(f"vLLM cannot be imported here: {type(error).__name__}: {error}") from error
 
-    observer = EngineObserver(ObserverSettings(judge_every=run.every, follow_one_of=run.follow))
-    raised, lacks = None, ""
-    platform = import_module("vllm.platforms").current_platform
-    with watching(observer):
+
+def serve_apart(run: EngineRun, limit: Limit) -> EngineRecords:
+    """Serve the requests of ``run`` by a new engine in a fork of this process, and judge it.
+
+    If the process ends while it serves, or exceeds ``limit``, the record of each check states this.
+
+    Raises:
+        QuestionError: the engine cannot be started.
+        WorkerError: attncheck itself failed in the process.
+    """
+    serve = partial(serve_calls, make=lambda _: TrafficServer())
+    with WorkerProcess(start=lambda _: fork_worker(serve)) as process:
+        process.send(TrafficServer.serve, run)
         try:
+            environment: Environment = process.receive(limit)
+        except (RefusedError, ProcessEndedError) as error:
+            printed = "".join(f"\nvLLM | {line}" for line in process.output(limit=2000).splitlines())
+            raise QuestionError(f"{run.case.id}: vLLM did not start: {error}{printed}") from error
+        try:
+            served: EngineRecords = process.receive(limit)
+        except ProcessEndedError as ended:
+            served = records_of(run.case, ObserverResult(), environment, seed=run.seed, ended_by=ended.end)
+        return served
+
+
+class TrafficServer(Server):
+    """Serves the requests of one run."""
+
+    def serve(self, run: EngineRun, emit: Callable[[Environment], None]) -> EngineRecords:
+        """Serve the requests of ``run`` by a new engine of this process, and judge it.
+
+        The event: the engine has started. One that cannot be started is refused; one that raises later has records of
+        outcome ``errored``.
+        """
+        observer = EngineObserver(ObserverSettings(judge_every=run.every, follow_one_of=run.follow))
+        platform = import_module("vllm.platforms").current_platform
+        watch_workers(EngineHooks(observer).install)
+        try:
+            if run.model in CONFIGS and not run.folder.exists():
+                make_model(run.folder, run.model)
             engine = import_module("vllm").LLM(**engine_options(run, on_cpu=platform.is_cpu())).llm_engine
-        except Exception as error:  # noqa: BLE001 (whatever a model makes vLLM raise)
+        except Exception as error:
             traceback.print_exc()
-            return ServedTraffic(not_started=f"{type(error).__name__}: {error}")
-        environment = collect_environment("cpu" if platform.is_cpu() else platform.device_type)
-        started(ServedTraffic(environment=environment))
-        began = time.monotonic()
+            raise RefusedError(f"{type(error).__name__}: {error}") from error
+        environment = collect_environment(platform.device_type)
+        emit(environment)
+        began, raised = time.monotonic(), None
         try:
             _serve_requests(engine, run, observer)
         except Exception as error:  # noqa: BLE001 (a fault of the engine is a result)
             traceback.print_exc()
             raised = capture_exception("serving", error)
-        seconds = time.monotonic() - began
+        duration_s = time.monotonic() - began
         result = observer.result()
-    if not run.steps:
-        lacks = _lacking(run, result.counts, engine.vllm_config)
-    case = run.case(lacks)
-    records = records_of(case, result, circumstances_of(run, environment), seconds, raised=raised)
-    info, backend = case.info(result), backend_of(result.engine).info
-    return ServedTraffic(case=info, backend=backend, environment=environment, records=records)
+        unmet = "" if run.steps else _unmet(run, result.counts, engine.vllm_config)
+        return records_of(
+            run.case, result, environment, seed=run.seed, duration_s=duration_s, unmet=unmet, ended_by=raised
+        )
 
 
 def _serve_requests(engine: Any, run: EngineRun, observer: Any) -> None:
@@ -313,61 +282,15 @@ def _serve_requests(engine: Any, run: EngineRun, observer: Any) -> None:
             return
 
 
-def _lacking(run: EngineRun, counts: Mapping[str, int], config: Any) -> str:
+def _unmet(run: EngineRun, counts: Mapping[str, int], config: Any) -> str:
     """Return why the engine did not do what the kind of traffic is for, or ""."""
-    if run.kind.long and not run.kind.small_pool and not config.scheduler_config.enable_chunked_prefill:
-        return "vLLM has switched chunked prefill off for this model and platform"
-    missing = [name for name in run.kind.shown_by if not counts.get(name)]
-    if PREFIX_HITS in missing and not config.cache_config.enable_prefix_caching:
-        return "vLLM has switched prefix caching off for this model and platform"
-    advice = {RESUMED: "; give fewer --blocks or more --requests", DRAFTS: "; give more --requests"}
-    return f"the engine had no {missing[0]}{advice.get(missing[0], '')}" if missing else ""
-
-
-# The process that serves: one line of JSON on stdin, one on the descriptor that is given for each run.
-
-
-def _serve_in_fork(run: EngineRun, write_to: int) -> None:
-    """Serve ``run`` in a fork of this process; a line goes to the descriptor ``write_to``, whatever the fork does."""
-    child = os.fork()
-    if child == 0:
-        signal.alarm(run.limit_s)  # ends this process
-        code = 1
-        try:
-            _write_line(write_to, serve(run, partial(_write_line, write_to)))
-            code = 0
-        except BaseException:  # noqa: BLE001 (the process ends here)
-            traceback.print_exc()
-        finally:
-            sys.stdout.flush()
-            sys.stderr.flush()
-            os._exit(code)
-    _, status = os.waitpid(child, 0)
-    code = os.waitstatus_to_exitcode(status)
-    if code == -signal.SIGALRM:
-        _write_line(write_to, ServedTraffic(ended=f"not finished within {run.limit_s} s"))
-    elif code:
-        cause = f"killed by {signal.Signals(-code).name}" if code < 0 else f"left with exit code {code}"
-        _write_line(write_to, ServedTraffic(ended=cause))
-
-
-def _write_line(descriptor: int, served: ServedTraffic) -> None:
-    line = memoryview(f"{served.model_dump_json()}\n".encode())
-    while line:
-        line = line[os.write(descriptor, line) :]
-
-
-def main(arguments: Sequence[str]) -> None:
-    """Serve the runs that are on stdin as a JSON list, and write a line for each to the descriptor ``arguments[0]``."""
-    write_to = int(arguments[0])
-    runs = [EngineRun(**each) for each in json.load(sys.stdin)]
-    import_module("vllm").LLM  # noqa: B018 (imported once, before the forks)
-    for run in runs:
-        if run.model in CONFIGS and not Path(run.folder).exists():
-            Path(run.folder).mkdir()
-            make_model(Path(run.folder), run.model)
-        _serve_in_fork(run, write_to)
-
-
-if __name__ == "__main__":
-    main(sys.argv[1:])
+    is_on = {
+        PREFIX_HITS: config.cache_config.enable_prefix_caching,
+        PARTS: config.scheduler_config.enable_chunked_prefill,
+    }
+    for name in run.kind.shown_by:
+        if not is_on.get(name, True):
+            return f"the engine had no {name}: vLLM has switched this off for the model and platform"
+        if name != PARTS and not counts.get(name):
+            return f"the engine had no {name}; give more --requests{' or fewer --blocks' * (name == RESUMED)}"
+    return ""

@@ -3,7 +3,6 @@
 import functools
 import os
 import sys
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib import import_module
@@ -14,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from attncheck.errors import QuestionError
+from attncheck.harness.recording.kept_file import KeptFile
 from attncheck.harness.recording.recorder import LOGGER, BatchRecorder, Group, layer_kinds
 from attncheck.harness.recording.traffic import DEFAULT_CASES, RecordingSettings, Traffic, recorded_text, settings_of
 
@@ -163,8 +163,7 @@ class EngineRecording:
         self._settings = settings
         self._recorder = BatchRecorder(Traffic(), settings.every, self._begin)
         self._hooks = Hooks(self._recorder)
-        self._stopped = threading.Event()
-        self._at_exit: Finalize | None = None
+        self._file: KeptFile | None = None
 
     def start(self, group_class: type | None = None) -> bool:
         """Watch the engines created from now on; return False if another recording does.
@@ -176,9 +175,8 @@ class EngineRecording:
 
     def stop(self) -> None:
         """Stop recording, and write the file."""
-        self._stopped.set()
-        if self._at_exit is not None:
-            self._at_exit.cancel()
+        if self._file is not None:
+            self._file.cancel()
         self._hooks.remove()
         self._recorder.count_pending()
         self.write()
@@ -202,23 +200,8 @@ class EngineRecording:
 
     def _begin(self) -> None:
         """Start writing the file periodically. Called at the first batch, in the process that serves."""
-        self._at_exit = Finalize(None, self._end, exitpriority=10)
-        threading.Thread(target=self._keep_writing, name="attncheck-record", daemon=True).start()
-
-    def _keep_writing(self) -> None:
-        while not self._stopped.wait(_EVERY_S):
-            self._write_or_log()
-
-    def _end(self) -> None:
-        self._stopped.set()
-        self._recorder.count_pending()
-        self._write_or_log()
-
-    def _write_or_log(self) -> None:
-        try:
-            self.write()
-        except Exception:  # noqa: BLE001 (a failure must not keep the process alive)
-            LOGGER.exception("attncheck could not write %s", self._settings.path)
+        self._file = KeptFile(self._settings.path, self.write, _EVERY_S)
+        Finalize(None, self._recorder.count_pending, exitpriority=11)  # before the file is written for the last time
 
 
 def register() -> None:

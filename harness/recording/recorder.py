@@ -130,7 +130,7 @@ def _on_host(given: dict[str, Any], *names: str) -> Lengths | None:
 # No weights are read: of ALiBi slopes and sinks, only whether the layer has them.
 
 _KNOWN_LAYERS = ("Attention", "ChunkedLocalAttention", "EncoderOnlyAttention", "MLAAttention")
-"""vLLM layer classes whose attention a case can describe; other classes change the mask or the keys."""
+"""vLLM layer classes whose attention the truth can express; other classes change the mask or the keys."""
 
 _LAYOUTS = {name: layout for layout in get_args(Layout) for name in (layout, f"LB{layout.replace('D', 'C')}")}
 """Layout of a case by vLLM's former name, such as NHD, or current one, such as LBNHC."""
@@ -140,8 +140,18 @@ _NO_LAYER_WORD = {
     "use_mm_prefix": "prefix ranges of images",
     "use_sparse": "chosen keys",
     "non_causal_multi_token_decode": "decodes that see later keys",
+    "hisparse_cache": "keys in host memory",
 }
-"""Attributes of a layer that change the correct result, and that are not recorded."""
+"""Attributes of a layer that change the correct result in a way that the truth cannot express."""
+
+
+def reason_against(layer: Any) -> str | None:
+    """Return why the truth cannot express a layer of vLLM, such as ``layers with chosen keys``, or None."""
+    name = type(layer).__name__
+    if name not in _KNOWN_LAYERS:
+        return f"layers of the class {name}"
+    found = (words for attribute, words in _NO_LAYER_WORD.items() if getattr(layer, attribute, None))
+    return next((f"layers with {words}" for words in found), None)
 
 
 def layer_kinds(
@@ -167,18 +177,15 @@ def _kind(layer: Any, config: Any, block_size: int) -> LayerKind:
     Raises:
         SpecError: no case can describe the layer.
     """
-    name = type(layer).__name__
-    if name not in _KNOWN_LAYERS:
-        raise _unsayable("layers of the class", name)
-    for attribute, words in _NO_LAYER_WORD.items():
-        if getattr(layer, attribute, False):
-            raise _unsayable("layers with", words)
+    reason = reason_against(layer)
+    if reason is not None:
+        raise _unsayable(reason)
     dtype = str(config.model_config.dtype).removeprefix("torch.")
     if dtype not in get_args(DType):
-        raise _unsayable("layers of dtype", dtype)
+        raise _unsayable(f"layers of dtype {dtype}")
     impl, sizes = layer.impl, {"num_heads": layer.num_heads, "num_kv_heads": layer.num_kv_heads}
     common: dict[str, Any] = {**sizes, "head_size": layer.head_size, "dtype": dtype}
-    if name == "MLAAttention":
+    if type(layer).__name__ == "MLAAttention":
         mla = MLASpec(
             kv_lora_rank=layer.kv_lora_rank,
             qk_nope_head_dim=layer.qk_nope_head_dim,
@@ -217,7 +224,7 @@ def _cache(layer: Any, config: Any, block_size: int, *, has_cache: bool) -> Cach
         return CacheSpec()
     kept = str(layer.kv_cache_dtype)
     if kept not in get_args(KVCacheDType):
-        raise _unsayable("layers with a cache of", kept)
+        raise _unsayable(f"layers with a cache of {kept}")
     layout = _LAYOUTS.get(str(getattr(config.cache_config, "kv_cache_layout", None)), "NHD")
     cache: dict[str, Any] = {"block_size": block_size, "layout": layout, "kv_cache_dtype": kept}
     if kept in FP8_CACHES:
@@ -225,8 +232,8 @@ def _cache(layer: Any, config: Any, block_size: int, *, has_cache: bool) -> Cach
     return CacheSpec(**cache)
 
 
-def _unsayable(what: str, which: str) -> SpecError:
-    return SpecError(f"no case describes {what} {which}", field="layer", value=which, allowed="other layers")
+def _unsayable(what: str) -> SpecError:
+    return SpecError(f"no case describes {what}", field="layer", value=what, allowed="other layers")
 
 
 # Keeps as many batches of an engine as a time limit allows, and counts them many at once.

@@ -11,6 +11,7 @@ import torch
 
 from attncheck.harness.engine.events import (
     ContinuedRequest,
+    EngineFacts,
     KVGroup,
     LayerFacts,
     LayerRows,
@@ -59,6 +60,7 @@ class ToyEngine:
         observer.engine_starts(
             [KVGroup(BLOCK, group) for group in self.groups],
             {name: LayerFacts(self.true_settings_of(name), write=self.write) for name in layers},
+            EngineFacts(dtype="bfloat16"),
         )
 
     def true_settings_of(self, layer):

@@ -145,7 +145,6 @@ class Server:
 @pytest.fixture
 def folder(tmp_path):
     """A model, and the entry points of the plugins: attncheck's as it declares it, and one that plants a fault."""
-    (tmp_path / "model").mkdir()
     make_model(tmp_path / "model", "full")
     project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())
     plugins = {"planted": "planted:register", **project["project"]["entry-points"]["vllm.general_plugins"]}

@@ -46,6 +46,4 @@ def test_keys_that_are_read_before_they_are_written_are_named():
 def test_a_key_behind_the_last_is_named():
     result, engine = serve(ReadsOneMore, num_drafts=0, blocks=40)
     assert {(each.kind, each.step, each.request_id) for each in result.findings} == {("output", *engine.act)}
-    assert {each.cause for each in result.findings} == {
-        "the row sees 1 key too many, from a slot that is not written yet"
-    }
+    assert {each.cause for each in result.findings} == {"the row sees 1 key too many, behind its own"}

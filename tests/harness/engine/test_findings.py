@@ -5,8 +5,7 @@ from inline_snapshot import snapshot
 
 from attncheck.harness.driver.observation import Raised
 from attncheck.harness.engine.events import EngineFacts, EngineFinding, ObserverResult
-from attncheck.harness.engine.findings import KINDS, STOPPED, EngineCase, backend_of, grouped, header_of, records_of
-from attncheck.harness.run.outcomes import Circumstances
+from attncheck.harness.engine.findings import KINDS, STOPPED, EngineCase, grouped, header_of, records_of
 from attncheck.reference.spec import CHECKS as CHECKS_OF_ALL
 from attncheck.reports.analysis.findings import findings
 from attncheck.reports.analysis.repro import repro_command
@@ -19,8 +18,8 @@ LAYER = "model.layers.{}.self_attn.attn"
 CHECKS = {"output": 4000, "token": 2000, "position": 2000, "prefix_hit": 20, "count": 300, "write": 500}
 FACTS = EngineFacts(
     vllm_version="0.32.0",
-    runner="vllm.v1.worker.cpu_model_runner.CPUModelRunner",
-    backends={"full": "CPU_ATTN", "window": "CPU_ATTN"},
+    runner="CPUModelRunner V1",
+    backends=("CPU_ATTN",),
     dtype="bfloat16",
     kv_cache_dtype="auto",
     block_sizes=(32, 32),
@@ -36,10 +35,13 @@ ENVIRONMENT = Environment(
     device="cpu",
     device_name="a CPU",
 )
-CIRCUMSTANCES = Circumstances(seed=7, environment=ENVIRONMENT.digest, attncheck_version="0.1.0")
 SHARED = EngineCase(
-    "hybrid-shared-prefixes", "prompts share prefixes", {"model": "hybrid", "traffic": "shared-prefixes", "requests": 9}
+    id="hybrid-shared-prefixes",
+    description="prompts share prefixes",
+    checks=KINDS,
+    keys={"engine.model": "hybrid", "engine.traffic": "shared-prefixes", "engine.requests": 9},
 )
+SERVED = EngineCase(id="served")
 
 STALE = "from position 64 on, block 17 (number 2 of the table) holds old content of request 4"
 BAD_BLOCK = (
@@ -75,13 +77,12 @@ def observed(*found, **changes):
 
 
 def recorded(result, case=SHARED, **changes):
-    return {record.check: record for record in records_of(case, result, CIRCUMSTANCES, **changes)}
+    return {record.check: record for record in records_of(case, result, ENVIRONMENT, seed=7, **changes).records}
 
 
 def run_of(result, case=SHARED, command=()):
-    backend = backend_of(result.engine).info
-    header = header_of([case.info(result)], [backend], ENVIRONMENT, seed=7, command=command)
-    return Run("run.jsonl", header, tuple(recorded(result, case).values()))
+    served = records_of(case, result, ENVIRONMENT, seed=7)
+    return Run("run.jsonl", header_of([served], seed=7, command=command), served.records)
 
 
 def test_the_rows_layers_requests_and_steps_of_one_bad_block_are_one_finding():
@@ -103,6 +104,22 @@ def test_findings_without_a_block_are_grouped_by_cause_whatever_its_figures():
     assert len(grouped([*BAD_BLOCK, same_id])) == 2, "block 17 of another KV-cache group is another block"
 
 
+def lacking(step, request, block_id, block_index):
+    place = {"group": 0, "block_id": block_id, "block_index": block_index}
+    return EngineFinding("write", step, request, 32 * block_index, LAYER.format(0), note=f"{block_id} lacks", **place)
+
+
+def test_blocks_that_one_step_makes_wrong_in_the_same_way_are_one_finding():
+    act = [lacking(20, "3", 40 + index, index) for index in range(12)]
+    read = EngineFinding("output", 25, "3", 400, LAYER.format(0), group=0, block_id=43, block_index=3)
+    later = lacking(21, "3", 60, 12)
+    assert [len(group.findings) for group in grouped([*act, read, later])] == [13, 1]
+
+
+def test_a_block_at_another_place_of_a_table_has_another_request_and_is_another_finding():
+    assert [len(group.findings) for group in grouped([lacking(20, "3", 40, 2), lacking(90, "7", 40, 5)])] == [1, 1]
+
+
 def test_a_finding_names_its_first_step_request_position_layer_block_and_cause():
     text = terminal.render_run(run_of(observed(*BAD_BLOCK, *SHORT, not_followed={"layers with a state": 3})), width=110)
     assert text == snapshot("""\
@@ -121,15 +138,14 @@ finding 1 of 1, vllm:CPU_ATTN: from position 64 on, block 17 (number 2 of the ta
   request 4
   1 case, checks output and prefix_hit; the examination fails because of it
   case: engine/hybrid-shared-prefixes, check output: prompts share prefixes
-    bfloat16, KV cache auto, blocks of 32 tokens, runner CPUModelRunner
+    bfloat16, KV cache auto, blocks of 32 tokens, runner CPUModelRunner V1
     26 of 4000 output rows are wrong in 2 ways, the first is in step 13: request 3, position 93, layer
       model.layers.0.self_attn.attn, block 17, number 2 of its table
-    1 mapped block of 1 request in step 12; first in step 12: request 3, position 64, block 17, number 2 of
-      its table
-    24 output rows of 2 layers and 2 requests in steps 13 to 15, the largest error is 150 times the allowed
-      error
+    1 mapped block and 24 output rows of 2 layers and 2 requests in steps 12 to 15; first: request 3, position
+      64, block 17, number 2 of its table; the largest error is 150 times the allowed error
       likely cause: from position 64 on, block 17 (number 2 of the table) holds old content of request 4
-    and 5 more lines
+      other tokens are in it
+    and 4 more lines
     repeat: attncheck engine --model hybrid --traffic shared-prefixes --requests 9 --seed 7 --steps 13
 
 failed: 1 backend, 1 case: 1 failed\
@@ -148,21 +164,20 @@ def test_a_check_that_compared_nothing_is_not_passed():
 
 
 def test_checks_that_are_not_due_and_compared_nothing_have_no_record():
-    case = EngineCase("served", "", due=())
-    assert set(recorded(observed(checks={"output": 5}), case)) == {"output"}
+    assert set(recorded(observed(checks={"output": 5}), SERVED)) == {"output"}
 
 
 @pytest.mark.parametrize(
-    ("case", "result", "options", "outcome"),
+    ("result", "options", "outcome"),
     [
-        (SHARED, {"failure": "KeyError: 3"}, {}, ("unsupported", f"{STOPPED}KeyError: 3")),
-        (SHARED, {}, {"raised": Raised("serving", "AssertionError", "no free block")}, ("errored", "serving")),
-        (EngineCase("a", "", lacks="nothing was preempted"), {}, {}, ("unavailable", "nothing was preempted")),
+        ({"failure": "KeyError: 3"}, {}, ("unsupported", f"{STOPPED}KeyError: 3")),
+        ({}, {"ended_by": Raised("serving", "AssertionError", "no free block")}, ("errored", "serving")),
+        ({}, {"unmet": "nothing was preempted"}, ("unavailable", "nothing was preempted")),
     ],
     ids=["the observer failed", "the engine raised", "nothing of the kind happened"],
 )
-def test_a_finding_fails_its_check_whatever_keeps_the_others_from_passing(case, result, options, outcome):
-    found = recorded(observed(*BAD_BLOCK, **result), case, **options)
+def test_a_finding_fails_its_check_whatever_keeps_the_others_from_passing(result, options, outcome):
+    found = recorded(observed(*BAD_BLOCK, **result), **options)
     assert (found["output"].outcome, found["prefix_hit"].outcome) == ("failed", "failed")
     other = found["token"]
     assert (other.outcome, other.stage if other.outcome == "errored" else other.reasons[0]) == outcome
@@ -177,7 +192,7 @@ def test_a_finding_is_repeated_up_to_its_first_step():
 
 def test_no_command_repeats_a_finding_in_a_server():
     command = ("attncheck", "engine", "--every", "4", "--", "vllm", "serve", "a model")
-    run = run_of(observed(*BAD_BLOCK), EngineCase("served", "", due=()), command)
+    run = run_of(observed(*BAD_BLOCK), SERVED, command)
     assert repro_command(run.records[0], run.header) == ""
     assert "repeat" not in terminal.render_run(run, width=110)
 
@@ -187,5 +202,5 @@ def test_the_checks_of_engines_have_the_same_names_everywhere():
 
 
 def test_several_classes_that_serve_are_one_backend():
-    facts = EngineFacts(backends={"full": "FLASH_ATTN", "window": "FLASH_ATTN", "latent": "FLASHMLA"})
-    assert backend_of(facts).name == "vllm:FLASH_ATTN+FLASHMLA"
+    facts = EngineFacts(backends=("FLASH_ATTN", "FLASHMLA"))
+    assert recorded(observed(engine=facts))["output"].backend == "vllm:FLASH_ATTN+FLASHMLA"

@@ -6,6 +6,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from attncheck.harness.engine.events import LayerRows
 from attncheck.harness.engine.graphs import GraphCopies
+from attncheck.harness.engine.observer import EngineObserver
+from attncheck.harness.engine.vllm_runner import EngineHooks
 
 
 class Recording(TorchDispatchMode):
@@ -75,9 +77,10 @@ def seen():
 @pytest.fixture
 def copies(seen, graph_class):
     copies = GraphCopies(lambda rows: seen.append((rows.layer, rows.query.tolist(), rows.key.tolist())))
-    copies.install(graph_class)
+    hooks = EngineHooks(EngineObserver())
+    copies.install(hooks.wrap, graph_class)
     yield copies
-    copies.remove()
+    hooks.remove()
 
 
 def test_each_replay_is_observed_with_its_own_rows(copies, seen, graph_class):
@@ -122,8 +125,8 @@ def test_a_graph_without_attention_is_left_alone(copies, seen, graph_class):
 
 def test_the_graph_class_is_restored(seen, graph_class):
     before = dict(vars(graph_class))
-    copies = GraphCopies(lambda *_: None)
-    copies.install(graph_class)
+    hooks = EngineHooks(EngineObserver())
+    GraphCopies(lambda *_: None).install(hooks.wrap, graph_class)
     assert vars(graph_class)["replay"] is not before["replay"]
-    copies.remove()
+    hooks.remove()
     assert dict(vars(graph_class)) == before

@@ -4,7 +4,14 @@ import random
 
 import pytest
 
-from attncheck.harness.engine.events import ContinuedRequest, KVGroup, ObserverTally, StartedRequest, StepPlan
+from attncheck.harness.engine.events import (
+    ContinuedRequest,
+    KVGroup,
+    LayerFacts,
+    ObserverResult,
+    StartedRequest,
+    StepPlan,
+)
 from attncheck.harness.engine.history import EngineHistory
 from attncheck.reference import AttentionParams
 
@@ -16,17 +23,17 @@ class Server:
     """A server without preemption or drafts; ``rows``, ``followed``: how many it computed, and how many of them were."""
 
     def __init__(self, **options):
-        self.tally = ObserverTally(100)
-        self.history = EngineHistory([KVGroup(SIZE, ("layer",))], [[PARAMS]], self.tally, **options)
+        self.tally = ObserverResult()
+        self.history = EngineHistory([KVGroup(SIZE, ("layer",))], {"layer": LayerFacts(PARAMS)}, self.tally, **options)
         self.rows = self.followed = 0
 
     def step(self, started=(), continued=(), **counts):
-        self.tally.step += 1
+        self.tally.steps += 1
         self.history.begin(StepPlan(tuple(started), tuple(continued), counts))
         entered = self.history.enter(list(counts))
         self.history.end(dict.fromkeys(counts, (7,)))
         self.rows += sum(counts.values())
-        self.followed += sum(each.num_rows for each in entered.followed)
+        self.followed += sum(len(each.given) for each in entered.followed)
 
 
 @pytest.mark.parametrize("one_of", [4, 8])
@@ -42,11 +49,12 @@ def test_the_turns_of_a_conversation_are_followed_together(one_of):
         new = range(num_blocks + 1, num_blocks + 1 + length // SIZE - hit)
         num_blocks += len(new)
         cached[chat] = [*cached[chat], *new]
-        server.history.add(f"r{number}", tokens[chat])
+        reason = server.history.reason_of(tokens[chat])
+        server.history.add(f"r{number}", tokens[chat], not_followed=reason)
         started = StartedRequest(f"r{number}", (tuple(cached[chat]),), hit * SIZE)
         server.step([started], **{f"r{number}": length - hit * SIZE})
         server.history.finish(f"r{number}")
-    assert server.tally.findings == []
+    assert server.tally.findings == ()
     assert set(server.tally.not_followed) == {f"--follow {one_of} leaves out the first block of their prompt"}
     assert 0.5 < server.followed / server.rows * one_of < 1.5
 
@@ -75,26 +83,23 @@ def serve_unlike(server, *, num_steps, running=8, prompt=40, until=72):
 
 
 def test_new_requests_are_followed_though_ended_ones_left_rows_in_blocks():
-    server = Server()
-    server.history.numbers.max_capacity = 1024  # of 6,384 that the blocks hold
+    server = Server(capacity=1024)  # of 6,384 that the blocks hold
     serve_unlike(server, num_steps=600)
-    assert server.tally.findings == []
+    assert server.tally.findings == ()
     assert server.tally.not_followed == {}
     assert server.followed == server.rows > 4000
 
 
 def test_if_the_running_requests_do_not_fit_the_latest_are_not_followed():
-    server = Server()
-    server.history.numbers.max_capacity = 256  # of 576 that eight requests have at most
+    server = Server(capacity=256)  # of 576 that eight requests have at most
     serve_unlike(server, num_steps=600)
-    assert server.tally.findings == []
+    assert server.tally.findings == ()
     assert set(server.tally.not_followed) == {"their keys and values exceed max_row_bytes"}
     assert 0.3 < server.followed / server.rows < 0.9
 
 
 def test_a_hit_on_blocks_that_were_dropped_is_counted_and_no_finding():
-    server = Server()
-    server.history.numbers.max_capacity = 256
+    server = Server(capacity=256)
     for number in range(40):
         server.history.add(f"r{number}", [number] * 20)
         table = 2 * number + 1, 2 * number + 2
@@ -106,5 +111,55 @@ def test_a_hit_on_blocks_that_were_dropped_is_counted_and_no_finding():
         started = StartedRequest(name, ((2 * number + 1, 101 + number),), SIZE)
         server.step([started], **{name: 4})
         assert server.followed == 804, name
-    assert server.tally.findings == []
+    assert server.tally.findings == ()
     assert server.tally.not_followed == {"their prefix hit maps blocks whose keys are not kept": 4}
+
+
+def compute(server, name, tokens, table, hit=0):
+    """Serve one request of these tokens in one step; return whether it is followed."""
+    before = server.followed
+    server.history.add(name, tokens)
+    server.step([StartedRequest(name, (table,), hit)], **{name: len(tokens) - hit})
+    return server.followed > before
+
+
+def test_a_block_that_is_mapped_again_and_again_is_kept_while_others_are_dropped():
+    server, system = Server(capacity=256), [7] * SIZE
+    for number in range(60):  # 1,200 rows; each request maps the block of the first
+        table = (1, 2 + number)
+        assert compute(server, f"r{number}", [*system, *[number] * 20][: 2 * SIZE], table, hit=SIZE if number else 0)
+        server.history.finish(f"r{number}")
+    assert server.tally.findings == ()
+
+
+def test_a_prompt_that_does_not_fit_leaves_running_requests_followed():
+    server = Server(capacity=256)
+    assert compute(server, "running", [1] * 100, tuple(range(1, 8)))
+    assert not compute(server, "long", [2] * 200, tuple(range(10, 23)))
+    continued = ContinuedRequest("running", ((),), 100)
+    before = server.followed
+    server.step(continued=[continued], running=1)
+    assert server.followed == before + 1
+    assert server.tally.not_followed == {"their keys and values exceed max_row_bytes": 200}
+
+
+def test_a_request_whose_rows_are_dropped_is_not_followed_from_then_on():
+    server, table = Server(capacity=64), {"old": (1, 2, 3), "new": (4, 5, 6)}
+    assert compute(server, "old", [1] * 30, table["old"])
+    assert compute(server, "new", [2] * 28, table["new"])
+    for step in range(4):  # from the third on, 63 rows are too few, and the eighth part of 64 is freed
+        continued = [ContinuedRequest("old", ((),), 30 + step), ContinuedRequest("new", ((),), 28 + step)]
+        server.step(continued=continued, old=1, new=1)
+    assert server.followed == 58 + 2 + 2 + 1 + 1
+    assert server.tally.not_followed == {"their keys and values exceed max_row_bytes": 2}
+
+
+def test_a_wrong_prefix_hit_is_replaced_by_rows_of_its_tokens_if_these_are_kept():
+    server = Server(capacity=256)
+    for number in range(8):  # 255 rows
+        assert compute(server, f"r{number}", [number] * (32 - number // 7), (2 * number + 1, 2 * number + 2))
+        server.history.finish(f"r{number}")
+    assert compute(server, "new", [6] * 17, (98, 97), hit=SIZE)  # the 64 oldest rows are dropped, and one is used again
+    assert not compute(server, "old", [1] * 17, (96, 95), hit=SIZE)
+    assert [finding.block_id for finding in server.tally.findings] == [98, 96]
+    assert server.tally.not_followed == {"their prefix hit maps a wrong block, and no other has its tokens": 1}

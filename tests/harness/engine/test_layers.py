@@ -1,10 +1,12 @@
 """Layers of many kinds are judged with what they compute: latent, FP8 and shared caches, modifiers, chunks."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from attncheck.backends.caches.codecs import Coding
-from attncheck.harness.engine.events import KVGroup, LayerFacts, LayerRows, StartedRequest, StepPlan
+from attncheck.harness.engine.events import ContinuedRequest, KVGroup, LayerFacts, LayerRows, StartedRequest, StepPlan
 from attncheck.harness.engine.findings import grouped
 from attncheck.harness.engine.observer import EngineObserver
 from attncheck.harness.problem.storage import UpProjections
@@ -69,6 +71,26 @@ def test_layers_with_modifiers_are_right_together_and_each_is_found_without_its_
         assert {(finding.kind, finding.layer) for finding in result.findings} == {("output", name)}
 
 
+def test_chunks_are_counted_from_the_first_key_of_the_request_though_a_window_hides_it():
+    params = AttentionParams(4, 2, 16, window=(2, 0), attn_chunk_size=4)
+    query, key, value = 2 * drawn(ROWS, 4, 16), drawn(ROWS, 2, 16, seed=1), drawn(ROWS, 2, 16, seed=2)
+    output = attend(query, key, value, params)
+    observer = EngineObserver()
+    observer.engine_starts([KVGroup(BLOCK, ("own",))], {"own": LayerFacts(params)})
+    observer.request_added("r", list(range(ROWS)))
+    plans = [
+        StepPlan((StartedRequest("r", ((1, 2, 3),), 0),), (), {"r": 7}),
+        StepPlan((), (ContinuedRequest("r", ((),), 7),), {"r": ROWS - 7}),  # the first row sees key 5 at the earliest
+    ]
+    for rows, plan in zip((slice(0, 7), slice(7, ROWS)), plans, strict=True):
+        observer.step_begins(plan)
+        observer.inputs(["r"], torch.arange(ROWS)[rows], torch.arange(ROWS)[rows])
+        observer.layer_rows(LayerRows("own", query[rows], key[rows], value[rows], output[rows]))
+        observer.step_ends({})
+    result = observer.result()
+    assert (result.findings, result.checks["output"]) == ((), ROWS)
+
+
 def latent_layer(num_heads=4, rank=32, nope=16, rope=8, size=16):
     weights = UpProjections(drawn(rank, num_heads, nope, seed=1) / 4, drawn(rank, num_heads, size, seed=2) / 4)
     params = AttentionParams(num_heads, num_heads, nope + rope, size, scale=0.2)
@@ -116,6 +138,14 @@ def test_no_cause_is_named_that_holds_for_one_of_two_wrong_rows():
     assert (finding.num_rows, finding.cause) == (2, None)
 
 
+def test_a_missing_causal_mask_is_named_though_each_row_sees_other_keys_too_many():
+    query, key, value = drawn(ROWS, 4, 16), drawn(ROWS, 2, 16, seed=1), drawn(ROWS, 2, 16, seed=2)
+    output = attend(query, key, value, replace(PLAIN, causal=False))
+    [finding] = observed({"own": LayerFacts(PLAIN)}, ("own", query, key, value, output)).findings
+    assert finding.num_rows > 1
+    assert finding.cause == "the row sees all keys of the step, as without a causal mask"
+
+
 @pytest.mark.parametrize(("spoilt", "words"), [(torch.nan, "NaN"), (-torch.inf, "infinite")])
 def test_an_output_that_is_not_finite_is_named(spoilt, words):
     query, key, value = drawn(ROWS, 4, 16), drawn(ROWS, 2, 16, seed=1), drawn(ROWS, 2, 16, seed=2)
@@ -124,7 +154,7 @@ def test_an_output_that_is_not_finite_is_named(spoilt, words):
     [finding] = observed({"own": LayerFacts(PLAIN)}, ("own", query, key, value, output)).findings
     assert (finding.position, finding.cause, finding.note) == (7, None, f"the output is {words}")
     [group] = grouped([finding])
-    assert "the largest error is NaN or infinite; first in step 1" in group.lines(shown=None)[0]
+    assert "the largest error is NaN or infinite" in group.lines(shown=None)[0]
 
 
 def test_fp8_keys_are_judged_by_the_values_of_their_codes():
@@ -183,7 +213,7 @@ def test_a_layer_that_is_called_twice_in_a_step_is_not_judged():
     again = ("twice", key.repeat(1, 2, 1), query[:, :2], value, attend(query, key, value, PLAIN))
     result = observed({"twice": LayerFacts(PLAIN)}, right, again)
     assert result.findings == ()
-    assert result.not_followed == {"layers that are called more than once in a step": ROWS}
+    assert result.not_followed == {"layers that are called more than once in a step": 2 * ROWS}
 
 
 @pytest.mark.parametrize(("page_size", "is_compared"), [(4, True), (2, True), (8, False)])

@@ -4,17 +4,15 @@
 """
 
 import sys
-from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from attncheck.errors import QuestionError
-from attncheck.harness.engine import served_engine
 from attncheck.harness.engine.observer import EngineObserver
-from attncheck.harness.engine.plugin import WatchSettings, settings_of
-from attncheck.harness.engine.served_engine import ServedEngine, watch_workers
+from attncheck.harness.engine.plugin import WatchSettings
+from attncheck.harness.engine.served_engine import ServedEngine
+from attncheck.harness.engine.vllm_runner import EngineHooks, watch_workers
 from attncheck.reports.run_file.store import read_run
 
 BLOCK, SIZE, STEPS = 4, 16, 12
@@ -143,12 +141,28 @@ def plan_of(number):
     )
 
 
-def drive(runner, *, is_async=False, warm_up=lambda runner: None):
+class Worker:
+    """The worker of a model runner, whose warm-up runs steps of invented requests."""
+
+    def __init__(self, runner, warm_up_steps=0):
+        self.model_runner, self.warm_up_steps = runner, warm_up_steps
+
+    def compile_or_warm_up_model(self):
+        for number in range(self.warm_up_steps):
+            self.model_runner.execute_model(plan_of(number))
+            self.model_runner.sample_tokens(None)
+        for kept in (self.model_runner.layer.impl.keys, self.model_runner.layer.impl.values, self.model_runner.outputs):
+            kept.clear()
+
+
+def drive(worker, *, is_async=False):
     """Serve the request; with ``is_async``, a step begins before the output of the one before is taken."""
+    runner = worker.model_runner
     spec = type("FullAttentionSpec", (), {"block_size": BLOCK})()
     group = SimpleNamespace(kv_cache_spec=spec, layer_names=["layer"])
     runner.initialize_kv_cache(SimpleNamespace(kv_cache_groups=[group]))
-    warm_up(runner)
+    for _ in range(2):  # as after a sleep
+        worker.compile_or_warm_up_model()
     waiting = None
     for number in range(STEPS):
         runner.execute_model(plan_of(number))
@@ -166,9 +180,8 @@ def drive(runner, *, is_async=False, warm_up=lambda runner: None):
 
 @pytest.fixture
 def settings(tmp_path, monkeypatch):
-    monkeypatch.setattr(served_engine, "check_internals", lambda: None)
     monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(__version__="0.32.0"))
-    return WatchSettings(tmp_path / "run.jsonl", judge_every=1, command=("attncheck", "engine"))
+    return WatchSettings(path=tmp_path / "run.jsonl", judge_every=1, command=("attncheck", "engine"))
 
 
 @pytest.fixture
@@ -176,12 +189,13 @@ def serve(settings):
     """Serve with a watched runner, and return its outputs and the run file."""
 
     def serve(runner, *, follow_one_of=1, **options):
-        engine = ServedEngine(replace(settings, follow_one_of=follow_one_of), runner)
-        engine.start(SimpleNamespace(GPUModelRunner=type(runner)))
+        worker = Worker(runner)
+        engine = ServedEngine(settings.model_copy(update={"follow_one_of": follow_one_of}), worker)
+        engine.start()
         try:
-            return drive(runner, **options), engine
+            return drive(worker, **options), engine
         finally:
-            engine.end()
+            engine.run_file.end()
             engine.hooks.remove()
 
     return serve
@@ -190,7 +204,7 @@ def serve(settings):
 @RUNNERS
 def test_a_worker_is_watched_by_its_runner(serve, settings, runner_class):
     outputs, engine = serve(runner_class())
-    assert torch.equal(outputs, drive(runner_class()))
+    assert torch.equal(outputs, drive(Worker(runner_class())))
     result = engine.hooks.observer.result()
     assert result.findings == ()
     assert (result.steps, result.checks["output"], result.checks["token"]) == (STEPS, STEPS + 3, STEPS + 3)
@@ -202,7 +216,7 @@ def test_a_worker_is_watched_by_its_runner(serve, settings, runner_class):
 
 def test_async_scheduling_is_judged_a_step_late(serve, settings):
     outputs, engine = serve(RunnerV2(is_async=True), is_async=True)
-    assert torch.equal(outputs, drive(RunnerV2()))
+    assert torch.equal(outputs, drive(Worker(RunnerV2())))
     result = engine.hooks.observer.result()
     assert result.findings == ()
     assert (result.checks["output"], result.checks["token"]) == (STEPS + 3, STEPS + 3)
@@ -221,29 +235,18 @@ def test_a_server_of_whose_requests_none_is_followed_has_no_passed_check(serve, 
     assert all("leaves out the first block of their prompt" in str(record) for record in records)
 
 
-def test_steps_of_a_profile_and_of_a_warm_up_are_ignored(serve, monkeypatch):
+def test_steps_of_a_profile_and_of_a_warm_up_are_ignored(settings):
     """Runner V2 runs a dummy batch before it has a cache, and the worker's warm-up drops what its steps sample."""
 
     class Profiled(RunnerV2):
         def initialize_kv_cache(self, kv_cache_config, is_profiling=False):
             self.execute_model(plan_of(0), dummy_run=True)
-            self.forget()
             super().initialize_kv_cache(kv_cache_config)
 
-        def forget(self):
-            for kept in (self.layer.impl.keys, self.layer.impl.values, self.outputs):
-                kept.clear()
-
-    class Worker:
-        def compile_or_warm_up_model(self, runner):
-            for number in (0, 1):
-                runner.execute_model(plan_of(number))
-                runner.sample_tokens(None)
-            runner.forget()
-
-    monkeypatch.setitem(sys.modules, "vllm.v1.worker.gpu_worker", SimpleNamespace(Worker=Worker))
-    options = {"is_async": True, "warm_up": lambda runner: Worker().compile_or_warm_up_model(runner)}
-    _, engine = serve(Profiled(is_async=True), **options)
+    worker = Worker(Profiled(is_async=True), warm_up_steps=2)
+    engine = ServedEngine(settings, worker)
+    engine.hooks.install(worker)
+    drive(worker, is_async=True)
     result = engine.hooks.observer.result()
     assert (result.failure, result.findings, result.steps) == (None, (), STEPS)
     assert result.checks["output"] == STEPS + 3
@@ -253,7 +256,7 @@ class NoModel(RunnerV1):
     """A runner without layers. It samples the number of the step for each request."""
 
     number = 0
-    input_batch = SimpleNamespace(req_ids=["a", "b"])
+    input_batch = SimpleNamespace(req_ids=["a", "b", "media"])
 
     def __init__(self):
         super().__init__(is_async=True)
@@ -312,8 +315,8 @@ def plan_with(counts, new=(), resumed=(), continued=(), **given):
 def test_a_request_that_is_resumed_in_flight_keeps_its_adapter_and_its_reason(settings, is_early):
     """The scheduler drops the token that is sampled in flight, whether it arrives before the next step or after."""
     runner = NoModel()
-    engine = ServedEngine(settings, runner)
-    engine.hooks.install(SimpleNamespace(GPUModelRunner=NoModel))
+    engine = ServedEngine(settings, Worker(runner))
+    engine.hooks.install(Worker(runner))
     try:
         ids, adapter = [1] * 9, {"lora_request": SimpleNamespace(lora_name="french")}
         media = ("media", ids, [4, 5, 6], 0, {"mm_features": ["image"]})
@@ -327,9 +330,11 @@ def test_a_request_that_is_resumed_in_flight_keeps_its_adapter_and_its_reason(se
         if not is_early:
             first.get_output()
         second.get_output()
-        given = {"ids": torch.tensor([2, 1]), "positions": torch.tensor([9, 8])}  # 2 is what the second step sampled
+        ids_given = torch.tensor([2, 1, 2])  # 2 is what the second step sampled
+        given = {"ids": ids_given, "positions": torch.tensor([9, 8, 9])}
         new = [("b", ids, [7, 8, 13], 8, adapter)]
-        runner.execute_model(plan_with({"a": 1, "b": 1}, new=new, continued=[("a", 9)], **given))
+        continued = [("a", 9), ("media", 9)]
+        runner.execute_model(plan_with({"a": 1, "b": 1, "media": 1}, new=new, continued=continued, **given))
         runner.sample_tokens(None).get_output()
     finally:
         engine.hooks.remove()
@@ -337,10 +342,10 @@ def test_a_request_that_is_resumed_in_flight_keeps_its_adapter_and_its_reason(se
     result = observer.result()
     assert (result.failure, result.findings) == (None, ())
     assert (result.checks["prefix_hit"], result.checks["token"]) == (2, 2)
-    assert not observer.may_follow("media")
+    assert result.not_followed == {"requests with images or other media": 1}
 
 
-WATCHES = ["_cache_made", "_execute_begins", "_requests_start", "_executed", "_sampled", "_step_ends"]
+WATCHES = ["_install", "_warm_up_begins", "_execute_begins", "_requests_start", "_executed", "_sampled", "_step_ends"]
 OBSERVES = ["engine_starts", "request_added", "step_begins", "inputs", "layer_rows", "forward_ends", "step_ends"]
 
 
@@ -350,27 +355,40 @@ def test_a_failure_of_ours_ends_the_watching_alone(serve, settings, monkeypatch,
     def fails(*_, **__):
         raise RuntimeError("ours")
 
-    owner = EngineObserver if name in OBSERVES else served_engine.EngineHooks
+    owner = EngineObserver if name in OBSERVES else EngineHooks
     monkeypatch.setattr(owner, name, fails)
     outputs, engine = serve(runner_class())
-    assert torch.equal(outputs, drive(runner_class()))
+    assert torch.equal(outputs, drive(Worker(runner_class())))
     assert engine.hooks.observer.result().failure == "RuntimeError: ours"
     run = read_run(settings.path)
     assert run.errors == ("attncheck itself failed, and stopped watching the engine: RuntimeError: ours",)
     assert not any(record.outcome == "passed" for record in run.records)
 
 
+def test_a_version_of_vllm_whose_method_takes_other_arguments_is_not_watched(serve):
+    class Other(RunnerV1):
+        def _model_forward(self, positions, input_ids):
+            self.forward(input_ids)
+
+    outputs, engine = serve(Other())
+    assert torch.equal(outputs, drive(Worker(RunnerV1())))
+    assert engine.hooks.observer.failure == (
+        "QuestionError: attncheck engine does not know this version of vLLM: "
+        "its Other has no _model_forward(input_ids, positions)"
+    )
+
+
 def test_what_cannot_be_followed_is_counted(serve, settings):
     outputs, engine = serve(RunnerV1(pipeline_parallel_size=2))
-    assert torch.equal(outputs, drive(RunnerV1()))
+    assert torch.equal(outputs, drive(Worker(RunnerV1())))
     result = engine.hooks.observer.result()
     assert result.failure is None
     assert result.not_followed == {"engines with pipeline parallelism": STEPS + 3}
     assert not any(record.outcome == "passed" for record in read_run(settings.path).records)
 
 
-@pytest.mark.parametrize(("rank", "data_parallel_rank"), [(1, 0), (0, 1)])
-def test_other_ranks_are_left_alone(settings, rank, data_parallel_rank):
+@pytest.mark.parametrize(("rank", "data_parallel_rank"), [(0, 0), (1, 0), (0, 1)])
+def test_other_ranks_are_left_alone(monkeypatch, rank, data_parallel_rank):
     class Wrapper:
         def init_device(self):
             self.worker = SimpleNamespace(
@@ -378,14 +396,16 @@ def test_other_ranks_are_left_alone(settings, rank, data_parallel_rank):
             )
             return "made"
 
-    watch_workers(settings, Wrapper)
-    watch_workers(settings, Wrapper)
-    assert Wrapper().init_device() == "made"  # the worker has no model runner: reading it would fail, and be logged
+    base = SimpleNamespace(WorkerWrapperBase=Wrapper)
+    monkeypatch.setitem(sys.modules, "vllm.v1.worker.worker_base", base)
+    started = []
+    for _ in range(2):
+        watch_workers(started.append)
+    assert Wrapper().init_device() == "made"
+    assert len(started) == (rank == data_parallel_rank == 0)
 
 
 def test_settings_pass_through_the_environment(tmp_path):
-    settings = WatchSettings(tmp_path / "run.jsonl", 16, 4, ("attncheck", "engine", "--every", "16"))
-    assert settings_of(settings.environment()) == settings
-    assert settings_of({}) is None
-    with pytest.raises(QuestionError, match="--follow is 0"):
-        WatchSettings(tmp_path / "run.jsonl", follow_one_of=0)
+    settings = WatchSettings(path=tmp_path / "run.jsonl", follow_one_of=4, command=("attncheck", "engine"))
+    (text,) = settings.environment().values()
+    assert WatchSettings.model_validate_json(text) == settings

@@ -1,12 +1,29 @@
-"""Requests and engine options of each kind of traffic, and the small models, without vLLM."""
+"""Requests and engine options of each kind of traffic, without vLLM."""
 
 import json
+import os
+import signal
+import time
+from collections.abc import Callable
 
 import pytest
 
 from attncheck.errors import QuestionError
-from attncheck.harness.engine.models import CONFIGS, make_model
-from attncheck.harness.engine.traffic import MAX_MODEL_LEN, TRAFFIC, EngineRun, draw_requests, engine_options
+from attncheck.harness.device import collect_environment
+from attncheck.harness.engine.findings import EngineRecords
+from attncheck.harness.engine.models import CONFIGS
+from attncheck.harness.engine.traffic import (
+    MAX_MODEL_LEN,
+    TRAFFIC,
+    EngineRun,
+    TrafficServer,
+    draw_requests,
+    engine_options,
+    serve_apart,
+)
+from attncheck.harness.workers.limits import Limit
+from attncheck.harness.workers.process import RefusedError
+from attncheck.reports.run_file.header import Environment
 
 VOCAB_SIZE = 512
 
@@ -47,7 +64,7 @@ def options_of(tmp_path):
 
     def options_of(model, kind, *, on_cpu=True, **fields):
         (tmp_path / "config.json").write_text(json.dumps(CONFIGS[model]))
-        run = EngineRun(model=model, folder=str(tmp_path), traffic=kind, **fields)
+        run = EngineRun(model=model, folder=tmp_path, traffic=kind, **fields)
         return engine_options(run, on_cpu=on_cpu)
 
     return options_of
@@ -74,21 +91,51 @@ def test_drafts_are_for_their_kinds_only(options_of):
     assert [kind for kind in TRAFFIC if "speculative_config" in options_of("full", kind)] == ["drafts", "mixed"]
 
 
-@pytest.mark.parametrize("kind", CONFIGS)
-def test_a_small_model_has_the_weights_of_its_config_and_the_same_each_time(kind, tmp_path):
-    load_file = pytest.importorskip("safetensors.torch").load_file
-    for name in ("one", "two"):
-        (tmp_path / name).mkdir()
-        make_model(tmp_path / name, kind)
-    one, two = (load_file(tmp_path / name / "model.safetensors") for name in ("one", "two"))
-    config = json.loads((tmp_path / "one" / "config.json").read_text())
-    assert one.keys() == two.keys()
-    assert all(one[name].equal(two[name]) for name in one)
-    layers = {name.split(".")[2] for name in one if name.startswith("model.layers.")}
-    assert len(layers) == config["num_hidden_layers"]
-    assert one["model.embed_tokens.weight"].shape == (config["vocab_size"], config["hidden_size"])
+@pytest.fixture
+def served(tmp_path, monkeypatch):
+    """``served(act)``: the records of an engine that starts, and then acts, in a process of its own."""
+
+    def served(act, *, is_started=True, limit_s=60):
+        def serve(self, run: EngineRun, emit: Callable[[Environment], None]) -> EngineRecords:
+            os.write(1, b"a line of vLLM\n")
+            if is_started:
+                emit(collect_environment("cpu"))
+            act()
+
+        monkeypatch.setattr(TrafficServer, "serve", serve)
+        return serve_apart(EngineRun(model="full", folder=tmp_path, traffic="drafts", seed=3), Limit(limit_s))
+
+    return served
 
 
-def test_an_unknown_small_model_is_refused(tmp_path):
-    with pytest.raises(QuestionError, match="'tiny' is unknown; known: full, hybrid, latent"):
-        make_model(tmp_path, "tiny")
+def crash():
+    os.kill(os.getpid(), signal.SIGSEGV)
+
+
+@pytest.mark.parametrize(
+    ("act", "limit_s", "outcome", "cause"),
+    [(crash, 60, "crashed", "SIGSEGV"), (lambda: time.sleep(60), 1, "timed_out", "not finished within")],
+    ids=["crash", "hang"],
+)
+def test_an_engine_that_ends_while_it_serves_has_a_record_of_each_check(served, act, limit_s, outcome, cause):
+    found = served(act, limit_s=limit_s)
+    assert found.case.id == "full-drafts"
+    assert {record.check for record in found.records} == {"output", "token", "position", "count", "write"}
+    for record in found.records:
+        assert (record.outcome, record.stage, record.seed) == (outcome, "serving", 3)
+        assert cause in record.cause
+        assert "a line of vLLM" in record.output
+
+
+def refuse():
+    raise RefusedError("ValueError: no drafts here")
+
+
+def leave():
+    os._exit(3)
+
+
+@pytest.mark.parametrize(("act", "reason"), [(refuse, "ValueError: no drafts here"), (leave, "exited with code 3")])
+def test_an_engine_that_does_not_start_is_an_error_with_the_end_of_its_output(served, act, reason):
+    with pytest.raises(QuestionError, match=f"full-drafts: vLLM did not start: .*{reason}.*\nvLLM . a line of vLLM"):
+        served(act, is_started=False)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from attncheck.harness.engine.events import ContinuedRequest, KVGroup, StartedRequest
-from attncheck.harness.engine.vllm_runner import (
+from attncheck.harness.engine.vllm_facts import (
     added_request,
     kv_groups,
     layer_facts,
@@ -48,7 +48,7 @@ def test_a_plan_has_resumed_requests_among_the_started_ones():
         scheduled_spec_decode_tokens={"a": [4, -1]},
         kv_cache_block_copies=[(1, 2)],
     )
-    plan = step_plan(output)
+    plan = step_plan(output, {"b"})
     assert plan.started == (
         StartedRequest("c", ((1, 2), (3,)), 32),
         StartedRequest("b", ((7,), (8,)), 4, resumed=True),
@@ -57,7 +57,7 @@ def test_a_plan_has_resumed_requests_among_the_started_ones():
     assert plan.drafts == {"a": (4, -1)}
     assert plan.block_copies == ((1, 2),)
     made = SimpleNamespace(sampled_token_ids=[[9], [], [5, 6]], req_id_to_index={"b": 0, "c": 1, "a": 2})
-    assert sampled_tokens(output, made) == {"a": (5, 6), "b": (9,), "c": ()}
+    assert sampled_tokens(plan, made) == {"a": (5, 6), "b": (9,), "c": ()}
 
 
 def test_groups_that_are_not_followed_have_a_reason():
