@@ -1,8 +1,9 @@
 """Run a backend of layers with a state: construct it, lay out the arguments of a step, read the results."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from attncheck.harness.driver.outputs import GuardedBuffer, mark_unwritten
 from attncheck.harness.driver.pool import flat_bytes, same_bytes
 from attncheck.harness.problem.problem import planted_inputs
 from attncheck.harness.problem.recurrent import PADDING, RecurrentProblem, stored_pool
+from attncheck.reference.spec import AttentionCGSupport
 
 _GAP = 64
 """Least number of elements of a page that belong to no state; half of them lie before it. A state is aligned."""
@@ -25,6 +27,9 @@ _GAP = 64
 _SPARE_COLUMNS = 2
 _SPARE_INPUT = 8
 _RUBBISH = 512.0
+
+_HELD = ("query_start_loc", "seq_lens", "block_table_tensor", "slot_mapping")
+"""The tensors of the common metadata on the device."""
 
 
 @dataclass(frozen=True)
@@ -69,6 +74,35 @@ class StatePool:
         memory = self.memory.clone()
         memory.as_strided(*self._layout).zero_()
         return memory
+
+
+class StateStep:
+    """The arguments of one step on a device. Captured graphs use their memory again for later steps.
+
+    inputs: by name. accepted: ``num_accepted_tokens``, None without drafts.
+    """
+
+    def __init__(self, problem: RecurrentProblem, device: torch.device) -> None:
+        self._device = device
+        self.inputs = {name: _as_view(problem, problem.packed(name), device) for name in problem.padding}
+        self.common = common_metadata(problem, device)
+        self.accepted = accepted_tokens(problem, device)
+        self.pool = StatePool(problem, device)
+        self.output = _output_buffer(problem, device)
+
+    def fill(self, problem: RecurrentProblem) -> None:
+        """Write the arguments of another step of as many requests and rows into the same memory."""
+        other = StateStep(problem, self._device)
+        for name, tensor in self.inputs.items():
+            tensor.copy_(other.inputs[name])
+        held = {name: getattr(self.common, name) for name in _HELD}
+        for name, tensor in held.items():
+            tensor.copy_(getattr(other.common, name))
+        self.common = replace(other.common, **held)
+        if self.accepted is not None and other.accepted is not None:
+            self.accepted.copy_(other.accepted)
+        self.pool.memory.copy_(other.pool.memory)
+        self.output.refill(len(problem.positions))
 
 
 class StateSession:
@@ -116,6 +150,7 @@ class StateSession:
             with set_current_vllm_config(config):
                 return backend.get_builder_cls()(spec, [LAYER], config, device)
 
+        self._spec, self._config = spec, config
         self._impl = call_backend("construct", construct, device)
         self._builder = call_backend("builder", construct_builder, device)
 
@@ -123,34 +158,57 @@ class StateSession:
         self, problem: RecurrentProblem, poison: float | None = None, regions: tuple[str, ...] = ()
     ) -> StateObservation:
         """Run one step. ``poison``: written to ``regions``, which must not influence the result. Raises StageError."""
-        pool = StatePool(problem, self._device)
-        inputs = {name: _as_view(problem, problem.packed(name), self._device) for name in problem.padding}
-        num_rows = len(problem.positions)
+        step = StateStep(problem, self._device)
         if poison is not None:
             for name, slots in problem.regions().items():
                 if name in regions:
-                    pool.states[slots.to(self._device)] = poison
+                    step.pool.states[slots.to(self._device)] = poison
             if PADDING in regions:
-                for tensor in inputs.values():
-                    tensor[num_rows:] = poison
-        common = common_metadata(problem, self._device)
-        accepted = accepted_tokens(problem, self._device)
-        output = _output_buffer(problem, self._device)
-        states_before, gaps_before = pool.states.clone(), pool.gaps()
-        watched = {**inputs, **_weights(self._layer, problem), "query_start_loc": common.query_start_loc}
-        watched["block_table_tensor"] = common.block_table_tensor
-        before = {name: flat_bytes(tensor).clone() for name, tensor in watched.items()}
+                for tensor in step.inputs.values():
+                    tensor[len(problem.positions) :] = poison
+
+        def call() -> None:
+            metadata = self.build(step)
+            call_backend("forward", partial(self.forward, step, metadata), self._device)
+
+        return self.observed(problem, step, call)
+
+    def build(self, step: "StateStep", *, for_capture: bool = False) -> Any:
+        """Return the metadata of a step. Raises StageError."""
+        common, accepted = step.common, step.accepted
 
         def build() -> Any:
+            if for_capture:
+                return self._builder.build_for_cudagraph_capture(common)
             return self._builder.build(common_prefix_len=0, common_attn_metadata=common, num_accepted_tokens=accepted)
 
-        def forward() -> None:
-            given = {name: tensor.detach() for name, tensor in inputs.items()}
-            self._impl.forward(self._layer, given, pool.states.detach(), metadata, output.handed_out())
+        return call_backend("build", build, self._device)
 
+    def forward(self, step: "StateStep", metadata: Any) -> None:
+        """Call ``forward``; exceptions propagate."""
+        given = {name: tensor.detach() for name, tensor in step.inputs.items()}
+        self._impl.forward(self._layer, given, step.pool.states.detach(), metadata, step.output.handed_out())
+
+    @property
+    def graph_support(self) -> AttentionCGSupport:
+        """The level of CUDA graphs that the builder declares. Raises StageError if that raises."""
+        builder: Any = type(self._builder)
+        if hasattr(builder, "get_cudagraph_support"):
+            level: Any = call_backend("declaration", lambda: builder.get_cudagraph_support(self._config, self._spec))
+        else:
+            level = getattr(builder, "cudagraph_support", AttentionCGSupport.NEVER)
+        return AttentionCGSupport[level.name]
+
+    def observed(self, problem: RecurrentProblem, step: "StateStep", call: Callable[[], None]) -> StateObservation:
+        """Make the call that runs a step, and return what it changed. Raises StageError if a tensor lost its memory."""
+        pool, output = step.pool, step.output
+        num_rows = len(problem.positions)
+        states_before, gaps_before = pool.states.clone(), pool.gaps()
+        watched = {**step.inputs, **_weights(self._layer, problem), "query_start_loc": step.common.query_start_loc}
+        watched["block_table_tensor"] = step.common.block_table_tensor
+        before = {name: flat_bytes(tensor).clone() for name, tensor in watched.items()}
         with torch.no_grad():
-            metadata = call_backend("build", build, self._device)
-            call_backend("forward", forward, self._device)
+            call()
         for name, tensor in {**watched, "states": pool.memory, "output": output.memory}.items():
             require_memory(tensor, name, "forward")
         output.find_unwritten()

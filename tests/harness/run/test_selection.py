@@ -169,7 +169,7 @@ def test_a_setting_of_one_family_is_refused_for_backends_of_another_alone():
     assert (names, list(selection.faults)) == (["interpreted", "state"], ["smoke"])
     of_state, other = backend("one", default_suite="state"), backend("two", default_suite="smoke")
     assert default_suites(selection, [of_state]) == {"one": "state"}
-    with pytest.raises(CaseFileError, match="smoke with --set layer.head_size_v=64"):
+    with pytest.raises(CaseFileError, match=r"smoke with --set layer\.head_size_v=64"):
         default_suites(selection, [of_state, other])
 
 
