@@ -207,6 +207,11 @@ class StateMetadataBuilder(AttentionMetadataBuilder[StateMetadata]):
             **self._blocks(common),
         )
 
+    def build_for_cudagraph_capture(self, common_attn_metadata: CommonAttentionMetadata) -> StateMetadata:
+        """Return the metadata of a capture: with drafts, each request has accepted as many tokens as it has rows."""
+        accepted = common_attn_metadata.query_start_loc.diff() if self.kv_cache_spec.num_speculative_blocks else None
+        return self.build(0, common_attn_metadata, num_accepted_tokens=accepted)
+
     def _blocks(self, common: CommonAttentionMetadata) -> dict[str, Any]:
         """Return the fields of ``mamba_cache_mode`` ``"all"``."""
         if self.kv_cache_spec.mamba_cache_mode == "none":

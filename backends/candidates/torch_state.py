@@ -5,14 +5,22 @@ rule, the corrected values of its rows are the solution of a unit lower triangul
 """
 
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import softplus
 
-from attncheck.backends.state import NULL_BLOCK_ID, StateBackend, StateImpl, as_matrices
+from attncheck.backends.contract import AttentionCGSupport, CommonAttentionMetadata
+from attncheck.backends.state import (
+    NULL_BLOCK_ID,
+    StateBackend,
+    StateImpl,
+    StateMetadata,
+    StateMetadataBuilder,
+    as_matrices,
+)
 
 _CHUNK = 32
 
@@ -22,7 +30,35 @@ class TorchStateBackend(StateBackend):
 
     get_name = staticmethod(lambda: "TORCH_STATE")
     get_impl_cls = staticmethod(lambda: TorchStateImpl)
+    get_builder_cls = staticmethod(lambda: TorchStateBuilder)
     supported_mamba_cache_modes = ("none", "all")
+
+
+class TorchStateBuilder(StateMetadataBuilder):
+    """Builder whose metadata of decodes stay in the same memory, so that graphs of decodes can be replayed."""
+
+    def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        self._accepted = torch.ones(vllm_config.scheduler_config.max_num_seqs, dtype=torch.int32, device=device)
+
+    @classmethod
+    def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> AttentionCGSupport:
+        """Return UNIFORM_BATCH; NEVER with prefix caching, whose slots are computed for each step."""
+        is_cached = kv_cache_spec.mamba_cache_mode == "all"
+        return AttentionCGSupport.NEVER if is_cached else AttentionCGSupport.UNIFORM_BATCH
+
+    def build(
+        self,
+        common_prefix_len: int,
+        common_attn_metadata: CommonAttentionMetadata,
+        fast_build: bool = False,
+        num_accepted_tokens: Tensor | None = None,
+    ) -> StateMetadata:
+        """Return the metadata of a step."""
+        metadata = super().build(common_prefix_len, common_attn_metadata, fast_build, num_accepted_tokens)
+        held = self._accepted[: len(metadata.num_accepted_tokens)]
+        held.copy_(metadata.num_accepted_tokens)
+        return replace(metadata, num_accepted_tokens=held)
 
 
 @dataclass(frozen=True)
@@ -43,10 +79,13 @@ class _Rows:
         first, count = 0, len(self.query)
         for last in range(count):
             if last in stops or last - first + 1 == size or last + 1 == count:
-                at = slice(first, last + 1)
-                beta = None if self.beta is None else self.beta[at]
-                yield last, _Rows(self.query[at], self.key[at], self.value[at], self.log_decay[at], beta)
+                yield last, self.at(slice(first, last + 1))
                 first = last + 1
+
+    def at(self, rows: slice | Tensor) -> "_Rows":
+        """Return some of the rows."""
+        beta = None if self.beta is None else self.beta[rows]
+        return _Rows(self.query[rows], self.key[rows], self.value[rows], self.log_decay[rows], beta)
 
 
 class TorchStateImpl(StateImpl):
@@ -56,6 +95,9 @@ class TorchStateImpl(StateImpl):
         self, layer: Any, inputs: Mapping[str, Tensor], states: Tensor, attn_metadata: Any, output: Tensor
     ) -> None:
         pool = as_matrices(self.rule, states)
+        if not attn_metadata.num_prefills and attn_metadata.num_computed_tokens is None:
+            self._decode(layer, inputs, pool, attn_metadata, output)
+            return
         starts = attn_metadata.query_start_loc.tolist()
         slots = attn_metadata.state_indices_tensor[:, 0].tolist()
         has_state = attn_metadata.has_initial_states.tolist()
@@ -78,6 +120,38 @@ class TorchStateImpl(StateImpl):
                     written = stored[last]
                     pool[written] = state.to(states.dtype)
             output[first:end] = torch.cat(out).to(output.dtype).view_as(output[first:end])
+
+    def _decode(
+        self, layer: Any, inputs: Mapping[str, Tensor], pool: Tensor, metadata: StateMetadata, output: Tensor
+    ) -> None:
+        """Run a batch of decodes alone; no value of a tensor is read on the host."""
+        slots = metadata.state_indices_tensor.long()
+        starts = metadata.query_start_loc.long()
+        lengths = starts.diff()
+        rows = self._rows(layer, {name: tensor.float() for name, tensor in inputs.items()})
+        read = slots.gather(1, metadata.num_accepted_tokens[:, None].long() - 1)[:, 0]
+        state = pool[read].float()
+        # The row behind the others takes the outputs of requests that have no more rows.
+        out = torch.zeros(len(rows.query) + 1, *rows.value.shape[1:], device=output.device)
+        for column in range(slots.shape[1]):
+            has_row = (lengths > column) & (slots[:, 0] != NULL_BLOCK_ID)
+            at = torch.where(has_row, starts[:-1] + column, len(rows.query))
+            of_rows, state = self._step(rows.at(at.clamp(max=len(rows.query) - 1)), state)
+            out[at] = of_rows
+            written = slots[:, column]
+            kept = pool[written]
+            pool[written] = torch.where(has_row[:, None, None, None], state.to(pool.dtype), kept)
+        output.copy_(out[:-1].view_as(output))
+
+    def _step(self, rows: _Rows, state: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the outputs ``[N, H, V]`` of one row each of N requests, and their states ``[N, H, V, K]``."""
+        state = state * rows.log_decay.exp()[:, :, None]
+        value = rows.value
+        if rows.beta is not None:
+            known = torch.einsum("nhvk,nhk->nhv", state, rows.key)
+            value = rows.beta[:, :, None] * (value - known)
+        state = state + torch.einsum("nhv,nhk->nhvk", value, rows.key)
+        return torch.einsum("nhvk,nhk->nhv", state, rows.query), state
 
     def _rows(self, layer: Any, inputs: dict[str, Tensor]) -> _Rows:
         """Return the rows of a request in the terms of one recurrence."""

@@ -15,11 +15,13 @@ from attncheck.backends.dtypes import DTYPES
 from attncheck.backends.state import NULL_BLOCK_ID
 from attncheck.cases.model import Case
 from attncheck.harness.checks.again import Repeats, Variation, later_fault
+from attncheck.harness.checks.cudagraph.recorder import CaptureError, Recording, UnseenError, recorder_for
 from attncheck.harness.checks.findings import Broken, Finding, Holds, NotExamined
 from attncheck.harness.checks.interface import dump_tensors, is_answer
 from attncheck.harness.checks.numerics import differing_rows, rows_in_words, summarize, wrong_figures
 from attncheck.harness.checks.refusals import check_declared
-from attncheck.harness.driver.recurrent import StateObservation, StateSession, without_padding
+from attncheck.harness.driver.foreign_code import call_backend
+from attncheck.harness.driver.recurrent import StateObservation, StateSession, StateStep, without_padding
 from attncheck.harness.problem.recurrent import PADDING, RecurrentProblem, StateRequest, build_recurrent
 from attncheck.harness.truth.recurrent import (
     Computed,
@@ -29,6 +31,7 @@ from attncheck.harness.truth.recurrent import (
     recurrent_truth,
     wrong_orders,
 )
+from attncheck.reference.spec import AttentionCGSupport
 from attncheck.reports.analysis.phrases import plural
 from attncheck.reports.run_file.causes import UNKNOWN
 
@@ -36,6 +39,7 @@ from attncheck.reports.run_file.causes import UNKNOWN
 # `cache_write`: the states that the step stores are within the budget, and all other bytes of the pool are unchanged.
 # `containment`: slots of no request, slots of requests without a state, slots of rejected drafts and padding rows
 # influence neither outputs nor states, and no memory beside the output changes. `determinism`: equal bits.
+# `cudagraph`: a graph of decodes, captured with the null block alone, is right with other slots and fewer requests.
 # `invariance`: right requests are right again in other orders, slots, steps and pieces.
 #
 # Each step is judged by a truth of its own. Where a step continues another one, that truth begins with the states which
@@ -158,6 +162,7 @@ class RecurrenceChecks:
             "containment": self._containment,
             "determinism": self._determinism,
             "invariance": self._invariance,
+            "cudagraph": self._cudagraph,
             "refusals": partial(check_declared, lambda: self._first),
         }
         reason = "a layer with a state has no log-sum-exp" if check == "lse" else _NOT_EXAMINED.format(check)
@@ -264,6 +269,57 @@ class RecurrenceChecks:
             done.append(variation.what)
         return Holds({"rows": len(self._right.positions), "variations": len(done)}, tuple(done))
 
+    def _cudagraph(self) -> Finding:
+        level = self._session.graph_support
+        if level is AttentionCGSupport.NEVER:
+            return NotExamined(("its builder declares no CUDA graphs",))
+        decodes = _decodes_of_a_graph(self._right, level)
+        if len(decodes) < 2:
+            return NotExamined(("a graph needs two right decodes of equal length",), "attncheck")
+        steps = _steps_of_a_graph(self._right, decodes)
+        for how, problem in steps.items():
+            wrong = self._wrong_in(problem, f"in a step {how}, without a graph", None)
+            if wrong is not None:
+                return wrong
+        step = StateStep(without_padding(self._right.ordered(decodes)), self._device)
+        recording = self._recording(step)
+        if not isinstance(recording, Recording):
+            return recording
+        for how, problem in steps.items():
+            step.fill(problem)
+            self._session.build(step)
+            for memory in recording.released():
+                return Broken(f"the graph uses memory that was released after its capture: {memory}")
+            seen = self._session.observed(problem, step, lambda: call_backend("replay", recording.replay))
+            judged = _Judged(problem, recurrent_truth(problem, self._truth), seen)
+            wrong = judged.wrong_output() or judged.wrong_pool()
+            if wrong is not None:
+                details = tuple(f"the graph repeats what it read on the host: {each}" for each in recording.host_reads)
+                summary = f"right without a graph, wrong in a replay {how}: {wrong.summary}"
+                return replace(wrong, summary=summary, meaning=None, details=(*wrong.details, *details))
+        notes = (f"{level.name} is declared; graphs of decodes alone are examined",)
+        return Holds({"replays": len(steps), "requests": len(decodes)}, notes)
+
+    def _recording(self, step: StateStep) -> Recording | Finding:
+        """Return the graph of a step whose slots are all the null block, and whose inputs are NaN."""
+        step.common.block_table_tensor.fill_(NULL_BLOCK_ID)
+        for tensor in step.inputs.values():
+            tensor.fill_(math.nan)
+
+        def prepare() -> Callable[[], object]:
+            return partial(self._session.forward, step, self._session.build(step, for_capture=True))
+
+        def record() -> Recording | Finding:
+            try:
+                return recorder_for(self._device).record(prepare)
+            except CaptureError as refusal:
+                return Broken(f"the builder declares graphs, and forward cannot be captured: {refusal}")
+            except UnseenError as refusal:
+                return NotExamined((str(refusal),), "attncheck")
+
+        with torch.no_grad():
+            return call_backend("warm-up for capture", record)
+
     @cached_property
     def _right(self) -> RecurrentProblem:
         """The step with the requests alone that are right in the first step."""
@@ -341,6 +397,34 @@ class RecurrenceChecks:
         """Return a step on the pool of an earlier one; each request has the state that it finds there."""
         filled = [replace(each, initial=seen.pool[each.source]) for each in requests]
         return replace(self._right.ordered(filled), stale=seen.pool)
+
+
+def _decodes_of_a_graph(problem: RecurrentProblem, level: AttentionCGSupport) -> list[StateRequest]:
+    """Return decodes of equal length that a graph of ``level`` can have, the longest ones."""
+    is_single = level is AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
+    decodes = [each for each in problem.requests if each.is_decode and (each.num_rows == 1 or not is_single)]
+    longest = max((each.num_rows for each in decodes), default=0)
+    return [each for each in decodes if each.num_rows == longest]
+
+
+def _steps_of_a_graph(problem: RecurrentProblem, decodes: list[StateRequest]) -> dict[str, RecurrentProblem]:
+    """Return the steps that one graph serves, by a description. They have equally many rows, with padding."""
+    num_rows, count = decodes[0].num_rows, len(problem.stale)
+
+    def padded(requests: list[StateRequest]) -> RecurrentProblem:
+        missing = len(decodes) - len(requests)
+        padding = {
+            name: torch.full((missing * num_rows, *rows.shape[1:]), math.nan, dtype=rows.dtype)
+            for name, rows in problem.padding.items()
+        }
+        return replace(problem.ordered(requests), padding=padding, padding_requests=missing)
+
+    mirrored = [replace(each, slots=tuple(count - slot for slot in each.slots)) for each in decodes[::-1]]
+    return {
+        "of decodes": padded(decodes),
+        "of decodes in other slots": padded(mirrored),
+        "of one decode and padding": padded(decodes[-1:]),
+    }
 
 
 def _columns(problem: RecurrentProblem) -> list[tuple[int, int]]:

@@ -192,14 +192,10 @@ class StateSession:
     @property
     def graph_support(self) -> AttentionCGSupport:
         """The level of CUDA graphs that the builder declares. Raises StageError if that raises."""
-        builder: Any = type(self._builder)
-        if hasattr(builder, "get_cudagraph_support"):
-            level: Any = call_backend("declaration", lambda: builder.get_cudagraph_support(self._config, self._spec))
-        else:
-            level = getattr(builder, "cudagraph_support", AttentionCGSupport.NEVER)
+        level = call_backend("declaration", lambda: self._builder.get_cudagraph_support(self._config, self._spec))
         return AttentionCGSupport[level.name]
 
-    def observed(self, problem: RecurrentProblem, step: "StateStep", call: Callable[[], None]) -> StateObservation:
+    def observed(self, problem: RecurrentProblem, step: "StateStep", call: Callable[[], object]) -> StateObservation:
         """Make the call that runs a step, and return what it changed. Raises StageError if a tensor lost its memory."""
         pool, output = step.pool, step.output
         num_rows = len(problem.positions)
@@ -232,7 +228,10 @@ def common_metadata(problem: RecurrentProblem, device: torch.device) -> CommonAt
     lengths = [request.num_rows for request in problem.requests]
     contexts = [request.position for request in problem.requests]
     padding = [0] * problem.padding_requests
-    columns = max(len(request.slots) for request in problem.requests)
+    batch, options = problem.case.batch, problem.options
+    columns = 1 + options.num_speculative_tokens
+    if options.mamba_cache_mode == "all":
+        columns = -(-batch.max_seq_len // problem.case.cache.block_size)
     table = torch.full((len(lengths + padding), columns + _SPARE_COLUMNS), len(problem.stale) - 1, dtype=torch.int32)
     table[len(lengths) :] = NULL_BLOCK_ID
     for number, request in enumerate(problem.requests):

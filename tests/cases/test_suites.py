@@ -43,7 +43,7 @@ SUITES = {
     "soft_cap": "c410293cda0f",
     "spec_decode": "940261f330ca",
     "split_kv": "1c252c8b0ab1",
-    "state": "46d8aad400de",
+    "state": "83b7e926ad96",
     "strides": "d29a9a830529",
     "tables": "683d57d58395",
     "vllm_interpreted": "2d314583afa1",

@@ -9,7 +9,7 @@ from inline_snapshot import snapshot
 
 from attncheck.backends.candidates.reference_state import ReferenceStateBackend, ReferenceStateImpl
 from attncheck.backends.candidates.torch_sdpa import SDPABackend
-from attncheck.backends.candidates.torch_state import TorchStateBackend, TorchStateImpl
+from attncheck.backends.candidates.torch_state import TorchStateBackend, TorchStateBuilder, TorchStateImpl
 from attncheck.backends.registry import LoadedBackend
 from attncheck.backends.state import NULL_BLOCK_ID, StateMetadataBuilder, as_matrices
 from attncheck.backends.verification import contract_problems
@@ -21,13 +21,21 @@ from attncheck.harness.driver.recurrent import StatePool, StateSession
 from attncheck.harness.problem.recurrent import ABSENT, FOREIGN, UNREAD, build_recurrent
 from attncheck.harness.problem.sizes import needed_bytes
 from attncheck.harness.run.evaluate import Examiner, RunPlan
-from attncheck.harness.truth.recurrent import Computed, mistakes, recurrent_truth, rounded_chunks, rows_of
+from attncheck.harness.truth.recurrent import (
+    Computed,
+    mistakes,
+    recurrent_truth,
+    rounded_chunks,
+    rows_of,
+    wrong_orders,
+)
 from attncheck.reference.attention.recurrence import recurrence, recurrent_rows
 from attncheck.reference.spec import DEFAULT_CHECKS
 from attncheck.reference.step_spec import RecurrenceOptions, RequestSpec
 
 CPU = torch.device("cpu")
-NOT_EXAMINED = dict.fromkeys(("lse", "features", "builder", "cudagraph"), "unsupported")
+NOT_EXAMINED = dict.fromkeys(("lse", "features", "builder"), "unsupported")
+WITHOUT_GRAPHS = NOT_EXAMINED | {"cudagraph": "unsupported"}
 MIXED = ((1, 20), (1, 9), (12, 30), (2, 2), (21, 21), (1, 1))
 DRAFTS = ((3, 20), (2, 9), (1, 9), (12, 30), (9, 9))
 BLOCKS = (
@@ -86,7 +94,9 @@ def test_right_backends_pass_every_check(state_case, rule, drafts):
     case = state_case(rule, *(DRAFTS if drafts else MIXED), options={"num_speculative_tokens": drafts})
     for backend in (ReferenceStateBackend, TorchStateBackend):
         records = examine(backend, case)
-        assert outcomes(records) == dict.fromkeys(DEFAULT_CHECKS, "passed") | NOT_EXAMINED
+        has_graphs = backend is TorchStateBackend and not drafts  # two decodes of a length are needed
+        left_out = NOT_EXAMINED if has_graphs else WITHOUT_GRAPHS
+        assert outcomes(records) == dict.fromkeys(DEFAULT_CHECKS, "passed") | left_out
         assert records["numerics"].figures["budget_share"] < 0.8
         assert ("after a roll-back of drafts" in records["invariance"].notes) == bool(drafts)
         assert "with prompts in two pieces" in records["invariance"].notes
@@ -414,7 +424,7 @@ def test_a_case_that_cannot_show_a_fault_is_refused(state_case):
 def test_each_mistake_of_a_rule_is_another_output(state_case, rule):
     options = {"num_speculative_tokens": 2}
     problem = build_recurrent(state_case(rule, *DRAFTS, options=options), 0)
-    meanings = [mistake.meaning for mistake in mistakes(problem)]
+    meanings = [mistake.meaning for mistake in (*mistakes(problem), *wrong_orders(problem))]
     assert len(set(meanings)) == len(meanings) >= 7
 
 
@@ -453,7 +463,7 @@ def test_right_backends_pass_with_prefix_caching(state_case):
         case = state_case(rule, *BLOCKS, options=options, cache={"block_size": 4})
         for backend in (ReferenceStateBackend, TorchStateBackend):
             records = examine(backend, case)
-            assert outcomes(records) == dict.fromkeys(DEFAULT_CHECKS, "passed") | NOT_EXAMINED
+            assert outcomes(records) == dict.fromkeys(DEFAULT_CHECKS, "passed") | WITHOUT_GRAPHS
             assert "in slots that other requests have left" in records["invariance"].notes
 
 
@@ -570,7 +580,39 @@ def test_some_gates_are_zero_in_decodes_and_prompts(state_case):
     for rule in ("gdn", "kda"):
         requests = build_recurrent(state_case(rule, *MIXED), 0).requests
         without = [bool((request.inputs["g"] == 0).flatten(1).all(dim=1).any()) for request in requests]
-        assert without == [False, True, False, True, True, False]
+        assert without == [False, True, True, False, True, True]
+
+
+def graphs(forward):
+    """Return a function from a case to the record of ``cudagraph`` of a backend with another ``_decode``."""
+    return lambda case: examine(changed(_decode=forward), case, checks=("cudagraph",))["cudagraph"]
+
+
+def test_a_replay_serves_other_slots_and_fewer_requests(state_case):
+    case = state_case("gdn", (3, 20), (3, 9), (3, 12), (8, 8), options={"num_speculative_tokens": 2})
+    right = graphs(TorchStateImpl._decode)(case)
+    assert (right.outcome, right.figures["replays"], right.figures["requests"]) == ("passed", 3, 3)
+
+    class Copies(TorchStateBuilder):
+        def build(self, *args, **kwargs):
+            metadata = super().build(*args, **kwargs)
+            kept = vars(self).setdefault("kept", [])
+            kept.append(metadata.state_indices_tensor.clone())
+            return replace(metadata, state_indices_tensor=kept[-1])
+
+    def reads(self, layer, inputs, pool, metadata, output):
+        metadata.query_start_loc.tolist()
+        TorchStateImpl._decode(self, layer, inputs, pool, metadata, output)
+
+    def without_padding(self, layer, inputs, pool, metadata, output):
+        TorchStateImpl._decode(self, layer, inputs, pool, metadata, output)
+        pool[metadata.state_indices_tensor[-1, 0]] += 1
+
+    copies = type("Mine", (TorchStateBackend,), {"get_builder_cls": staticmethod(lambda: Copies)})
+    summary = examine(copies, case, checks=("cudagraph",))["cudagraph"].summary
+    assert summary.startswith("right without a graph, wrong in a replay of decodes: 9 of 9 rows are wrong")
+    assert "forward cannot be captured: host read" in graphs(reads)(case).summary
+    assert "without a graph" in graphs(without_padding)(case).summary
 
 
 def test_what_does_not_fit_is_unavailable_before_anything_is_made(state_case):
