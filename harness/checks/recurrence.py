@@ -305,13 +305,16 @@ class RecurrenceChecks:
         step.common.block_table_tensor.fill_(NULL_BLOCK_ID)
         for tensor in step.inputs.values():
             tensor.fill_(math.nan)
+        recorder = recorder_for(self._device)
+        common = step.common
+        recorder.mark_host(common.query_start_loc_cpu, common.seq_lens_cpu, common.num_computed_tokens_cpu)
 
         def prepare() -> Callable[[], object]:
             return partial(self._session.forward, step, self._session.build(step, for_capture=True))
 
         def record() -> Recording | Finding:
             try:
-                return recorder_for(self._device).record(prepare)
+                return recorder.record(prepare)
             except CaptureError as refusal:
                 return Broken(f"the builder declares graphs, and forward cannot be captured: {refusal}")
             except UnseenError as refusal:
