@@ -216,7 +216,7 @@ class UnpagedAttention:
 K = 3.0
 """``k`` of the formula: the multiple of an honest low-precision run's loss that is allowed."""
 
-USUAL = 4.0
+USUAL = 6.0
 """The multiple of the usual loss of a recurrence that is allowed. It exceeds ``K``, because rows differ."""
 
 ROUNDINGS = 2
