@@ -173,6 +173,7 @@ RECURRENCES: tuple[PathSpec, ...] = tuple(
         RecurrenceOptions(rule=rule, mamba_cache_mode="all"),
         RecurrenceOptions(rule=rule, qk_l2norm=False),
     )
+    if options.qk_l2norm or rule in ("gdn", "kda")  # other rules do not normalise
 )
 """The values of ``path`` for backends of layers with a state, which declare no other path."""
 
