@@ -84,10 +84,11 @@ def test_a_suite_describes_each_case_and_stays_cheap(name):
     products = [
         request.query_len * max(request.total_len, request.encoder_len or 0) * case.layer.num_heads
         for case in suite
+        if case.batch.path.name != "recurrence"  # such a layer has no scores
         for request in case.batch
     ]
     assert sum(products) < (8e6 if name != "smoke" else 2e6)  # scores in all; 8e6: under two seconds of float64
-    assert max(products) < 2.2e6
+    assert max(products, default=0) < 2.2e6
 
 
 # `seq_lens` and query lengths of vLLM's backend test, as its authors tabulate them.
