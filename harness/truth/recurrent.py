@@ -6,8 +6,8 @@ of ``unpaged``. Its honest low-precision runs are:
 - the loop in float32;
 - where states have fewer bits, the same loop with the state rounded after each row of a decode. Its output comes from
   the rounded state. With ``mamba1``, this holds for the rows of prompts, too: each may be a call of the decode kernel;
-- the form in chunks of :func:`rounded_chunks`, of 1, 16 and 64 rows. Its operands and intermediate results are rounded
-  to the layer's dtype, as kernels for matrix units round them. The state is rounded to its dtype after each chunk. For
+- the form in chunks of :func:`rounded_chunks`, of 1, 16 and 64 rows. Its operands, beta and intermediate results are
+  rounded to the layer's dtype, as kernels for matrix units round them. The state is rounded to its dtype after each chunk. For
   decodes, chunks have one row, because a kernel may read again the state that it stored after each row.
 
 An error enters the state and decays with it, in these runs as in a kernel. So no bound of its own is needed for decay.
@@ -286,9 +286,9 @@ def rounded_chunks(
 
     A chunk has at most ``size`` rows, and ends at each row of ``stops``.
 
-    Operands and results of each matrix product are rounded to ``dtype``, and the state to ``stored`` after each chunk.
-    ``rows``: float32. With a delta rule, the corrected values are ``T (beta V) - T (beta K exp(G)) S``. ``T`` is the
-    inverse of a unit lower triangular matrix (Gated DeltaNet, arXiv 2412.06464, section 3.3).
+    Beta, operands and results of each matrix product are rounded to ``dtype``, and the state to ``stored`` after each
+    chunk. ``rows``: float32. With a delta rule, the corrected values are ``T (beta V) - T (beta K exp(G)) S``. ``T`` is
+    the inverse of a unit lower triangular matrix (Gated DeltaNet, arXiv 2412.06464, section 3.3).
     """
 
     def low(x: Tensor) -> Tensor:
@@ -307,7 +307,7 @@ def rounded_chunks(
         sees = torch.ones(len(total), len(total), dtype=torch.bool, device=total.device).tril()
         between = (total[:, None] - total[None]).masked_fill(~sees[:, :, None, None], -torch.inf).exp()
         if rows.beta is not None:
-            beta = rows.beta[at]
+            beta = low(rows.beta[at])
             overlap = beta.t()[:, :, None] * torch.einsum("thk,tihk,ihk->hti", key, between, key).tril(-1)
             unit = torch.eye(len(total), device=total.device).expand_as(overlap)
             inverse = low(torch.linalg.solve_triangular(overlap + unit, unit, upper=False, unitriangular=True))

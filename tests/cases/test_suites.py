@@ -50,7 +50,7 @@ SUITES = {
     "tables": "683d57d58395",
     "vllm_interpreted": "2d314583afa1",
     "vllm_latent": "552378198733",
-    "vllm_state": "da4a2dda2cdb",
+    "vllm_state": "8556eae330e9",
     "xformers": "8df251944f73",
 }
 CHEAP = [name for name in SUITES if name != "named_batches"]
