@@ -7,7 +7,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from attncheck.harness.problem.indexer import NONE, stale_row
+from attncheck.harness.problem.chosen_keys import NONE, stale_row
 from attncheck.harness.problem.problem import Problem, rows_in_pool
 from attncheck.harness.truth.faults import Answer, Hypothesis, altered, attend_named, keys_seen
 from attncheck.harness.truth.truth import Truth
@@ -32,7 +32,7 @@ def sparse_explanations(problem: Problem, truth: Truth) -> Iterator[Hypothesis]:
 
 
 def _changed(meaning: str, params: AttentionParams, rows: UnpagedAttention, change: Change) -> Iterator[Hypothesis]:
-    """Yield the fault of other indices: with the causal mask, and without one if a row then sees more keys.
+    """Yield the fault of other indices, and without a causal mask, too, if a row then sees more keys.
 
     Kernels often rely on the indices alone.
     """
@@ -41,7 +41,7 @@ def _changed(meaning: str, params: AttentionParams, rows: UnpagedAttention, chan
     yield altered(meaning, other, params, "sparse")
     without_mask = replace(params, causal=False)
     if not torch.equal(keys_seen(other, without_mask), keys_seen(other, params)):
-        yield altered(meaning, other, without_mask, "sparse")
+        yield altered(f"{meaning}, without a causal mask", other, without_mask, "sparse")
 
 
 def _of_entries(indices: Tensor) -> dict[str, Change]:
