@@ -1,4 +1,4 @@
-"""Right backends of sparse attention in forms that no candidate has: slots, distinct entries, and sparse layers alone."""
+"""Right backends of sparse attention in forms that no candidate has: slots, entries as they are, sparse layers alone."""
 
 import torch
 
@@ -26,7 +26,7 @@ class GatheringImpl(PlainImpl):
 class GatheringSlots(Base):
     """As FlashMLA: the indices are slots, an indexer names no key twice, and no other layer is served."""
 
-    conventions = Conventions(padded_rows="untouched", topk_indices="slots", repeated_topk_indices=False)
+    conventions = Conventions(padded_rows="untouched", topk_indices_form="slots")
     is_sparse = classmethod(lambda cls: True)
     Impl = GatheringImpl
 
@@ -34,13 +34,13 @@ class GatheringSlots(Base):
 class WrongForm(GatheringSlots):
     """Declares positions, and reads slots."""
 
-    conventions = Conventions(padded_rows="untouched", repeated_topk_indices=False)
+    conventions = Conventions(padded_rows="untouched")
 
 
 class WithRepetitions(GatheringSlots):
     """Declares that a row may name a key twice, and sums over both."""
 
-    conventions = Conventions(padded_rows="untouched", topk_indices="slots")
+    conventions = Conventions(padded_rows="untouched", topk_indices_form="slots", any_topk_indices=True)
 
 
 def outcomes(backend, suite="sparse", cases="decode,mixed.float32,padding,sinks", checks=CHECKS):
@@ -48,7 +48,7 @@ def outcomes(backend, suite="sparse", cases="decode,mixed.float32,padding,sinks"
     return {(record.case_id, record.check): record.outcome for record in examined.records}
 
 
-def test_slots_and_distinct_entries_are_given_to_a_backend_that_declares_them():
+def test_slots_are_given_to_a_backend_that_declares_them_and_repetitions_to_no_other():
     assert "sparse" in GatheringSlots.features
     assert set(outcomes(GatheringSlots).values()) == {"passed"}
     for wrong in (WrongForm, WithRepetitions):
