@@ -17,6 +17,7 @@ from attncheck.harness.driver.foreign_code import as_plain
 from attncheck.harness.problem.pages import PageLayout, RandomStream, Request, key_places, lay_out
 from attncheck.harness.problem.problem import place_requests
 from attncheck.reference.step_spec import IndexerOptions
+from attncheck.reports.run_file.causes import ALTERNATIVE, perhaps
 
 # The rows and keys of an indexer, and the scores of every row and key in float64.
 #
@@ -336,7 +337,7 @@ class Indexing:
             if not any(bool(wrong.any()) for wrong in kinds.values()):
                 fitting.append(meaning)
         if len(fitting) > 1:
-            return f"perhaps {', or '.join(fitting)}"
+            return perhaps(ALTERNATIVE.join(fitting))
         return fitting[0] if fitting else None
 
     def _mistakes(self, got: Tensor) -> Iterator[tuple[str, Scores, Tensor]]:

@@ -3,7 +3,9 @@
 import torch
 
 from attncheck.backends.contract import Conventions
+from attncheck.backends.kernel import kernel_backend
 from attncheck.backends.mutants.plain import Base, PlainBackend, PlainImpl
+from attncheck.backends.paged_metadata import topk_indices_of
 from attncheck.harness.api import examine
 
 CHECKS = "numerics,cache_write,containment,invariance,builder"
@@ -59,3 +61,22 @@ def test_a_class_of_sparse_layers_gets_no_other_case():
     found = outcomes(GatheringSlots, suite="decode", cases="*", checks="numerics")
     assert set(found.values()) == {"unsupported"}
     assert PlainBackend.is_sparse() is False
+
+
+def test_a_function_can_take_the_indices():
+    def attend(query, key_cache, value_cache, metadata, params, out):
+        starts, lens = metadata.query_start_loc.tolist(), metadata.seq_lens.tolist()
+        size = key_cache.shape[1]
+        for request, num_keys in enumerate(lens):
+            for row in range(starts[request], starts[request + 1]):
+                named = topk_indices_of(metadata)[row].long()
+                named = named[: min(len(named), num_keys - starts[request + 1] + row + 1)]
+                slots = metadata.block_table_tensor[request, named // size].long() * size + named % size
+                keys, values = (cache.flatten(0, 1)[slots].float() for cache in (key_cache, value_cache))
+                group = query.shape[1] // keys.shape[1]
+                keys, values = keys.repeat_interleave(group, 1), values.repeat_interleave(group, 1)
+                scores = torch.einsum("hd,khd->hk", query[row].float(), keys) * params.softmax_scale
+                out[row] = torch.einsum("hk,khd->hd", scores.softmax(1), values)
+
+    function = kernel_backend(attend, name="chosen", features=["sparse"])
+    assert set(outcomes(function, cases="mixed.float32", checks="numerics,containment").values()) == {"passed"}
