@@ -1,5 +1,6 @@
 """Right backends of sparse attention in forms that no candidate has: slots, entries as they are, sparse layers alone."""
 
+import pytest
 import torch
 
 from attncheck.backends.contract import Conventions
@@ -63,20 +64,43 @@ def test_a_class_of_sparse_layers_gets_no_other_case():
     assert PlainBackend.is_sparse() is False
 
 
-def test_a_function_can_take_the_indices():
-    def attend(query, key_cache, value_cache, metadata, params, out):
-        starts, lens = metadata.query_start_loc.tolist(), metadata.seq_lens.tolist()
-        size = key_cache.shape[1]
-        for request, num_keys in enumerate(lens):
-            for row in range(starts[request], starts[request + 1]):
-                named = topk_indices_of(metadata)[row].long()
-                named = named[: min(len(named), num_keys - starts[request + 1] + row + 1)]
-                slots = metadata.block_table_tensor[request, named // size].long() * size + named % size
-                keys, values = (cache.flatten(0, 1)[slots].float() for cache in (key_cache, value_cache))
-                group = query.shape[1] // keys.shape[1]
-                keys, values = keys.repeat_interleave(group, 1), values.repeat_interleave(group, 1)
-                scores = torch.einsum("hd,khd->hk", query[row].float(), keys) * params.softmax_scale
-                out[row] = torch.einsum("hk,khd->hd", scores.softmax(1), values)
+def gathered(query, key_cache, value_cache, metadata, params, out):
+    """Reads as many entries of a row as an indexer names."""
+    for row, position, slots in rows_of(metadata, key_cache.shape[1]):
+        entries = topk_indices_of(metadata)[row].long()
+        named = slots[entries[: min(len(entries), position + 1)]]
+        scores, values = scores_and_values(query[row], key_cache, value_cache, named, params)
+        out[row] = torch.einsum("hk,khd->hd", scores.softmax(1), values)
 
-    function = kernel_backend(attend, name="chosen", features=["sparse"])
-    assert set(outcomes(function, cases="mixed.float32", checks="numerics,containment").values()) == {"passed"}
+
+def masked(query, key_cache, value_cache, metadata, params, out):
+    """Multiplies the values of old keys that no row chose by a weight of 0, as dense kernels with a mask do."""
+    for row, position, slots in rows_of(metadata, key_cache.shape[1]):
+        entries = topk_indices_of(metadata)[row].long()
+        chosen = torch.zeros(position + 1, dtype=torch.bool)
+        chosen[entries[entries >= 0]] = True
+        scores, values = scores_and_values(query[row], key_cache, value_cache, slots[: position + 1], params)
+        out[row] = torch.einsum("hk,khd->hd", scores.masked_fill(~chosen, -torch.inf).softmax(1), values)
+
+
+def rows_of(metadata, size):
+    """The number and position of each row, and the slots of its request's keys."""
+    starts = metadata.query_start_loc.tolist()
+    for request, num_keys in enumerate(metadata.seq_lens.tolist()):
+        keys = torch.arange(num_keys)
+        slots = metadata.block_table_tensor[request, keys // size].long() * size + keys % size
+        for row in range(starts[request], starts[request + 1]):
+            yield row, num_keys - starts[request + 1] + row, slots
+
+
+def scores_and_values(query, key_cache, value_cache, slots, params):
+    keys, values = (cache.flatten(0, 1)[slots].float() for cache in (key_cache, value_cache))
+    group = query.shape[0] // keys.shape[1]
+    scores = torch.einsum("hd,khd->hk", query.float(), keys.repeat_interleave(group, 1)) * params.softmax_scale
+    return scores, values.repeat_interleave(group, 1)
+
+
+@pytest.mark.parametrize("attend", [gathered, masked])
+def test_functions_take_rows_as_an_indexer_names_them(attend):
+    function = kernel_backend(attend, name=attend.__name__, features=["sparse"])
+    assert set(outcomes(function, cases="mixed.float32,decode", checks="numerics,containment").values()) == {"passed"}
