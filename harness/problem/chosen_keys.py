@@ -56,7 +56,7 @@ def loose_form(topk_indices: Tensor) -> Tensor:
     """Return entries ``[T, K]`` of another form that mean the same keys, for kernels that take any form.
 
     In half of the rows with unused entries, these lie between the others. In the rest, they repeat keys of the row,
-    every second time the first of its keys.
+    every second time the first of its keys. Every second pair of rows has its entries in reverse.
     """
     entries, width = topk_indices.clone(), topk_indices.shape[1]
     column = torch.arange(width)
@@ -65,13 +65,12 @@ def loose_form(topk_indices: Tensor) -> Tensor:
         if not 0 < count < width:
             continue
         if row % 2:
-            lowest = own[:count].amin()
-            repeated = torch.where(column % 2 == 0, lowest, own[column % count])
-            entries[row, count:] = repeated[count:]
+            repeated = torch.where(column % 2 == 0, own[:count].amin(), own[column % count])
+            changed = torch.where(column < count, own, repeated)
         else:
-            apart = torch.full_like(own, NONE)
-            apart[torch.arange(count) * width // count] = own[:count]
-            entries[row] = apart.flip(0) if row % 4 else apart
+            changed = torch.full_like(own, NONE)
+            changed[torch.arange(count) * width // count] = own[:count]
+        entries[row] = changed.flip(0) if row % 4 > 1 else changed
     return entries
 
 
