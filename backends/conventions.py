@@ -16,7 +16,7 @@ PaddedRows = Literal["untouched", "finite"]
 OperandStrides = Literal["any", "rows"]
 HostLens = Literal["upper_bound", "exact"]
 CacheStrides = Literal["undeclared", "any", "blocks", "pages"]
-TopkIndices = Literal["positions", "slots"]
+TopkIndicesForm = Literal["positions", "slots"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,15 +82,18 @@ class Conventions:
     ``pages``: none; the pages follow one another. ``undeclared``: the backend reads all strides, or raises.
     """
 
-    topk_indices: TopkIndices = "positions"
+    topk_indices_form: TopkIndicesForm = "positions"
     """What ``topk_indices`` of sparse attention name: ``positions`` in the row's request, or ``slots`` of the cache.
 
     A slot is ``page * block_size + offset``, as FlashMLA takes it. vLLM's indexer returns positions, which its classes
     convert.
     """
 
-    repeated_topk_indices: bool = True
-    """Whether a row may name a key twice, which counts once. An indexer does not; if False, no row does."""
+    any_topk_indices: bool = False
+    """Whether a row may name a key twice, which counts once, and have unused entries between others.
+
+    The rows of an indexer do neither. Only a backend that declares this gets such rows.
+    """
 
     @property
     def pool_orders(self) -> tuple[PoolOrder, ...]:
@@ -119,7 +122,7 @@ class Conventions:
             ("operand_strides", get_args(OperandStrides)),
             ("host_lens", get_args(HostLens)),
             ("cache_strides", get_args(CacheStrides)),
-            ("topk_indices", get_args(TopkIndices)),
+            ("topk_indices_form", get_args(TopkIndicesForm)),
         ):
             if getattr(self, name) not in allowed:
                 raise ValueError(f"{name} = {getattr(self, name)!r}: must be one of {', '.join(allowed)}")

@@ -273,7 +273,7 @@ def _check_declarations(
         wrong.append("a function does not get the tree ('tree'): derive a backend; its builder gets it")
     wrong += [
         f"a function does not get the metadata of {feature!r}: derive a backend; its builder gets them"
-        for feature in sorted(features & {"mm_prefix", "rswa", "sparse"})
+        for feature in sorted(features & {"mm_prefix", "rswa"})
     ]
     if "mla" in features:
         wrong.append("a function over keys and values cannot serve a latent cache ('mla')")

@@ -69,7 +69,7 @@ class ReferenceBackend(PagedBackend):
             "sparse",
         }
     )
-    conventions = Conventions(padded_rows="untouched", cache_strides="any")
+    conventions = Conventions(padded_rows="untouched", cache_strides="any", any_topk_indices=True)
     supported_kv_cache_dtypes = get_args(KVCacheDType)
     registered_kv_cache_dtype = (INT8, torch.int8)
     supported_attn_types = tuple(AttentionType)

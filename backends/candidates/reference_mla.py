@@ -15,7 +15,7 @@ class ReferenceMLABackend(LatentBackend):
     """Backend for any sizes and any block size. No CUDA graph: the reference reads lengths on the host."""
 
     features = LatentBackend.features | {"sparse"}
-    conventions = Conventions(padded_rows="untouched", cache_strides="any")
+    conventions = Conventions(padded_rows="untouched", cache_strides="any", any_topk_indices=True)
     get_name = staticmethod(lambda: "REFERENCE_MLA")
     get_impl_cls = staticmethod(lambda: ReferenceMLAImpl)
     get_builder_cls = staticmethod(lambda: ReferenceMLABuilder)

@@ -26,7 +26,7 @@ class TorchMLABackend(LatentBackend):
     """Backend for any sizes and any block size. No CUDA graph: gathering and chunking follow lengths from the host."""
 
     features = LatentBackend.features | {"sparse"}
-    conventions = Conventions(padded_rows="untouched", cache_strides="any")
+    conventions = Conventions(padded_rows="untouched", cache_strides="any", any_topk_indices=True)
     get_name = staticmethod(lambda: "TORCH_MLA")
     get_impl_cls = staticmethod(lambda: TorchMLAImpl)
     get_builder_cls = staticmethod(lambda: TorchMLABuilder)

@@ -73,7 +73,7 @@ class SDPABackend(PagedBackend):
             "sparse",
         }
     )
-    conventions = Conventions(padded_rows="finite", cache_strides="any")
+    conventions = Conventions(padded_rows="finite", cache_strides="any", any_topk_indices=True)
     supported_kv_cache_dtypes = ("auto", "float16", "bfloat16", "float32", "fp8", "fp8_e4m3", "fp8_e5m2")
     supported_attn_types = tuple(AttentionType)
 

@@ -1,11 +1,11 @@
 """``containment``: memory that the batch does not own never influences the output.
 
-NaN, Inf and huge finite values are written to every slot that must not influence a row: also to old keys of the batch
-that no row names, if an indexer chooses the keys. The real rows must be bitwise
-unchanged, or within the budget if the backend is not deterministic even on clean input. A difference counts only if the
-clean step reproduces and the poisoned step differs again in the same rows. Padding rows of the inputs must not matter,
-guard zones around the output must stay intact, and padding rows of the output must be finite, also with poison. Cannot
-see: reads whose result is discarded. Needs further runs of the backend.
+NaN, Inf and huge finite values are written to every slot that must not influence a row. If an indexer chooses the keys,
+old keys of the batch that no row names get a large number instead: an engine wrote them, so they are finite. The real
+rows must be bitwise unchanged, or within the budget if the backend is not deterministic even on clean input. A
+difference counts only if the clean step reproduces and the poisoned step differs again in the same rows. Padding rows
+of the inputs must not matter, guard zones around the output must stay intact, and padding rows of the output must be
+finite, also with poison. Cannot see: reads whose result is discarded. Needs further runs of the backend.
 """
 
 import math
@@ -28,6 +28,9 @@ from attncheck.harness.driver.session import Fill, Session
 from attncheck.harness.problem.problem import UNCHOSEN, Problem
 from attncheck.harness.problem.storage import key_storage
 from attncheck.reports.run_file.graph_levels import PADDING_EFFECT, PADDING_FAULTS, PaddingRows
+
+_LARGE = 256.0
+"""Content of keys that no row chose. An FP8 cache may hold its own largest number instead."""
 
 _TAIL, _LEFT_BEHIND = "the unused tail of a last page", "pages the window has left behind"
 
@@ -61,7 +64,7 @@ def check_containment(case: CheckedCase) -> Finding:
     )
     leaks: list[Broken] = []
     for fill in fills:
-        if leaks and fill.poison is not None:
+        if leaks and fill.poison is not None and fill.regions is None:
             continue  # tracing the first poison already covers leaks from foreign slots
         rows = repeats.reached(fill)
         if bool(rows.any()):
@@ -107,20 +110,23 @@ def _padding_fault(session: Session, seen: Observation, fill: Fill | None) -> Br
 def _fills(problem: Problem, session: Session) -> Iterator[Fill]:
     if session.pool is not None and session.pool.poisonable:
         storage = key_storage(problem.layer, problem.cache)
-        for value in (math.nan, math.inf, -math.inf, _huge(problem)):
+        poisons = (math.nan, math.inf, -math.inf, _huge(problem)) if session.pool.regions else ()
+        for value in poisons:
             # A format without infinities stores its largest number for Inf, which the last kind covers.
             # A row with a scale of its own holds NaN instead, which the first kind covers.
             has_infinities = storage.held != torch.float8_e4m3fn and storage.coded_rows is None
             is_held = has_infinities or not math.isinf(value)
             if is_held and (math.isfinite(value) or not session.backend.conventions.needs_finite_pool):
                 yield Fill(poison=value)
+        if UNCHOSEN in session.pool.poisonable:
+            yield Fill(poison=_LARGE, regions=(UNCHOSEN,))
     if problem.case.batch.padding.query_rows or problem.case.batch.padding.key_rows:
         yield Fill(padding=0.0)
 
 
 def _poison_name(poison: float) -> str:
     names = {"nan": "NaN", "inf": "Inf", "-inf": "-Inf"}
-    figure = f"{poison:.2g}"
+    figure = f"{poison:.2g}" if poison != _LARGE else f"{poison:g}"
     return names.get(figure, figure)
 
 
@@ -157,7 +163,7 @@ def _trace(session: Session, repeats: Repeats[Observation, Fill], fill: Fill, mo
             f"the output depends on padding rows of the inputs: with zeros instead of NaN, it changes in {moved}"
         )
     leaks = {}
-    for region in session.pool.poisonable if session.pool is not None else ():
+    for region in fill.regions or (session.pool.regions if session.pool is not None else ()):
         effect = _effect(repeats, Fill(poison=fill.poison, regions=(region,)))
         if isinstance(effect, StageError):
             leaks[region] = f"{region} (raises {effect.raised.error_type})"

@@ -17,6 +17,7 @@ from attncheck.harness.driver.foreign_code import as_plain
 from attncheck.harness.problem.pages import PageLayout, RandomStream, Request, key_places, lay_out
 from attncheck.harness.problem.problem import place_requests
 from attncheck.reference.step_spec import IndexerOptions
+from attncheck.reports.run_file.causes import ALTERNATIVE, perhaps
 
 # The rows and keys of an indexer, and the scores of every row and key in float64.
 #
@@ -328,13 +329,16 @@ class Indexing:
         return Holds(figures)
 
     def _meaning(self, seen: _Indexed) -> str | None:
-        """Return the fault with which the keys of all rows are right, or None."""
+        """Return the faults with which the keys of all rows are right, or None."""
         rows = len(self._problem.positions)
+        fitting = []
         for meaning, scores, indices in self._mistakes(seen.indices[:rows]):
             kinds, _ = wrong_rows(indices, scores)
             if not any(bool(wrong.any()) for wrong in kinds.values()):
-                return meaning
-        return None
+                fitting.append(meaning)
+        if len(fitting) > 1:
+            return perhaps(ALTERNATIVE.join(fitting))
+        return fitting[0] if fitting else None
 
     def _mistakes(self, got: Tensor) -> Iterator[tuple[str, Scores, Tensor]]:
         """Yield faults: the scores that they give, and the indices to compare with these."""

@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from io import BytesIO
 from pathlib import Path
 from typing import Any, TypeVar, cast
@@ -25,6 +25,7 @@ from attncheck.harness.driver.foreign_code import (
 from attncheck.harness.driver.observation import Observation, Raised
 from attncheck.harness.driver.pool import flat_bytes
 from attncheck.harness.driver.session import Session
+from attncheck.harness.problem.chosen_keys import loose_form
 from attncheck.harness.problem.problem import Problem
 from attncheck.harness.truth.truth import Truth, TruthCache
 from attncheck.harness.truth.unpaged import Budget, share_of_budget
@@ -75,8 +76,7 @@ class CheckedCase:
         shared: SharedByChecks,
     ) -> None:
         self.loaded = loaded
-        self.problem = problem
-        self.truth = truth
+        self.problem, self.truth = _in_form_of(loaded.backend, problem, truth)
         self.device = device
         self.undeclared, self.shared = undeclared, shared
         self.is_output_explained = False
@@ -108,6 +108,15 @@ class CheckedCase:
         if isinstance(self._first, Raised):
             raise StageError(self._first)
         return self._first
+
+
+def _in_form_of(backend: type[AttentionBackend], problem: Problem, truth: Truth) -> tuple[Problem, Truth]:
+    """Return both with the form of ``topk_indices`` that the backend takes. The chosen keys stay the same."""
+    if problem.topk_indices is None or not backend.conventions.any_topk_indices:
+        return problem, truth
+    indices = loose_form(problem.topk_indices)
+    rows = replace(truth.rows, topk_indices=indices.to(truth.rows.query.device))
+    return replace(problem, topk_indices=indices), replace(truth, rows=rows)
 
 
 def _always_applies(_case: Case, _features: frozenset[str]) -> NotExamined | None:

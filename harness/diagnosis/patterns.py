@@ -278,7 +278,7 @@ def key_pattern(problem: Problem, truth: Truth, values: Tensor, shares: Tensor) 
     if found is None or len(found.blamed.key) < _MOSTLY * found.num_wrong:
         return None
     kinds = {
-        "are seen, though hidden from their rows": ~found.is_seen,
+        "are seen, though hidden from their rows": ~found.is_seen & (found.likeness > 0),
         "weigh too much": found.is_seen & (found.likeness > 0),
         "weigh too little": found.is_seen & (found.likeness < 0),
     }

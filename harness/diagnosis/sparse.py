@@ -7,7 +7,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from attncheck.harness.problem.indexer import NONE, stale_row
+from attncheck.harness.problem.chosen_keys import NONE, stale_row
 from attncheck.harness.problem.problem import Problem, rows_in_pool
 from attncheck.harness.truth.faults import Answer, Hypothesis, altered, attend_named, keys_seen
 from attncheck.harness.truth.truth import Truth
@@ -32,16 +32,20 @@ def sparse_explanations(problem: Problem, truth: Truth) -> Iterator[Hypothesis]:
 
 
 def _changed(meaning: str, params: AttentionParams, rows: UnpagedAttention, change: Change) -> Iterator[Hypothesis]:
-    """Yield the fault of other indices: with the causal mask, and without one if a row then sees more keys.
+    """Yield the fault of other indices, and without a causal mask, too, if a row then sees more keys.
 
-    Kernels often rely on the indices alone.
+    Kernels often rely on the indices alone. A change of no index is no fault.
     """
-    assert rows.topk_indices is not None
-    other = replace(rows, topk_indices=change(rows.topk_indices))
+    own = rows.topk_indices
+    assert own is not None
+    changed = change(own)
+    if torch.equal(changed, own):
+        return
+    other = replace(rows, topk_indices=changed)
     yield altered(meaning, other, params, "sparse")
     without_mask = replace(params, causal=False)
     if not torch.equal(keys_seen(other, without_mask), keys_seen(other, params)):
-        yield altered(meaning, other, without_mask, "sparse")
+        yield altered(f"{meaning}, without a causal mask", other, without_mask, "sparse")
 
 
 def _of_entries(indices: Tensor) -> dict[str, Change]:
@@ -102,23 +106,6 @@ def _beside_the_mask(params: AttentionParams, rows: UnpagedAttention, block_size
     whole = torch.where(pages < 0, NONE, pages + in_page).flatten(1)
     meaning = "all keys of the pages of the chosen keys are visible"
     yield altered(meaning, replace(rows, topk_indices=whole), params, "sparse")
-    is_alone = rows.num_rows.repeat_interleave(rows.num_rows) == 1
-    for which, is_ignored in (("one row", is_alone), ("several rows", ~is_alone)):
-        meaning = f"topk_indices are ignored in requests of {which}"
-        yield altered(meaning, replace(rows, topk_indices=_with_all_keys(rows, is_ignored)), params, "sparse")
-
-
-def _with_all_keys(rows: UnpagedAttention, of_rows: Tensor) -> Tensor:
-    """Return indices that name all keys for the rows ``of_rows`` (bool ``[T]``), and the chosen ones for the others."""
-    own = rows.topk_indices
-    assert own is not None
-    longest = int(rows.num_keys.max())
-    every = torch.arange(longest, device=own.device, dtype=own.dtype).expand(len(own), -1)
-    return torch.where(
-        of_rows[:, None],
-        torch.cat([every, torch.full_like(own, NONE)], dim=1),
-        torch.cat([torch.full_like(every, NONE), own], dim=1),
-    )
 
 
 def _at_slots(problem: Problem, truth: Truth) -> Answer:

@@ -282,13 +282,13 @@ class KVPool:
     def filled(self, poison: float | None = None, regions: tuple[str, ...] | None = None) -> Tensor:
         """Return the cache with the contents it has before a step.
 
-        ``poison``: written to foreign slots and to keys that no row chose, or only to those of ``regions`` if given.
-        None leaves stale rows and these keys there.
+        ``poison``: written to foreign slots, or only to slots of ``regions`` if given. None leaves stale rows there.
         """
         require_memory(self.kv_cache, "kv_cache", "forward")
         self._memory.restore(self._clean)
         if poison is not None:
-            chosen = [slots for name, slots in self.poisonable.items() if regions is None or name in regions]
+            names = self.regions if regions is None else regions
+            chosen = [slots for name, slots in self.poisonable.items() if name in names]
             if chosen:
                 self._poison(torch.cat(chosen), poison)
         return self.kv_cache

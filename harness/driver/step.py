@@ -12,7 +12,7 @@ from torch import Tensor
 from attncheck.backends.conventions import Conventions
 from attncheck.backends.declarations import is_chunked, is_merged
 from attncheck.harness.driver.chunks import chunks_of_rank
-from attncheck.harness.problem.indexer import stale_row
+from attncheck.harness.problem.chosen_keys import stale_row
 from attncheck.harness.problem.pages import key_places
 from attncheck.harness.problem.problem import Problem
 from attncheck.reference import (
@@ -281,14 +281,11 @@ def _topk_indices(problem: Problem, rows: Tensor, num_padding: int, conventions:
     if indices is None:
         return None
     stale = stale_row(problem.requests, indices.shape[1])
-    if conventions.topk_indices == "slots":
+    if conventions.topk_indices_form == "slots":
         of_rows = [torch.full((r.rows,), r.base) for r in problem.requests]
         place = indices + torch.cat(of_rows)[:, None]
         indices = torch.where(indices < 0, -1, problem.key_slots[place.clamp(min=0)].int())
         stale = problem.key_slots[stale.long()].int()
-    if not conventions.repeated_topk_indices:
-        is_repeated = (indices[:, :, None] == indices[:, None, :]).tril(diagonal=-1).any(dim=2)
-        indices = indices.masked_fill(is_repeated, -1)
     return torch.cat([_padded(indices[rows], num_padding, -1), stale.expand(ROWS_BEHIND, -1)])
 
 

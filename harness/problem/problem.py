@@ -11,7 +11,7 @@ from torch import Tensor
 
 from attncheck.backends.dtypes import DTYPES
 from attncheck.cases.model import Case
-from attncheck.harness.problem.indexer import draw_topk_indices
+from attncheck.harness.problem.chosen_keys import draw_topk_indices
 from attncheck.harness.problem.pages import (
     KeyPart,
     KeyPlaces,

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from attncheck.harness.problem.indexer import key_of_each_head
+from attncheck.harness.problem.chosen_keys import key_of_each_head
 from attncheck.harness.problem.pages import Request, visible_span
 from attncheck.reference import layer_params
 from attncheck.reference.spec import LayerSpec

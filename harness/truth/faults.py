@@ -2,12 +2,13 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from attncheck.harness.problem.indexer import times_named
+from attncheck.harness.problem.chosen_keys import times_named
 from attncheck.harness.problem.pages import visible_span
 from attncheck.harness.problem.problem import Problem
 from attncheck.harness.problem.storage import UpProjections, key_storage, value_storage
@@ -128,15 +129,16 @@ def _topk_toggles(params: AttentionParams, rows: UnpagedAttention, seen: Tensor)
     every = replace(rows, topk_indices=None)
     ignored = altered("topk_indices are ignored: rows see all keys of the causal mask", every, params, "sparse")
     yield Toggle("index_topk", ignored, keys_seen(every, params) > seen, mostly=True)
-    with_first = replace(rows, topk_indices=own.clamp(min=0))
-    read = altered("-1 in topk_indices is read as key 0", with_first, params, "sparse")
-    yield Toggle("topk_indices: -1", read, keys_seen(with_first, params) > seen, mostly=False)
-    twice = Hypothesis(
-        "keys that topk_indices name twice count twice", lambda: attend_named(rows, params, own), ("sparse",)
-    )
-    times = times_named(own, int(rows.num_keys.max()))
-    is_uneven = times.amax(dim=1) > torch.where(times > 0, times, own.shape[1]).amin(dim=1)
-    yield Toggle("topk_indices: repetitions", twice, is_uneven, mostly=False)
+    one_by_one = {
+        "-1 in topk_indices is read as key 0": ("-1", own.clamp(min=0)),
+        "keys that topk_indices name twice count twice": ("repetitions", own),
+    }
+    for meaning, (subject, entries) in one_by_one.items():
+        times = times_named(entries, int(rows.num_keys.max()))
+        is_uneven = times.amax(dim=1) > torch.where(times > 0, times, own.shape[1]).amin(dim=1)
+        counted = Hypothesis(meaning, partial(attend_named, rows, params, entries), ("sparse",))
+        if bool(is_uneven.any()):
+            yield Toggle(f"topk_indices: {subject}", counted, is_uneven, mostly=False)
 
 
 def attend_named(

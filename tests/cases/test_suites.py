@@ -42,7 +42,7 @@ SUITES = {
     "sinks": "3d9739651f39",
     "sliding_window": "f04fec351388",
     "soft_cap": "c410293cda0f",
-    "sparse": "c3644ab456b8",
+    "sparse": "70d355d0b427",
     "spec_decode": "940261f330ca",
     "split_kv": "1c252c8b0ab1",
     "state": "83b7e926ad96",

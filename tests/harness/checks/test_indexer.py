@@ -7,7 +7,17 @@ import torch
 from made_cases import make_case
 
 from attncheck.errors import ReferenceArgumentError
-from attncheck.harness.checks.indexer import BEHIND, BELOW, FEW, TWICE, Scores, build_indexer, scores_of, wrong_rows
+from attncheck.harness.checks.indexer import (
+    BEHIND,
+    BELOW,
+    FEW,
+    TWICE,
+    Indexing,
+    Scores,
+    build_indexer,
+    scores_of,
+    wrong_rows,
+)
 from attncheck.reference import sparse_attn_indexer
 from attncheck.reference.step_spec import IndexerOptions
 
@@ -115,3 +125,17 @@ def test_undefined_arguments_are_refused():
             sparse_attn_indexer(*(arguments | changes).values(), index_topk=5)
     with pytest.raises(ReferenceArgumentError, match="index_topk"):
         sparse_attn_indexer(*arguments.values(), index_topk=0)
+
+
+def test_all_faults_that_fit_are_named():
+    """With one head, leaving out the weights and taking their magnitude choose the same keys."""
+    one_head = make_case((9, 9), (6, 30), path="indexer", options=IndexerOptions(index_topk=5, index_n_heads=1))
+
+    def without_weights(query, weights, *rest, index_topk):
+        return sparse_attn_indexer(query, torch.ones_like(weights), *rest, index_topk=index_topk)
+
+    found = Indexing(None, without_weights, one_head, 0, torch.device("cpu")).numerics()
+    first, second = "the weights are missing", "the weights count by their magnitude"
+    assert found.meaning == f"perhaps: {first}; also possible: {second}"
+    many = Indexing(None, without_weights, CASE, 0, torch.device("cpu")).numerics()
+    assert many.meaning == first

@@ -147,7 +147,7 @@ def test_chosen_keys_follow_their_rows_in_the_form_of_the_conventions(make_case)
     assert (common.topk_indices[4:6] == -1).all()
     assert len(common.topk_indices) == common.num_actual_tokens + stale
     assert (common.topk_indices[6:] >= 0).all()
-    own = Conventions(topk_indices="slots", repeated_topk_indices=False)
+    own = Conventions(topk_indices_form="slots")
     slots = make_step(problem, CPU, (1, 0), conventions=own).common_metadata().topk_indices
     for row, (request, entries) in enumerate(zip((1, 0, 0, 0), rows.tolist(), strict=True)):
         named = [int(problem.block_table[request, key // 16]) * 16 + key % 16 for key in entries if key >= 0]

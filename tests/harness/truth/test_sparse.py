@@ -1,5 +1,7 @@
 """Cases whose keys an indexer chose: what is drawn, the truth, and what must be noticed."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -7,6 +9,7 @@ from dense_sparse import dense_sparse_attention
 from made_cases import make_case
 
 from attncheck.errors import BlindCaseError
+from attncheck.harness.problem.chosen_keys import loose_form
 from attncheck.harness.problem.problem import Arrangement, arranged, build_problem, foreign_slots, unchosen_slots
 from attncheck.harness.truth.faults import attend_named, keys_seen, toggles
 from attncheck.harness.truth.truth import params_of, rows_of, truth_of
@@ -45,22 +48,20 @@ def test_the_truth_is_a_product_with_a_matrix_of_the_chosen_keys(fields):
         assert keys_seen(rows, truth.params)[own].tolist() == [len(set(row) - {-1}) for row in chosen.tolist()]
 
 
-def test_rows_name_keys_up_to_their_own_in_every_way():
+def test_rows_name_as_many_keys_as_an_indexer_in_every_way():
     kinds = set()
     for seed in range(4):
         problem = build_problem(CASE, seed)
         assert problem.topk_indices.dtype == torch.int32
         for _, row, position in rows_of_requests(problem):
             entries = problem.topk_indices[row].tolist()
-            named = [entry for entry in entries if entry >= 0]
-            assert named
-            assert max(named) <= position
-            gap = entries.index(-1) if -1 in entries else len(entries)
+            count = min(9, position + 1)
+            named = entries[:count]
+            assert entries[count:] == [-1] * (9 - count)
+            assert 0 <= min(named) <= max(named) <= position
+            assert len(set(named)) == count
             kinds |= {
-                ("repetition", len(set(named)) < len(named)),
-                ("gap before a key", any(entry >= 0 for entry in entries[gap:])),
                 ("unsorted", named != sorted(named)),
-                ("one key", len(set(named)) == 1 < position),
                 ("every key", set(named) == set(range(position + 1)) and position > 2),
                 ("full", -1 not in entries),
                 ("key 0", 0 in named),
@@ -69,7 +70,7 @@ def test_rows_name_keys_up_to_their_own_in_every_way():
                 ("last of a page", any(key % 16 == 15 for key in named)),
             }
     assert {kind for kind, holds in kinds if holds} == {kind for kind, holds in kinds if not holds}
-    assert len(kinds) == 20
+    assert len(kinds) == 14
     assert not torch.equal(build_problem(CASE, 0).topk_indices, build_problem(CASE, 1).topk_indices)
 
 
@@ -79,12 +80,32 @@ def test_rows_keep_their_keys_in_another_order():
     assert torch.equal(other.topk_indices, problem.topk_indices[[*range(41, 61), *range(40)]])
 
 
-def test_every_change_of_the_mask_changes_the_truth():
+def test_another_form_names_the_same_keys_with_repetitions_and_gaps():
+    problem = build_problem(CASE, 0)
+    loose = loose_form(problem.topk_indices)
+    kinds = set()
+    for front, entries in zip(problem.topk_indices.tolist(), loose.tolist(), strict=True):
+        assert set(entries) - {-1} == set(front) - {-1}
+        named = [entry for entry in entries if entry >= 0]
+        gap = entries.index(-1) if -1 in entries else len(entries)
+        kinds |= {
+            ("repetition", len(set(named)) < len(named)),
+            ("gap before a key", any(entry >= 0 for entry in entries[gap:])),
+            ("as before", entries == front),
+        }
+    assert len(kinds) == 6
+    nothing = torch.full((2, 5), -1)
+    assert torch.equal(loose_form(nothing), nothing)
+
+
+@pytest.mark.parametrize(("form", "subjects"), [(lambda own: own, ["-1"]), (loose_form, ["-1", "repetitions"])])
+def test_every_change_of_the_mask_changes_the_truth(form, subjects):
     problem = build_problem(CASE, 0)
     params, rows = params_of(problem), rows_of(problem, CPU)
+    rows = replace(rows, topk_indices=form(rows.topk_indices))
     out, _ = rows.attend(params)
     changes = [each for each in toggles(params, rows) if bool(each.acts.any())]
-    assert [each.subject for each in changes] == ["index_topk", "topk_indices: -1", "topk_indices: repetitions"]
+    assert [each.subject for each in changes] == ["index_topk", *(f"topk_indices: {subject}" for subject in subjects)]
     for each in changes:
         moved = (each.hypothesis.compute()[0] - out).abs().amax(dim=(1, 2)) > 1e-6
         assert bool(moved[each.acts].any())
@@ -94,9 +115,7 @@ def test_every_change_of_the_mask_changes_the_truth():
 def test_entries_summed_one_by_one_without_repetitions_are_the_truth():
     problem = build_problem(make_case(*BATCH, index_topk=9, sinks=True, logits_soft_cap=20.0), 0)
     params, rows = params_of(problem), rows_of(problem, CPU)
-    indices = rows.topk_indices
-    once = indices.masked_fill((indices[:, :, None] == indices[:, None]).tril(-1).any(2), -1)
-    for mine, right in zip(attend_named(rows, params, once), rows.attend(params), strict=True):
+    for mine, right in zip(attend_named(rows, params, rows.topk_indices), rows.attend(params), strict=True):
         assert torch.allclose(mine, right)
 
 
