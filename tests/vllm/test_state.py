@@ -44,12 +44,14 @@ def test_faults_of_drafts_on_a_cpu_are_found(run_vllm, tmp_path):
     assert "The size of tensor a (6) must match the size of tensor b" in printed
 
 
-def test_linear_attention_takes_too_much_from_an_earlier_chunk(run_vllm, tmp_path):
+def test_faults_of_linear_attention_are_found(run_vllm, tmp_path):
     words = ("--backend", "vllm:LINEAR", *SUITE, *selected("linear-*"), "--check", "numerics,cache_write")
     run, printed = run_vllm(tmp_path / "run.jsonl", *words, code=1)
     assert outcomes(run) == {
         ("linear-fresh", "numerics"): "passed",
         ("linear-fresh", "cache_write"): "passed",
+        ("linear-one-row", "numerics"): "failed",
+        ("linear-one-row", "cache_write"): "failed",
         ("linear-chunks", "numerics"): "failed",
         ("linear-chunks", "cache_write"): "passed",
     }
