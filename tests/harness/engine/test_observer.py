@@ -313,6 +313,36 @@ def test_memory_is_bounded_and_what_does_not_fit_is_counted():
     assert 0 < few.checks["output"] < many.checks["output"]
 
 
+class LeavesLayersOut(ToyEngine):
+    """Does not call the layers of ``left_out`` from a step on, in each step or in some."""
+
+    left_out, from_step, every = ("full.1",), 1, 1
+
+    def run_layer(self, layer, group, batch, ids):
+        is_due = self.step >= self.from_step and self.step % self.every == 0
+        if not (is_due and layer in self.left_out):
+            super().run_layer(layer, group, batch, ids)
+
+
+class LeavesOutSometimes(LeavesLayersOut):
+    from_step, every = 4, 5
+
+
+class LeavesGroupOut(LeavesLayersOut):
+    left_out = ("window.0", "window.1")
+
+
+@pytest.mark.parametrize("fault", [LeavesLayersOut, LeavesOutSometimes, LeavesGroupOut])
+def test_a_layer_that_is_not_called_in_each_step_is_counted_and_has_no_finding(fault):
+    result, _ = serve(fault, hybrid=True, blocks=80)
+    reason = "layers that are not called in each step, such as those of a drafter"
+    assert (result.failure, result.findings) == (None, ())
+    assert list(result.not_followed) == [reason]
+    rows = 4 * result.counts["rows"]
+    assert result.checks["output"] + result.not_followed[reason] == rows
+    assert result.not_followed[reason] >= rows // 4 * len(fault.left_out) * (fault.every == 1)
+
+
 def test_on_a_gpu_a_quarter_of_the_free_memory_is_used(monkeypatch):
     monkeypatch.setattr("torch.cuda.is_initialized", lambda: True)
     monkeypatch.setattr("torch.cuda.mem_get_info", lambda: (4 * 64 * 2 * 2 * 2 * 16 * 2, 2**40))

@@ -342,7 +342,7 @@ def test_a_request_that_is_resumed_in_flight_keeps_its_adapter_and_its_reason(se
     result = observer.result()
     assert (result.failure, result.findings) == (None, ())
     assert (result.checks["prefix_hit"], result.checks["token"]) == (2, 2)
-    assert result.not_followed == {"requests with images or other media": 1}
+    assert result.not_followed["requests with images or other media"] == 1
 
 
 WATCHES = ["_install", "_warm_up_begins", "_execute_begins", "_requests_start", "_executed", "_sampled", "_step_ends"]
