@@ -326,8 +326,10 @@ class EngineHistory:
     def _number_rows(self, request: FollowedRequest, count: int) -> None:
         """Give a number to each row of a request, and write the numbers to its blocks; it may be lost by that."""
         begin, end = request.done, request.done + count
-        for group, ids in enumerate(request.block_ids):
-            if not request.not_followed and -(-end // self.groups[group].block_size) > len(ids):
+        for group, (facts, ids) in enumerate(zip(self.groups, request.block_ids, strict=False)):
+            if facts.not_followed:
+                continue  # its blocks may hold other things than one key for each token
+            if not request.not_followed and -(-end // facts.block_size) > len(ids):
                 self._find("count", request, begin, f"{len(ids)} blocks of group {group} for {end} tokens")
                 request.lost = "the scheduler gave them too few blocks"
         if not request.not_followed and count > len(self._free):

@@ -313,6 +313,24 @@ def test_memory_is_bounded_and_what_does_not_fit_is_counted():
     assert 0 < few.checks["output"] < many.checks["output"]
 
 
+class WithRings(EngineObserver):
+    """Is given a second group, with one block for each request."""
+
+    def engine_starts(self, groups, layers, engine):
+        super().engine_starts([*groups, KVGroup(BLOCK, ("ring",), "rings")], layers, engine)
+
+    def step_begins(self, plan):
+        started = tuple(replace(each, block_ids=(*each.block_ids, (99,))) for each in plan.started)
+        continued = tuple(replace(each, new_block_ids=(*each.new_block_ids, ())) for each in plan.continued)
+        return super().step_begins(replace(plan, started=started, continued=continued))
+
+
+def test_a_group_that_is_not_followed_may_have_one_block_for_each_request():
+    rings, _ = serve(observer=lambda observer: WithRings(observer.settings), blocks=40)
+    assert (rings.failure, rings.findings) == (None, ())
+    assert rings.checks == serve(blocks=40)[0].checks
+
+
 class LeavesLayersOut(ToyEngine):
     """Does not call the layers of ``left_out`` from a step on, in each step or in some."""
 
