@@ -92,6 +92,10 @@ class Judge:
             for requests in in_parts(due.followed, partial(_bytes_of_keys, together), _JUDGED_BYTES):
                 self._judge(together, requests)
 
+    def forget(self, request_id: str) -> None:
+        """Forget what was reported of a request that ended."""
+        self._reported = {place for place in self._reported if place[0] != request_id}
+
     def _note_not_called(self, times: Mapping[str, int], num_rows: int) -> None:
         """Count the rows of each layer that is not called in a step, and judge the layer no more."""
         for layer, group in self._group_of.items():
@@ -213,9 +217,9 @@ class Judge:
         if facts.kv_sharing_target is not None:
             return None  # its pages are those of the other layer
         why_not = None
-        if cache is None:
+        if self._result.engine.is_async:
             why_not = "pages with async scheduling, whose steps are judged late"
-        elif facts.write is None or cache.numel() == 0:
+        elif facts.write is None or cache is None or cache.numel() == 0:
             why_not = "pages that cannot be compared"
         elif cache[:1].numel() < page_size * facts.row_size:  # the layer would write behind the scratch pages
             why_not = f"pages that are smaller than {page_size} keys"

@@ -8,6 +8,7 @@ import pytest
 from toy_engine import BLOCK, VOCAB, ToyEngine, serve
 
 from attncheck.harness.engine.events import KVGroup, ObserverSettings, StepPlan
+from attncheck.harness.engine.findings import grouped
 from attncheck.harness.engine.observer import EngineObserver
 
 
@@ -311,6 +312,39 @@ def test_memory_is_bounded_and_what_does_not_fit_is_counted():
     assert many.not_followed == {}
     assert many.counts["rows"] > 512
     assert 0 < few.checks["output"] < many.checks["output"]
+
+
+class GivesTooFewBlocks(ToyEngine):
+    def schedule(self):
+        plan = super().schedule()
+        few = tuple(replace(each, block_ids=tuple(ids[:-1] for ids in each.block_ids)) for each in plan.started)
+        return replace(plan, started=few) if self.step == 1 else plan
+
+
+def test_too_few_blocks_are_named_and_counted_as_compared():
+    result, _ = serve(GivesTooFewBlocks, requests=1, blocks=60)
+    [group] = grouped(result.findings)
+    assert group.words == "the scheduler gives a request too few blocks"
+    assert (group.findings[0].kind, result.checks["count"]) == ("count", 1)
+    assert "blocks of group 0 for" in group.findings[0].note
+
+
+class WritesNullBlock(ToyEngine):
+    def slots(self, request, group, rows):
+        return [0] * rows
+
+
+def test_a_page_of_a_request_that_was_served_before_is_reported_again():
+    observer = EngineObserver()
+    engine = WritesNullBlock(observer, blocks=2, num_drafts=0, prefix_caching=False)
+    found = []
+    for _ in range(2):
+        engine.add("r", [1, 2], 4)
+        while engine.waiting or engine.running:
+            engine.run_step()
+        found.append(sum(finding.kind == "write" for finding in observer.result().findings))
+    assert found == [found[0], 2 * found[0]]
+    assert found[0] > 0
 
 
 class WithRings(EngineObserver):
