@@ -12,6 +12,7 @@ import torch
 from numpy.typing import NDArray
 
 from attncheck.harness.engine.events import (
+    FOLLOW_OPTION,
     CheckKind,
     ContinuedRequest,
     EngineFinding,
@@ -204,7 +205,7 @@ class EngineHistory:
         size = min(group.block_size for group in self.groups)
         first_block = np.array(tokens[:size], dtype=np.int64)
         if crc32(first_block.tobytes()) % self._follow_one_of:
-            return f"--follow {self._follow_one_of} leaves out the first block of their prompt"
+            return f"{FOLLOW_OPTION} {self._follow_one_of} leaves out the first block of their prompt"
         return None
 
     def finish(self, request_id: str) -> None:

@@ -69,7 +69,8 @@ class Judge:
         for given in layers:
             facts, group = self._layers.get(given.layer), self._group_of.get(given.layer)
             if facts is None or group is None:
-                self._result.not_followed["layers without a followed KV-cache group"] += len(rows)
+                reason = "layers without a followed KV-cache group"
+                self._result.not_compared["output", reason] += len(rows) if is_judged else 0
                 continue
             call = LayerCall(given, facts, group, self._groups[group].block_size, due.followed)
             incomplete = _why_incomplete(call, times)
@@ -79,7 +80,7 @@ class Judge:
                 self._keep(given, rows, numbers)
             why_not = incomplete or self._why_not_judged(call)
             if is_judged and why_not is not None:
-                self._result.not_followed[why_not] += len(rows)
+                self._result.not_compared["output", why_not] += len(rows)
             elif is_judged:
                 calls.append(call)
         for call in calls:
@@ -130,7 +131,7 @@ class Judge:
         overflows = ~(truth.isfinite().all(dim=2) & budget.norm.isfinite()).unflatten(1, by_layer).all(dim=2)
         worst = share_of_budget(output - truth, budget).unflatten(1, by_layer).amax(dim=2).masked_fill(overflows, 0.0)
         self._result.checks["output"] += int((~overflows).sum())
-        self._result.not_followed["rows for which a good kernel overflows"] += int(overflows.sum())
+        self._result.not_compared["output", "rows for which a good kernel overflows"] += int(overflows.sum())
         self._result.worst_share = max(self._result.worst_share, float(worst.max()))
         shares, starts = worst.cpu().numpy(), accumulate(counts, initial=0)
         for (index, call), (request, start) in product(enumerate(together), zip(requests, starts, strict=False)):
@@ -206,7 +207,7 @@ class Judge:
         elif cache[:1].numel() < page_size * facts.row_size:  # the layer would write behind the scratch pages
             why_not = f"pages that are smaller than {page_size} keys"
         if cache is None or facts.write is None or why_not is not None:
-            self._result.not_followed[str(why_not)] += len(requests)
+            self._result.not_compared["write", str(why_not)] += len(requests)
             return None
         parts = [self._compared(call, request, whole=whole) for request in requests]
         owners = np.repeat(np.arange(len(requests)), [len(part[0]) for part in parts])

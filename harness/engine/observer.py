@@ -251,7 +251,8 @@ class EngineObserver:
         """Compare what the model is given with what is right, row by row."""
         compared = right >= 0  # -1: of a request that is not followed, or a draft that was rejected
         if given is None:
-            self._result.not_followed[f"the {kind}s of rows that the model is given in another form"] += len(right)
+            reason = f"the {kind}s of rows that the model is given in another form"
+            self._result.not_compared[kind, reason] += len(right)
             return
         if not compared.any():
             return
