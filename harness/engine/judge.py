@@ -42,7 +42,7 @@ _UNSEEN = "layers whose keys were not seen"
 """Why a layer is not judged."""
 
 _NOT_CALLED = "layers that are not called in each step, such as those of a drafter"
-"""Why a layer is not judged, in that step and in later ones: the keys of its rows are not known."""
+"""Why a layer is not judged in later steps: some of its keys are not known."""
 
 _MOST_SCORES = {"cpu": 2**26, "cuda": 2**30}
 """Scores of rows and keys, in all heads and layers, that one step is judged with: about 10 s of one CPU core."""
@@ -79,7 +79,8 @@ class Judge:
         for given in layers:
             facts, group = self._layers.get(given.layer), self._group_of.get(given.layer)
             if facts is None or group is None:
-                self._result.not_followed["layers without a followed KV-cache group"] += len(rows)
+                reason = "layers without a followed KV-cache group"
+                self._result.not_compared["output", reason] += len(rows) if is_judged else 0
                 continue
             call = LayerCall(given, facts, group, self._groups[group].block_size, due.followed)
             incomplete = _why_incomplete(call, times)
@@ -89,7 +90,7 @@ class Judge:
                 self._keep(given, rows, numbers)
             why_not = incomplete or self._why_not_judged(call)
             if is_judged and why_not is not None:
-                self._result.not_followed[why_not] += len(rows)
+                self._result.not_compared["output", why_not] += len(rows)
             elif is_judged:
                 calls.append(call)
         for call in calls:
@@ -105,13 +106,11 @@ class Judge:
 
     def _note_not_called(self, times: Mapping[str, int], num_rows: int) -> None:
         """Count the rows of each layer that is not called in a step, and judge the layer no more."""
-        for layer, group in self._group_of.items():
-            facts = self._layers.get(layer)
-            if facts is None or layer in times:
-                continue
+        for layer in self._layers.keys() & self._group_of.keys() - times.keys():
             self._never_judged.setdefault(layer, _NOT_CALLED)
-            why_not = facts.not_judged or self._groups[group].not_followed or _NOT_CALLED
-            self._result.not_followed[why_not] += num_rows
+            not_followed = self._groups[self._group_of[layer]].not_followed
+            why_not = self._layers[layer].not_judged or not_followed or _NOT_CALLED
+            self._result.not_compared["output", why_not] += num_rows
 
     def _why_not_judged(self, call: LayerCall) -> str | None:
         query, output = call.rows.query, call.rows.output
@@ -153,7 +152,7 @@ class Judge:
                 left -= scores
                 judged.append(request)
             else:
-                self._result.not_followed[_TOO_LONG] += len(request.given) * len(together)
+                self._result.not_compared["output", _TOO_LONG] += len(request.given) * len(together)
         return judged
 
     def _judge(self, together: Sequence[LayerCall], requests: Sequence[FollowedRequest]) -> None:
@@ -170,7 +169,7 @@ class Judge:
         overflows = ~(truth.isfinite().all(dim=2) & budget.norm.isfinite()).unflatten(1, by_layer).all(dim=2)
         worst = share_of_budget(output - truth, budget).unflatten(1, by_layer).amax(dim=2).masked_fill(overflows, 0.0)
         self._result.checks["output"] += int((~overflows).sum())
-        self._result.not_followed["rows for which a good kernel overflows"] += int(overflows.sum())
+        self._result.not_compared["output", "rows for which a good kernel overflows"] += int(overflows.sum())
         self._result.worst_share = max(self._result.worst_share, float(worst.max()))
         shares, starts = worst.cpu().numpy(), accumulate(counts, initial=0)
         for (index, call), (request, start) in product(enumerate(together), zip(requests, starts, strict=False)):
@@ -204,6 +203,8 @@ class Judge:
             cause = cause_of(wrong, lacking, self._history)
             if cause is not None and cause.block_index is not None:
                 block_index = cause.block_index
+        else:
+            notes.append(f"its cause was not sought: max_explained is {self._max_explained}")
         self._find(
             "output",
             call,
@@ -246,7 +247,7 @@ class Judge:
         elif cache[:1].numel() < page_size * facts.row_size:  # the layer would write behind the scratch pages
             why_not = f"pages that are smaller than {page_size} keys"
         if cache is None or facts.write is None or why_not is not None:
-            self._result.not_followed[str(why_not)] += len(requests)
+            self._result.not_compared["write", str(why_not)] += len(requests)
             return None
         parts = [self._compared(call, request, whole=whole) for request in requests]
         owners = np.repeat(np.arange(len(requests)), [len(part[0]) for part in parts])

@@ -189,7 +189,8 @@ class EngineObserver:
             self._choose_rows(step, request_ids)
             if step.is_judged and len(step.rows) > self._most_judged:
                 step.is_judged = False
-                self._result.not_followed[_TOO_MANY_BYTES] += len(step.rows)
+                num_layers = len(self._history.layers)
+                self._result.not_compared["output", _TOO_MANY_BYTES] += num_layers * len(step.rows)
             given = input_ids if positions is None else positions
             if given is not None:
                 step.rows = step.rows.to(given.device)  # moved once, since this waits for the device
@@ -262,7 +263,8 @@ class EngineObserver:
         """Compare what the model is given with what is right, row by row."""
         compared = right >= 0  # -1: of a request that is not followed, or a draft that was rejected
         if given is None:
-            self._result.not_followed[f"the {kind}s of rows that the model is given in another form"] += len(right)
+            reason = f"the {kind}s of rows that the model is given in another form"
+            self._result.not_compared[kind, reason] += len(right)
             return
         if not compared.any():
             return

@@ -19,7 +19,7 @@ def test_a_right_engine_has_no_finding(hybrid, num_drafts):
     result, engine = serve(hybrid=hybrid, num_drafts=num_drafts, blocks=25 if hybrid else 13)
     assert result.failure is None
     assert result.findings == ()
-    assert result.not_followed == {}
+    assert result.not_followed == result.not_compared == {}
     layers = 4 if hybrid else 2
     assert result.steps == engine.step
     assert result.checks["output"] == layers * result.counts["rows"] == layers * result.checks["token"]
@@ -366,6 +366,14 @@ def test_a_group_that_is_not_followed_may_have_one_block_for_each_request():
     assert rings.checks == serve(blocks=40)[0].checks
 
 
+def test_a_finding_whose_cause_is_not_sought_states_that():
+    result, _ = serve(ReadsOneShort, ObserverSettings(max_explained=1), num_drafts=0, blocks=40)
+    first, *others = [finding for finding in result.findings if finding.kind == "output"]
+    assert first.cause == "the row sees 1 key too few"
+    assert others
+    assert {(each.cause, each.note) for each in others} == {(None, "its cause was not sought: max_explained is 1")}
+
+
 class LeavesLayersOut(ToyEngine):
     """Does not call the layers of ``left_out`` from a step on, in each step or in some."""
 
@@ -388,12 +396,12 @@ class LeavesGroupOut(LeavesLayersOut):
 @pytest.mark.parametrize("fault", [LeavesLayersOut, LeavesOutSometimes, LeavesGroupOut])
 def test_a_layer_that_is_not_called_in_each_step_is_counted_and_has_no_finding(fault):
     result, _ = serve(fault, hybrid=True, blocks=80)
-    reason = "layers that are not called in each step, such as those of a drafter"
+    reason = ("output", "layers that are not called in each step, such as those of a drafter")
     assert (result.failure, result.findings) == (None, ())
-    assert list(result.not_followed) == [reason]
+    assert list(result.not_compared) == [reason]
     rows = 4 * result.counts["rows"]
-    assert result.checks["output"] + result.not_followed[reason] == rows
-    assert result.not_followed[reason] >= rows // 4 * len(fault.left_out) * (fault.every == 1)
+    assert result.checks["output"] + result.not_compared[reason] == rows
+    assert result.not_compared[reason] >= rows // 4 * len(fault.left_out) * (fault.every == 1)
 
 
 def test_the_time_of_a_step_is_bounded_and_what_is_beyond_is_counted(monkeypatch):
@@ -401,8 +409,9 @@ def test_the_time_of_a_step_is_bounded_and_what_is_beyond_is_counted(monkeypatch
     monkeypatch.setitem(judge._MOST_SCORES, "cpu", 2 * 4 * 6 * 12)  # two layers of four heads, and some rows of keys
     result, _ = serve(blocks=60)
     assert (result.failure, result.findings) == (None, ())
-    assert 0 < result.not_followed["rows that see too many keys to be judged within a step"] < right.checks["output"]
-    assert result.checks["output"] + sum(result.not_followed.values()) == right.checks["output"]
+    left_out = result.not_compared["output", "rows that see too many keys to be judged within a step"]
+    assert 0 < left_out < right.checks["output"]
+    assert result.checks["output"] + left_out == right.checks["output"]
     assert result.checks["token"] == right.checks["token"]
 
 
@@ -410,9 +419,9 @@ def test_a_step_whose_queries_and_outputs_are_too_large_is_followed_and_not_judg
     size = 2 * 4 * 2 * 16 * 2  # bytes of a row's queries and outputs: two layers of four heads of 16 bfloat16
     result, _ = serve(settings=ObserverSettings(max_row_bytes=160 * size), blocks=200, budget=300, requests=16)
     assert (result.failure, result.findings) == (None, ())
-    left_out = result.not_followed["rows of steps whose queries and outputs exceed max_row_bytes"]
-    assert 160 < left_out < result.counts["rows"]
-    assert result.checks["output"] == 2 * (result.checks["token"] - left_out) > 0
+    left_out = result.not_compared["output", "rows of steps whose queries and outputs exceed max_row_bytes"]
+    assert 2 * 160 < left_out < 2 * result.counts["rows"]
+    assert result.checks["output"] == 2 * result.checks["token"] - left_out > 0
 
 
 def test_on_a_gpu_a_quarter_of_the_free_memory_is_used(monkeypatch):
