@@ -47,9 +47,7 @@ _NOT_CALLED = "layers that are not called in each step, such as those of a draft
 _MOST_SCORES = {"cpu": 2**26, "cuda": 2**30}
 """Scores of rows and keys, in all heads and layers, that one step is judged with: about 10 s of one CPU core."""
 
-_TOO_LONG = "rows that see too many keys to be judged within a step"
-"""Why some rows are not judged: the engine waits for the judge."""
-
+_TOO_LONG = "rows that see too many keys to be judged within a step"  # the engine waits for the judge
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
@@ -106,7 +104,7 @@ class Judge:
 
     def _note_not_called(self, times: Mapping[str, int], num_rows: int) -> None:
         """Count the rows of each layer that is not called in a step, and judge the layer no more."""
-        for layer in self._layers.keys() & self._group_of.keys() - times.keys():
+        for layer in sorted(self._layers.keys() & self._group_of.keys() - times.keys()):
             self._never_judged.setdefault(layer, _NOT_CALLED)
             not_followed = self._groups[self._group_of[layer]].not_followed
             why_not = self._layers[layer].not_judged or not_followed or _NOT_CALLED

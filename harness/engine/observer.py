@@ -189,8 +189,7 @@ class EngineObserver:
             self._choose_rows(step, request_ids)
             if step.is_judged and len(step.rows) > self._most_judged:
                 step.is_judged = False
-                num_layers = len(self._history.layers)
-                self._result.not_compared["output", _TOO_MANY_BYTES] += num_layers * len(step.rows)
+                self._result.not_compared["output", _TOO_MANY_BYTES] += len(self._history.layers) * len(step.rows)
             given = input_ids if positions is None else positions
             if given is not None:
                 step.rows = step.rows.to(given.device)  # moved once, since this waits for the device

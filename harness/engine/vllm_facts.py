@@ -116,8 +116,8 @@ def _group_reason(group: Any) -> str | None:
         return "layers of a drafter"
     if getattr(group, "host_resident", False):
         return "layers whose keys are in host memory"
-    unknown = [kind for kind in kinds if kind not in _FOLLOWED_SPECS]
-    return f"layers of the KV-cache spec {' and '.join(unknown)}" if unknown else None
+    unknown = " and ".join(kind for kind in kinds if kind not in _FOLLOWED_SPECS)
+    return f"layers of the KV-cache spec {unknown}" if unknown else None
 
 
 def page_sizes(runner: Any, groups: Sequence[KVGroup]) -> dict[str, int]:
