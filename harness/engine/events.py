@@ -20,6 +20,9 @@ prefix hit or an earlier copy maps. count: the scheduler's number of computed to
 MAX_FINDINGS = 2000
 """Findings that an observer keeps."""
 
+FOLLOW_OPTION = "--follow"
+"""Begins the reason of requests that the user leaves out."""
+
 WritePages = Callable[[Tensor, Tensor, Tensor, Tensor], None]
 """Writes ``(key, value, kv_cache, slot_mapping)``, as a layer does."""
 
@@ -30,7 +33,8 @@ class ObserverSettings:
 
     judge_every: outputs and pages of every Nth step are judged. follow_one_of: one of M first blocks of prompts is
     chosen by its hash, and the requests that begin with it are followed.
-    max_row_bytes: keys and values that are kept, in bytes of all layers; a request that needs more is not followed.
+    max_row_bytes: keys and values that are kept, in bytes of all layers; a request that needs more is not followed. It
+    is also the limit of a step's queries and outputs; a step with more is not judged.
     max_explained: findings for which a cause is sought.
     """
 
@@ -192,8 +196,10 @@ class ObserverResult:
     """What was observed so far.
 
     steps: how many; while one is judged, its number. checks: how many things of each kind were compared.
-    findings: at most :data:`MAX_FINDINGS`; ``findings_left_out``: further ones. not_followed: rows or requests by
-    reason, in words. counts: other figures, such as rows, drafts, tokens of prefix hits and resumed requests.
+    findings: at most :data:`MAX_FINDINGS`; ``findings_left_out``: further ones. not_followed: rows of the model's input
+    whose requests are not followed, by reason, in words. not_compared: what else a check left out, by reason; of
+    ``output`` rows of layers, of ``write`` requests of layers. counts: other figures, such as all rows of the model's
+    input, drafts, tokens of prefix hits and resumed requests.
     worst_share: the largest share of the error budget. failure: why the observer stopped, or None.
     """
 
@@ -201,6 +207,7 @@ class ObserverResult:
     checks: Counter[CheckKind] = field(default_factory=Counter)
     findings: tuple[EngineFinding, ...] = ()
     not_followed: Counter[str] = field(default_factory=Counter)
+    not_compared: Counter[tuple[CheckKind, str]] = field(default_factory=Counter)
     counts: Counter[str] = field(default_factory=Counter)
     worst_share: float = 0.0
     failure: str | None = None
@@ -216,5 +223,10 @@ class ObserverResult:
 
     def copy(self) -> "ObserverResult":
         """Return what was observed up to now, which does not change any more."""
-        kept = +self.not_followed  # without counts of 0
-        return replace(self, checks=Counter(self.checks), counts=Counter(self.counts), not_followed=kept)
+        return replace(
+            self,
+            checks=Counter(self.checks),
+            counts=Counter(self.counts),
+            not_followed=+self.not_followed,  # without counts of 0
+            not_compared=+self.not_compared,
+        )

@@ -15,7 +15,7 @@ from typing import get_args
 from attncheck.errors import BackendUnavailableError
 from attncheck.harness.checks.findings import Broken, Holds, NotExamined
 from attncheck.harness.driver.observation import Raised
-from attncheck.harness.engine.events import CheckKind, EngineFacts, EngineFinding, ObserverResult
+from attncheck.harness.engine.events import FOLLOW_OPTION, CheckKind, EngineFacts, EngineFinding, ObserverResult
 from attncheck.harness.run.outcomes import (
     BackendDescription,
     Circumstances,
@@ -28,7 +28,7 @@ from attncheck.reports.analysis.phrases import budgets, plural
 from attncheck.reports.analysis.repro import FIRST_STEP
 from attncheck.reports.run_file.causes import without_figures
 from attncheck.reports.run_file.header import BackendInfo, CaseInfo, Environment, RunHeader, SuiteInfo
-from attncheck.reports.run_file.records import BUDGET_SHARE, ENGINE, Record
+from attncheck.reports.run_file.records import BUDGET_SHARE, ENGINE, ENGINE_FIGURES, Record
 from attncheck.reports.run_file.store import now
 from attncheck.reports.run_file.timings import RunFileValue
 
@@ -133,11 +133,14 @@ def _finding_of(
 ) -> RecordedFinding:
     """Return what the record of a check states. A finding comes before all that keeps a check from passing."""
     compared = result.checks.get(kind, 0)
-    figures: dict[str, float | int] = {"compared": compared, "steps": result.steps}
-    figures["not_followed"] = sum(result.not_followed.values())
+    not_compared = {reason: count for (check, reason), count in result.not_compared.items() if check == kind}
+    left_out = sum(not_compared.values())
+    counts = (compared, left_out, result.counts["rows"], sum(result.not_followed.values()))
+    figures: dict[str, float | int] = {"steps": result.steps, **dict(zip(ENGINE_FIGURES, counts, strict=True))}
     if kind == "output":
         figures[BUDGET_SHARE] = result.worst_share
-    notes = [f"not followed: {reason} ({count})" for reason, count in result.not_followed.items()]
+    notes = [f"not followed: {reason} ({plural(count, 'row')})" for reason, count in result.not_followed.items()]
+    notes += [f"not compared: {reason} ({count})" for reason, count in not_compared.items()]
     own = [group for group in groups if _of_kind(kind, group.findings)]
     if own:
         if result.findings_left_out:
@@ -152,7 +155,16 @@ def _finding_of(
     if not compared:
         return NotExamined((f"no {_WORDS[kind][0]} was compared", *notes), by="attncheck")
     done = f"{plural(compared, _WORDS[kind][0])} compared in {plural(result.steps, 'step')}"
+    if left_out > compared or _is_mostly_lost(result):
+        return NotExamined((f"most was left out: only {done}", *notes), by="attncheck")
     return Holds(figures, (done, *notes))
+
+
+def _is_mostly_lost(result: ObserverResult) -> bool:
+    """Return whether most rows could not be followed, of those that the user wants to be followed."""
+    chosen = sum(count for reason, count in result.not_followed.items() if reason.startswith(FOLLOW_OPTION))
+    lost = sum(result.not_followed.values()) - chosen
+    return 2 * lost > result.counts["rows"] - chosen
 
 
 def _broken(

@@ -12,6 +12,7 @@ import torch
 from numpy.typing import NDArray
 
 from attncheck.harness.engine.events import (
+    FOLLOW_OPTION,
     CheckKind,
     ContinuedRequest,
     EngineFinding,
@@ -204,7 +205,7 @@ class EngineHistory:
         size = min(group.block_size for group in self.groups)
         first_block = np.array(tokens[:size], dtype=np.int64)
         if crc32(first_block.tobytes()) % self._follow_one_of:
-            return f"--follow {self._follow_one_of} leaves out the first block of their prompt"
+            return f"{FOLLOW_OPTION} {self._follow_one_of} leaves out the first block of their prompt"
         return None
 
     def finish(self, request_id: str) -> None:
@@ -260,6 +261,7 @@ class EngineHistory:
             return
         self._result.counts["tokens of prefix hits"] += hit
         if hit > len(request.tokens):
+            self._result.checks["count"] += 1
             self._find("count", request, hit, f"a prefix hit of {hit} tokens; {len(request.tokens)} are known")
             request.lost = "their prefix hit is longer than their tokens"
             return
@@ -301,9 +303,9 @@ class EngineHistory:
         known = dict(zip(self._chains[some].tolist(), some.tolist(), strict=True))
         return np.array([known.get(chain, _NOTHING) for chain in chains.tolist()])
 
-    def _find(self, kind: CheckKind, request: FollowedRequest, position: int, note: str, **place: Any) -> None:
-        """Report what is wrong in the step that begins. ``place``: group, block, and its number in the table."""
-        self._result.find(EngineFinding(kind, self._result.steps, request.request_id, position, note=note, **place))
+    def _find(self, kind: CheckKind, request: FollowedRequest, position: int, note: str, **more: Any) -> None:
+        """Report what is wrong in the step that begins. ``more``: other fields of the finding."""
+        self._result.find(EngineFinding(kind, self._result.steps, request.request_id, position, note=note, **more))
 
     def block(self, block_id: int, group: int) -> Block:
         """Return a block of the group; an empty one if the group did not write it."""
@@ -326,9 +328,12 @@ class EngineHistory:
     def _number_rows(self, request: FollowedRequest, count: int) -> None:
         """Give a number to each row of a request, and write the numbers to its blocks; it may be lost by that."""
         begin, end = request.done, request.done + count
-        for group, ids in enumerate(request.block_ids):
-            if not request.not_followed and -(-end // self.groups[group].block_size) > len(ids):
-                self._find("count", request, begin, f"{len(ids)} blocks of group {group} for {end} tokens")
+        for group, (facts, ids) in enumerate(zip(self.groups, request.block_ids, strict=False)):
+            is_followed = not (facts.not_followed or request.not_followed)
+            if is_followed and -(-end // facts.block_size) > len(ids):
+                note = f"{len(ids)} blocks of group {group} for {end} tokens"
+                self._result.checks["count"] += 1
+                self._find("count", request, begin, note, cause="the scheduler gives a request too few blocks")
                 request.lost = "the scheduler gave them too few blocks"
         if not request.not_followed and count > len(self._free):
             request.lost = _NO_ROOM
@@ -419,6 +424,7 @@ class EngineHistory:
             self._result.counts["drafts accepted"] += drafts - rejected if new else 0
             if not request.not_followed and len(request.tokens) < request.done:
                 note = f"{request.done} tokens are computed, but {len(request.tokens)} are known"
+                self._result.checks["count"] += 1
                 self._find("count", request, request.done, note)
                 request.lost = "more of their tokens are computed than are known"
 

@@ -41,6 +41,13 @@ _JUDGED_BYTES = 2**27
 _UNSEEN = "layers whose keys were not seen"
 """Why a layer is not judged."""
 
+_NOT_CALLED = "layers that are not called in each step, such as those of a drafter"
+"""Why a layer is not judged in later steps: some of its keys are not known."""
+
+_MOST_SCORES = {"cpu": 2**26, "cuda": 2**30}
+"""Scores of rows and keys, in all heads and layers, that one step is judged with: about 10 s of one CPU core."""
+
+_TOO_LONG = "rows that see too many keys to be judged within a step"  # the engine waits for the judge
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
@@ -65,11 +72,13 @@ class Judge:
             return
         numbers = torch.from_numpy(np.concatenate([each.keys[0][each.done :] for each in due.followed]))
         times = Counter(each.layer for each in layers)
+        self._note_not_called(times, len(rows) if is_judged else 0)
         calls: list[LayerCall] = []
         for given in layers:
             facts, group = self._layers.get(given.layer), self._group_of.get(given.layer)
             if facts is None or group is None:
-                self._result.not_followed["layers without a followed KV-cache group"] += len(rows)
+                reason = "layers without a followed KV-cache group"
+                self._result.not_compared["output", reason] += len(rows) if is_judged else 0
                 continue
             call = LayerCall(given, facts, group, self._groups[group].block_size, due.followed)
             incomplete = _why_incomplete(call, times)
@@ -79,14 +88,27 @@ class Judge:
                 self._keep(given, rows, numbers)
             why_not = incomplete or self._why_not_judged(call)
             if is_judged and why_not is not None:
-                self._result.not_followed[why_not] += len(rows)
+                self._result.not_compared["output", why_not] += len(rows)
             elif is_judged:
                 calls.append(call)
         for call in calls:
             self._compare_pages(call, call.requests)
         for together in _of_equal_settings(calls):
-            for requests in in_parts(due.followed, partial(_bytes_of_keys, together), _JUDGED_BYTES):
+            judged = self._affordable(together, due.followed, len(together) / len(calls))
+            for requests in in_parts(judged, partial(_bytes_of_keys, together), _JUDGED_BYTES):
                 self._judge(together, requests)
+
+    def forget(self, request_id: str) -> None:
+        """Forget what was reported of a request that ended."""
+        self._reported = {place for place in self._reported if place[0] != request_id}
+
+    def _note_not_called(self, times: Mapping[str, int], num_rows: int) -> None:
+        """Count the rows of each layer that is not called in a step, and judge the layer no more."""
+        for layer in sorted(self._layers.keys() & self._group_of.keys() - times.keys()):
+            self._never_judged.setdefault(layer, _NOT_CALLED)
+            not_followed = self._groups[self._group_of[layer]].not_followed
+            why_not = self._layers[layer].not_judged or not_followed or _NOT_CALLED
+            self._result.not_compared["output", why_not] += num_rows
 
     def _why_not_judged(self, call: LayerCall) -> str | None:
         query, output = call.rows.query, call.rows.output
@@ -116,6 +138,21 @@ class Judge:
 
     # Outputs.
 
+    def _affordable(
+        self, together: Sequence[LayerCall], requests: Sequence[FollowedRequest], share: float
+    ) -> list[FollowedRequest]:
+        """Return the requests that these layers are judged for, and count others. ``share``: of all layers' scores."""
+        left = share * _MOST_SCORES.get(together[0].rows.query.device.type, _MOST_SCORES["cuda"])
+        heads, judged = len(together) * together[0].facts.params.num_heads, []
+        for request in requests:
+            scores = heads * len(request.given) * len(_keys(together[0], request))
+            if scores <= left:
+                left -= scores
+                judged.append(request)
+            else:
+                self._result.not_compared["output", _TOO_LONG] += len(request.given) * len(together)
+        return judged
+
     def _judge(self, together: Sequence[LayerCall], requests: Sequence[FollowedRequest]) -> None:
         """Compare the outputs of some requests with the truth; of layers that are judged as heads of one."""
         params, counts = together[0].facts.params, [len(each.given) for each in requests]
@@ -130,7 +167,7 @@ class Judge:
         overflows = ~(truth.isfinite().all(dim=2) & budget.norm.isfinite()).unflatten(1, by_layer).all(dim=2)
         worst = share_of_budget(output - truth, budget).unflatten(1, by_layer).amax(dim=2).masked_fill(overflows, 0.0)
         self._result.checks["output"] += int((~overflows).sum())
-        self._result.not_followed["rows for which a good kernel overflows"] += int(overflows.sum())
+        self._result.not_compared["output", "rows for which a good kernel overflows"] += int(overflows.sum())
         self._result.worst_share = max(self._result.worst_share, float(worst.max()))
         shares, starts = worst.cpu().numpy(), accumulate(counts, initial=0)
         for (index, call), (request, start) in product(enumerate(together), zip(requests, starts, strict=False)):
@@ -164,6 +201,8 @@ class Judge:
             cause = cause_of(wrong, lacking, self._history)
             if cause is not None and cause.block_index is not None:
                 block_index = cause.block_index
+        else:
+            notes.append(f"its cause was not sought: max_explained is {self._max_explained}")
         self._find(
             "output",
             call,
@@ -199,14 +238,14 @@ class Judge:
         if facts.kv_sharing_target is not None:
             return None  # its pages are those of the other layer
         why_not = None
-        if cache is None:
+        if self._result.engine.is_async:
             why_not = "pages with async scheduling, whose steps are judged late"
-        elif facts.write is None or cache.numel() == 0:
+        elif facts.write is None or cache is None or cache.numel() == 0:
             why_not = "pages that cannot be compared"
         elif cache[:1].numel() < page_size * facts.row_size:  # the layer would write behind the scratch pages
             why_not = f"pages that are smaller than {page_size} keys"
         if cache is None or facts.write is None or why_not is not None:
-            self._result.not_followed[str(why_not)] += len(requests)
+            self._result.not_compared["write", str(why_not)] += len(requests)
             return None
         parts = [self._compared(call, request, whole=whole) for request in requests]
         owners = np.repeat(np.arange(len(requests)), [len(part[0]) for part in parts])

@@ -33,6 +33,9 @@ from attncheck.harness.engine.judge import Judge
 
 LOGGER = logging.getLogger("attncheck")
 
+_TOO_MANY_BYTES = "rows of steps whose queries and outputs exceed max_row_bytes"
+"""Why a step is not judged: these are copied until its sampled tokens are known."""
+
 
 @dataclass
 class Step:
@@ -76,6 +79,7 @@ class EngineObserver:
 
     _history: EngineHistory
     _judge: Judge
+    _most_judged: int  # rows of one step
 
     def __init__(self, settings: ObserverSettings | None = None) -> None:
         self.settings = settings or ObserverSettings()
@@ -123,6 +127,9 @@ class EngineObserver:
         if torch.cuda.is_initialized():
             max_bytes = min(max_bytes, torch.cuda.mem_get_info()[0] // 4)  # of the memory that is free
         capacity = max_bytes // max(1, row_bytes)
+        params = [facts.params for facts in layers.values()]
+        numbers = sum(each.num_heads * (each.head_size + each.value_head_size) for each in params)
+        self._most_judged = max_bytes // max(1, number_bytes * numbers)
         self._history = EngineHistory(groups, layers, self._result, capacity, self.settings.follow_one_of)
         self._judge = Judge(self._history, self._result, self.settings.max_explained)
 
@@ -151,6 +158,7 @@ class EngineObserver:
         with self._lock:
             self._reasons.pop(request_id, None)
             self._change(partial(self._history.finish, request_id))
+            self._change(partial(self._judge.forget, request_id))
 
     def _change(self, change: Callable[[], None]) -> None:
         if self._steps:
@@ -179,6 +187,9 @@ class EngineObserver:
             step.number = self._num_begun
             step.is_judged = step.number % self.settings.judge_every == 0
             self._choose_rows(step, request_ids)
+            if step.is_judged and len(step.rows) > self._most_judged:
+                step.is_judged = False
+                self._result.not_compared["output", _TOO_MANY_BYTES] += len(self._history.layers) * len(step.rows)
             given = input_ids if positions is None else positions
             if given is not None:
                 step.rows = step.rows.to(given.device)  # moved once, since this waits for the device
@@ -251,7 +262,8 @@ class EngineObserver:
         """Compare what the model is given with what is right, row by row."""
         compared = right >= 0  # -1: of a request that is not followed, or a draft that was rejected
         if given is None:
-            self._result.not_followed[f"the {kind}s of rows that the model is given in another form"] += len(right)
+            reason = f"the {kind}s of rows that the model is given in another form"
+            self._result.not_compared[kind, reason] += len(right)
             return
         if not compared.any():
             return

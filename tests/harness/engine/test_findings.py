@@ -1,5 +1,7 @@
 """What an engine's observer found, as records and reports: grouping, outcomes, causes and the command that repeats it."""
 
+from collections import Counter
+
 import pytest
 from inline_snapshot import snapshot
 
@@ -121,7 +123,9 @@ def test_a_block_at_another_place_of_a_table_has_another_request_and_is_another_
 
 
 def test_a_finding_names_its_first_step_request_position_layer_block_and_cause():
-    text = terminal.render_run(run_of(observed(*BAD_BLOCK, *SHORT, not_followed={"layers with a state": 3})), width=110)
+    text = terminal.render_run(
+        run_of(observed(*BAD_BLOCK, *SHORT, not_followed={"images": 3}, counts=Counter(rows=9))), width=110
+    )
     assert text == snapshot("""\
 attncheck 0.1.0, torch 2.13.0, 2 cores, suite engine: 1 case, seed 7
 
@@ -133,6 +137,12 @@ backend        output  token  position  prefix_hit  count  write  worst    not
                                                                   error /  examined
                                                                   allowed
 vllm:CPU_ATTN  0/1     1/1    1/1       0/1         1/1    1/1    0.30     -
+
+backend        counts             output  token  position  prefix_hit  count  write
+vllm:CPU_ATTN  compared           4000    2000   2000      20          300    500
+vllm:CPU_ATTN  not compared       0       0      0         0           0      0
+vllm:CPU_ATTN  rows               9       9      9         9           9      9
+vllm:CPU_ATTN  rows not followed  3       3      3         3           3      3
 
 finding 1 of 1, vllm:CPU_ATTN: from position 64 on, block 17 (number 2 of the table) holds old content of
   request 4
@@ -153,14 +163,47 @@ failed: 1 backend, 1 case: 1 failed\
 
 
 def test_a_check_that_compared_nothing_is_not_passed():
-    found = recorded(observed(checks={"output": 5}, not_followed={"rows of images": 8}))
+    left_out = {"not_followed": {"images": 8}, "not_compared": {("write", "pages with async scheduling"): 3}}
+    found = recorded(observed(checks={"output": 5}, counts=Counter(rows=20), **left_out))
     assert {check: record.outcome for check, record in found.items()} == {
         "output": "passed",
         **dict.fromkeys(("token", "position", "prefix_hit", "count", "write"), "unsupported"),
     }
-    assert found["token"].reasons == ("no token was compared", "not followed: rows of images (8)")
-    assert found["output"].figures == {"budget_share": 0.3, "compared": 5, "steps": 120, "not_followed": 8}
-    assert "not followed: rows of images (8)" in found["output"].notes
+    assert found["token"].reasons == ("no token was compared", "not followed: images (8 rows)")
+    assert found["write"].reasons[1:] == (
+        "not followed: images (8 rows)",
+        "not compared: pages with async scheduling (3)",
+    )
+    figures = {"compared": 5, "not_compared": 0, "steps": 120, "rows": 20, "rows_not_followed": 8}
+    assert found["output"].figures == {"budget_share": 0.3, **figures}
+    assert "not followed: images (8 rows)" in found["output"].notes
+
+
+@pytest.mark.parametrize(
+    ("left_out", "passed"),
+    [
+        ({"not_followed": {"too long": 10}}, set(KINDS)),
+        ({"not_followed": {"too long": 11}}, set()),
+        ({"not_followed": {"--follow 8 leaves out": 18, "too long": 1}}, set(KINDS)),
+        ({"not_followed": {"--follow 8 leaves out": 16, "too long": 3}}, set()),
+        ({"not_compared": {("output", "layers of one kind"): 4000}}, set(KINDS)),
+        ({"not_compared": {("output", "layers of one kind"): 4001}}, set(KINDS) - {"output"}),
+    ],
+)
+def test_a_check_of_which_most_was_left_out_is_not_passed(left_out, passed):
+    found = recorded(observed(counts=Counter(rows=20), **left_out))
+    assert {check for check, record in found.items() if record.outcome == "passed"} == passed
+    for record in found.values():
+        assert record.outcome == "passed" or "most was left out: only" in record.reasons[0]
+
+
+def test_the_printed_report_counts_what_was_left_out():
+    result = observed(not_followed={"images": 8}, counts=Counter(rows=2020), not_compared={("output", "one layer"): 30})
+    text = terminal.render_run(run_of(result), width=110)
+    lines = [line.removeprefix("vllm:CPU_ATTN").split() for line in text.splitlines()]
+    assert ["compared", "4000", "2000", "2000", "20", "300", "500"] in lines
+    assert ["not", "compared", "30", "0", "0", "0", "0", "0"] in lines
+    assert ["rows", "not", "followed", *["8"] * 6] in lines
 
 
 def test_checks_that_are_not_due_and_compared_nothing_have_no_record():

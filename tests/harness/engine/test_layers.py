@@ -198,12 +198,12 @@ def test_what_cannot_be_judged_is_counted_with_its_reason():
     )
     assert result.findings == ()
     assert result.checks.get("output", 0) == 0
-    assert result.not_followed == {
-        "layers of the type encoder": ROWS,
-        "layers that compute a part of the rows": ROWS,
-        "rows for which a good kernel overflows": ROWS,
-        "layers without a followed KV-cache group": ROWS,
-        "pages with async scheduling, whose steps are judged late": 1,
+    assert result.not_compared == {
+        ("output", "layers of the type encoder"): ROWS,
+        ("output", "layers that compute a part of the rows"): ROWS,
+        ("output", "rows for which a good kernel overflows"): ROWS,
+        ("output", "layers without a followed KV-cache group"): ROWS,
+        ("write", "pages that cannot be compared"): 1,
     }
 
 
@@ -213,7 +213,7 @@ def test_a_layer_that_is_called_twice_in_a_step_is_not_judged():
     again = ("twice", key.repeat(1, 2, 1), query[:, :2], value, attend(query, key, value, PLAIN))
     result = observed({"twice": LayerFacts(PLAIN)}, right, again)
     assert result.findings == ()
-    assert result.not_followed == {"layers that are called more than once in a step": 2 * ROWS}
+    assert result.not_compared == {("output", "layers that are called more than once in a step"): 2 * ROWS}
 
 
 @pytest.mark.parametrize(("page_size", "is_compared"), [(4, True), (2, True), (8, False)])
@@ -233,6 +233,6 @@ def test_a_layer_does_not_write_behind_scratch_pages(page_size, is_compared):
     result = observed({"layer": facts}, ("layer", query, key, value, attend(query, key, value, PLAIN), pages))
     assert result.findings == ()
     assert bool(result.checks.get("write")) is is_compared
-    assert result.not_followed == ({} if is_compared else {"pages that are smaller than 8 keys": 1})
+    assert result.not_compared == ({} if is_compared else {("write", "pages that are smaller than 8 keys"): 1})
     assert len(written) == 1 + is_compared
     assert all(written)

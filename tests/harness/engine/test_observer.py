@@ -7,7 +7,9 @@ from dataclasses import replace
 import pytest
 from toy_engine import BLOCK, VOCAB, ToyEngine, serve
 
+from attncheck.harness.engine import judge
 from attncheck.harness.engine.events import KVGroup, ObserverSettings, StepPlan
+from attncheck.harness.engine.findings import grouped
 from attncheck.harness.engine.observer import EngineObserver
 
 
@@ -17,7 +19,7 @@ def test_a_right_engine_has_no_finding(hybrid, num_drafts):
     result, engine = serve(hybrid=hybrid, num_drafts=num_drafts, blocks=25 if hybrid else 13)
     assert result.failure is None
     assert result.findings == ()
-    assert result.not_followed == {}
+    assert result.not_followed == result.not_compared == {}
     layers = 4 if hybrid else 2
     assert result.steps == engine.step
     assert result.checks["output"] == layers * result.counts["rows"] == layers * result.checks["token"]
@@ -311,6 +313,115 @@ def test_memory_is_bounded_and_what_does_not_fit_is_counted():
     assert many.not_followed == {}
     assert many.counts["rows"] > 512
     assert 0 < few.checks["output"] < many.checks["output"]
+
+
+class GivesTooFewBlocks(ToyEngine):
+    def schedule(self):
+        plan = super().schedule()
+        few = tuple(replace(each, block_ids=tuple(ids[:-1] for ids in each.block_ids)) for each in plan.started)
+        return replace(plan, started=few) if self.step == 1 else plan
+
+
+def test_too_few_blocks_are_named_and_counted_as_compared():
+    result, _ = serve(GivesTooFewBlocks, requests=1, blocks=60)
+    [group] = grouped(result.findings)
+    assert group.words == "the scheduler gives a request too few blocks"
+    assert (group.findings[0].kind, result.checks["count"]) == ("count", 1)
+    assert "blocks of group 0 for" in group.findings[0].note
+
+
+class WritesNullBlock(ToyEngine):
+    def slots(self, request, group, rows):
+        return [0] * rows
+
+
+def test_a_page_of_a_request_that_was_served_before_is_reported_again():
+    observer = EngineObserver()
+    engine = WritesNullBlock(observer, blocks=2, num_drafts=0, prefix_caching=False)
+    found = []
+    for _ in range(2):
+        engine.add("r", [1, 2], 4)
+        while engine.waiting or engine.running:
+            engine.run_step()
+        found.append(sum(finding.kind == "write" for finding in observer.result().findings))
+    assert found == [found[0], 2 * found[0]]
+    assert found[0] > 0
+
+
+class WithRings(EngineObserver):
+    """Is given a second group, with one block for each request."""
+
+    def engine_starts(self, groups, layers, engine):
+        super().engine_starts([*groups, KVGroup(BLOCK, ("ring",), "rings")], layers, engine)
+
+    def step_begins(self, plan):
+        started = tuple(replace(each, block_ids=(*each.block_ids, (99,))) for each in plan.started)
+        continued = tuple(replace(each, new_block_ids=(*each.new_block_ids, ())) for each in plan.continued)
+        return super().step_begins(replace(plan, started=started, continued=continued))
+
+
+def test_a_group_that_is_not_followed_may_have_one_block_for_each_request():
+    rings, _ = serve(observer=lambda observer: WithRings(observer.settings), blocks=40)
+    assert (rings.failure, rings.findings) == (None, ())
+    assert rings.checks == serve(blocks=40)[0].checks
+
+
+def test_a_finding_whose_cause_is_not_sought_states_that():
+    result, _ = serve(ReadsOneShort, ObserverSettings(max_explained=1), num_drafts=0, blocks=40)
+    first, *others = [finding for finding in result.findings if finding.kind == "output"]
+    assert first.cause == "the row sees 1 key too few"
+    assert others
+    assert {(each.cause, each.note) for each in others} == {(None, "its cause was not sought: max_explained is 1")}
+
+
+class LeavesLayersOut(ToyEngine):
+    """Does not call the layers of ``left_out`` from a step on, in each step or in some."""
+
+    left_out, from_step, every = ("full.1",), 1, 1
+
+    def run_layer(self, layer, group, batch, ids):
+        is_due = self.step >= self.from_step and self.step % self.every == 0
+        if not (is_due and layer in self.left_out):
+            super().run_layer(layer, group, batch, ids)
+
+
+class LeavesOutSometimes(LeavesLayersOut):
+    from_step, every = 4, 5
+
+
+class LeavesGroupOut(LeavesLayersOut):
+    left_out = ("window.0", "window.1")
+
+
+@pytest.mark.parametrize("fault", [LeavesLayersOut, LeavesOutSometimes, LeavesGroupOut])
+def test_a_layer_that_is_not_called_in_each_step_is_counted_and_has_no_finding(fault):
+    result, _ = serve(fault, hybrid=True, blocks=80)
+    reason = ("output", "layers that are not called in each step, such as those of a drafter")
+    assert (result.failure, result.findings) == (None, ())
+    assert list(result.not_compared) == [reason]
+    rows = 4 * result.counts["rows"]
+    assert result.checks["output"] + result.not_compared[reason] == rows
+    assert result.not_compared[reason] >= rows // 4 * len(fault.left_out) * (fault.every == 1)
+
+
+def test_the_time_of_a_step_is_bounded_and_what_is_beyond_is_counted(monkeypatch):
+    right, _ = serve(blocks=60)
+    monkeypatch.setitem(judge._MOST_SCORES, "cpu", 2 * 4 * 6 * 12)  # two layers of four heads, and some rows of keys
+    result, _ = serve(blocks=60)
+    assert (result.failure, result.findings) == (None, ())
+    left_out = result.not_compared["output", "rows that see too many keys to be judged within a step"]
+    assert 0 < left_out < right.checks["output"]
+    assert result.checks["output"] + left_out == right.checks["output"]
+    assert result.checks["token"] == right.checks["token"]
+
+
+def test_a_step_whose_queries_and_outputs_are_too_large_is_followed_and_not_judged():
+    size = 2 * 4 * 2 * 16 * 2  # bytes of a row's queries and outputs: two layers of four heads of 16 bfloat16
+    result, _ = serve(settings=ObserverSettings(max_row_bytes=160 * size), blocks=200, budget=300, requests=16)
+    assert (result.failure, result.findings) == (None, ())
+    left_out = result.not_compared["output", "rows of steps whose queries and outputs exceed max_row_bytes"]
+    assert 2 * 160 < left_out < 2 * result.counts["rows"]
+    assert result.checks["output"] == 2 * result.checks["token"] - left_out > 0
 
 
 def test_on_a_gpu_a_quarter_of_the_free_memory_is_used(monkeypatch):
