@@ -24,7 +24,7 @@ from attncheck.harness.engine.plugin import PLUGIN, WatchSettings
 from attncheck.harness.host import run_with_plugin
 from attncheck.harness.run.options import RunOptions, split_commas
 from attncheck.reports.run_file.records import EXAMINED, FALLEN_SHORT
-from attncheck.reports.run_file.store import count_outcomes, read_run, refuse_existing
+from attncheck.reports.run_file.store import count_outcomes, now, read_run, refuse_existing
 
 if TYPE_CHECKING:
     from attncheck.harness.engine.traffic import EngineRun
@@ -141,6 +141,7 @@ def _serve(given: Mapping[str, Any], output: Path | None, words: tuple[str, ...]
     from attncheck.harness.engine.findings import header_of
     from attncheck.harness.workers.limits import Limit
 
+    started = now()
     limit = Limit(given.get("case-timeout", 600), "--case-timeout changes it")
     served, errors = [], []
     with interruptible(), tempfile.TemporaryDirectory(prefix="attncheck-engine-") as folder:
@@ -158,7 +159,7 @@ def _serve(given: Mapping[str, Any], output: Path | None, words: tuple[str, ...]
             print_stderr(f"{number}/{len(runs)} {run.case.id}: {verdict}, {time.monotonic() - began:.1f} s")
     if not served:
         raise QuestionError("\n".join(errors))
-    header = header_of(served, seed=given.get("seed", 0), command=words)
+    header = header_of(served, started, seed=given.get("seed", 0), command=words)
     with open_run(output, runs_folder(), header, RunOptions.keep) as writer:
         for record in (record for each in served for record in each.records):
             writer.add(record)

@@ -29,7 +29,7 @@ from attncheck.reports.analysis.repro import FIRST_STEP
 from attncheck.reports.run_file.causes import without_figures
 from attncheck.reports.run_file.header import BackendInfo, CaseInfo, Environment, RunHeader, SuiteInfo
 from attncheck.reports.run_file.records import BUDGET_SHARE, ENGINE, ENGINE_FIGURES, Record
-from attncheck.reports.run_file.store import now
+from attncheck.reports.run_file.store import Run
 from attncheck.reports.run_file.timings import RunFileValue
 
 KINDS: tuple[CheckKind, ...] = get_args(CheckKind)
@@ -268,14 +268,25 @@ def _place(finding: EngineFinding) -> str:
     return place
 
 
+def engines_in(run: Run) -> list[EngineRecords]:
+    """Return what the cases of a run file of ``attncheck engine`` gave."""
+    backends = {backend.name: backend for backend in run.header.backends}
+    found = []
+    for case in run.header.cases:
+        records = tuple(record for record in run.records if record.case_id == case.id)
+        backend, environment = backends[case.backends[0]], run.header.environment
+        found.append(EngineRecords(case=case, backend=backend, environment=environment, records=records))
+    return found
+
+
 def header_of(
-    given: Sequence[EngineRecords], *, seed: int = 0, command: Sequence[str] = (), notes: Sequence[str] = ()
+    given: Sequence[EngineRecords], started: str, seed: int = 0, command: Sequence[str] = (), notes: Sequence[str] = ()
 ) -> RunHeader:
-    """Return the header of a run of ``attncheck engine``."""
+    """Return the header of a run of ``attncheck engine``. ``started``: an ISO 8601 time."""
     environment = given[0].environment
     cases = tuple(each.case for each in given)
     return RunHeader(
-        started=now(),
+        started=started,
         environment=environment,
         suites=(SuiteInfo(name=ENGINE, ref=ENGINE, cases=len(cases)),),
         cases=cases,

@@ -1,6 +1,7 @@
 """``attncheck engine``: its options, what it prints, its run file and its exit code, without vLLM."""
 
 import sys
+import time
 
 import pytest
 
@@ -12,7 +13,7 @@ from attncheck.harness.engine.findings import header_of, records_of
 from attncheck.harness.engine.traffic import TRAFFIC, EngineRun
 from attncheck.harness.run.outcomes import ProcessEnd
 from attncheck.reports.analysis.repro import repro_command
-from attncheck.reports.run_file.store import read_run, write_run
+from attncheck.reports.run_file.store import now, read_run, write_run
 
 FACTS = EngineFacts(vllm_version="0.32.0", runner="V1", backends=("CPU_ATTN",), dtype="bfloat16")
 CHECKS = {"output": 40, "token": 20, "position": 20, "prefix_hit": 2, "count": 3, "write": 5}
@@ -60,7 +61,15 @@ def right(run):
 
 
 def test_each_kind_of_traffic_through_each_small_model_is_a_case(serving):
-    done, stored, served = serving("engine", right)
+    began = ""
+
+    def answer(run):
+        nonlocal began
+        began = began or now()
+        time.sleep(0.1)
+        return right(run)
+
+    done, stored, served = serving("engine", answer)
     assert done.code == 0
     assert "vllm:CPU_ATTN: PASSED: 15 cases right" in done.out
     assert [case.id for case in stored.header.cases] == [
@@ -68,6 +77,7 @@ def test_each_kind_of_traffic_through_each_small_model_is_a_case(serving):
     ]
     assert stored.complete
     assert stored.header.command[0] == "attncheck"
+    assert stored.header.started <= began
     assert [run.seed for run in served] == [0] * 15
     assert "15/15 latent-mixed: 6 passed" in done.err
 
@@ -155,7 +165,7 @@ def test_what_a_watched_command_did_is_shown_and_its_own_exit_code_comes_first(t
         f"path.write_bytes(pathlib.Path('served.jsonl').read_bytes()); sys.exit({code})"
     )
     served = observed(EngineRun(model="full", folder=tmp_path, traffic="mixed"), WRONG)
-    write_run(tmp_path / "served.jsonl", header_of([served]), served.records, ())
+    write_run(tmp_path / "served.jsonl", header_of([served], now()), served.records, ())
     monkeypatch.chdir(tmp_path)
     done = typed("engine --output run.jsonl --", sys.executable, "-c", command)
     assert done.code == (code or 1)

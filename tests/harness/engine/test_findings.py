@@ -84,7 +84,7 @@ def recorded(result, case=SHARED, **changes):
 
 def run_of(result, case=SHARED, command=()):
     served = records_of(case, result, ENVIRONMENT, seed=7)
-    return Run("run.jsonl", header_of([served], seed=7, command=command), served.records)
+    return Run("run.jsonl", header_of([served], "2026-01-01T00:00:00+00:00", seed=7, command=command), served.records)
 
 
 def test_the_rows_layers_requests_and_steps_of_one_bad_block_are_one_finding():
