@@ -28,7 +28,7 @@ from attncheck.reports.analysis.phrases import budgets, plural
 from attncheck.reports.analysis.repro import FIRST_STEP
 from attncheck.reports.run_file.causes import without_figures
 from attncheck.reports.run_file.header import BackendInfo, CaseInfo, Environment, RunHeader, SuiteInfo
-from attncheck.reports.run_file.records import BUDGET_SHARE, ENGINE, ENGINE_FIGURES, Record
+from attncheck.reports.run_file.records import BUDGET_SHARE, ENGINE, Failed, Passed, Record
 from attncheck.reports.run_file.store import Run
 from attncheck.reports.run_file.timings import RunFileValue
 
@@ -135,8 +135,8 @@ def _finding_of(
     compared = result.checks.get(kind, 0)
     not_compared = {reason: count for (check, reason), count in result.not_compared.items() if check == kind}
     left_out = sum(not_compared.values())
-    counts = (compared, left_out, result.counts["rows"], sum(result.not_followed.values()))
-    figures: dict[str, float | int] = {"steps": result.steps, **dict(zip(ENGINE_FIGURES, counts, strict=True))}
+    figures: dict[str, float | int] = {"compared": compared, "not_compared": left_out, "steps": result.steps}
+    figures["rows_not_followed"] = sum(result.not_followed.values())
     if kind == "output":
         figures[BUDGET_SHARE] = result.worst_share
     notes = [f"not followed: {reason} ({plural(count, 'row')})" for reason, count in result.not_followed.items()]
@@ -295,5 +295,18 @@ def header_of(
         seed=seed,
         backends=tuple({each.backend.name: each.backend for each in given}.values()),
         command=tuple(command),
-        notes=tuple(notes),
+        notes=(*notes, *_counted([record for each in given for record in each.records])),
     )
+
+
+def _counted(records: Sequence[Record]) -> list[str]:
+    """Return what the checks that have a verdict compared, and what they left out, a line each."""
+    lines = []
+    for figure in ("compared", "not_compared", "rows_not_followed"):
+        counts: Counter[str] = Counter()
+        for record in records:
+            if isinstance(record, Passed | Failed):
+                counts[record.check] += int(record.figures[figure])
+        shown = ", ".join(f"{check} {count}" for check, count in counts.items() if count)
+        lines.append(f"{figure.replace('_', ' ')}: {shown or 'none'}")
+    return lines
