@@ -41,6 +41,9 @@ _JUDGED_BYTES = 2**27
 _UNSEEN = "layers whose keys were not seen"
 """Why a layer is not judged."""
 
+_NOT_CALLED = "layers that are not called in each step, such as those of a drafter"
+"""Why a layer is not judged, in that step and in later ones: the keys of its rows are not known."""
+
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
@@ -65,6 +68,7 @@ class Judge:
             return
         numbers = torch.from_numpy(np.concatenate([each.keys[0][each.done :] for each in due.followed]))
         times = Counter(each.layer for each in layers)
+        self._note_not_called(times, len(rows) if is_judged else 0)
         calls: list[LayerCall] = []
         for given in layers:
             facts, group = self._layers.get(given.layer), self._group_of.get(given.layer)
@@ -88,6 +92,20 @@ class Judge:
         for together in _of_equal_settings(calls):
             for requests in in_parts(due.followed, partial(_bytes_of_keys, together), _JUDGED_BYTES):
                 self._judge(together, requests)
+
+    def forget(self, request_id: str) -> None:
+        """Forget what was reported of a request that ended."""
+        self._reported = {place for place in self._reported if place[0] != request_id}
+
+    def _note_not_called(self, times: Mapping[str, int], num_rows: int) -> None:
+        """Count the rows of each layer that is not called in a step, and judge the layer no more."""
+        for layer, group in self._group_of.items():
+            facts = self._layers.get(layer)
+            if facts is None or layer in times:
+                continue
+            self._never_judged.setdefault(layer, _NOT_CALLED)
+            why_not = facts.not_judged or self._groups[group].not_followed or _NOT_CALLED
+            self._result.not_compared["output", why_not] += num_rows
 
     def _why_not_judged(self, call: LayerCall) -> str | None:
         query, output = call.rows.query, call.rows.output
@@ -200,9 +218,9 @@ class Judge:
         if facts.kv_sharing_target is not None:
             return None  # its pages are those of the other layer
         why_not = None
-        if cache is None:
+        if self._result.engine.is_async:
             why_not = "pages with async scheduling, whose steps are judged late"
-        elif facts.write is None or cache.numel() == 0:
+        elif facts.write is None or cache is None or cache.numel() == 0:
             why_not = "pages that cannot be compared"
         elif cache[:1].numel() < page_size * facts.row_size:  # the layer would write behind the scratch pages
             why_not = f"pages that are smaller than {page_size} keys"

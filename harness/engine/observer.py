@@ -151,6 +151,7 @@ class EngineObserver:
         with self._lock:
             self._reasons.pop(request_id, None)
             self._change(partial(self._history.finish, request_id))
+            self._change(partial(self._judge.forget, request_id))
 
     def _change(self, change: Callable[[], None]) -> None:
         if self._steps:

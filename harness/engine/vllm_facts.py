@@ -105,15 +105,19 @@ def kv_groups(kv_cache_config: Any, not_followed: str | None = None) -> tuple[KV
     )
 
 
+_FOLLOWED_SPECS = ("FullAttentionSpec", "MLAAttentionSpec", "SlidingWindowSpec", "ChunkedLocalAttentionSpec")
+"""The specs of vLLM whose blocks hold one key for each token, in the order of the table."""
+
+
 def _group_reason(group: Any) -> str | None:
-    kind = type(group.kv_cache_spec).__name__
-    if "Mamba" in kind:
-        return "layers with a state instead of keys"
+    spec = group.kv_cache_spec
+    kinds = sorted({type(each).__name__ for each in getattr(spec, "kv_cache_specs", {"": spec}).values()})
     if getattr(group, "is_eagle_group", False):
         return "layers of a drafter"
     if getattr(group, "host_resident", False):
         return "layers whose keys are in host memory"
-    return "layers that attend to an encoder" if kind in ("CrossAttentionSpec", "EncoderOnlyAttentionSpec") else None
+    unknown = [kind for kind in kinds if kind not in _FOLLOWED_SPECS]
+    return f"layers of the KV-cache spec {' and '.join(unknown)}" if unknown else None
 
 
 def page_sizes(runner: Any, groups: Sequence[KVGroup]) -> dict[str, int]:

@@ -163,11 +163,12 @@ class EngineHooks:
         if dummy_run or self._is_warming_up:
             return
         self._watch_layers()
+        self._preempted |= scheduler_output.preempted_req_ids or set()  # V2 may resume them in the same plan
         for request_id in scheduler_output.finished_req_ids:
             self._known.discard(request_id)
+            self._preempted.discard(request_id)
             self.observer.request_finished(request_id)
         resumed = self._requests_start(scheduler_output)
-        self._preempted |= scheduler_output.preempted_req_ids or set()
         if scheduler_output.total_num_scheduled_tokens:
             self._step = self.observer.step_begins(step_plan(scheduler_output, resumed))
 

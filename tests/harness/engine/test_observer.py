@@ -8,6 +8,7 @@ import pytest
 from toy_engine import BLOCK, VOCAB, ToyEngine, serve
 
 from attncheck.harness.engine.events import KVGroup, ObserverSettings, StepPlan
+from attncheck.harness.engine.findings import grouped
 from attncheck.harness.engine.observer import EngineObserver
 
 
@@ -311,6 +312,87 @@ def test_memory_is_bounded_and_what_does_not_fit_is_counted():
     assert many.not_followed == {}
     assert many.counts["rows"] > 512
     assert 0 < few.checks["output"] < many.checks["output"]
+
+
+class GivesTooFewBlocks(ToyEngine):
+    def schedule(self):
+        plan = super().schedule()
+        few = tuple(replace(each, block_ids=tuple(ids[:-1] for ids in each.block_ids)) for each in plan.started)
+        return replace(plan, started=few) if self.step == 1 else plan
+
+
+def test_too_few_blocks_are_named_and_counted_as_compared():
+    result, _ = serve(GivesTooFewBlocks, requests=1, blocks=60)
+    [group] = grouped(result.findings)
+    assert group.words == "the scheduler gives a request too few blocks"
+    assert (group.findings[0].kind, result.checks["count"]) == ("count", 1)
+    assert "blocks of group 0 for" in group.findings[0].note
+
+
+class WritesNullBlock(ToyEngine):
+    def slots(self, request, group, rows):
+        return [0] * rows
+
+
+def test_a_page_of_a_request_that_was_served_before_is_reported_again():
+    observer = EngineObserver()
+    engine = WritesNullBlock(observer, blocks=2, num_drafts=0, prefix_caching=False)
+    found = []
+    for _ in range(2):
+        engine.add("r", [1, 2], 4)
+        while engine.waiting or engine.running:
+            engine.run_step()
+        found.append(sum(finding.kind == "write" for finding in observer.result().findings))
+    assert found == [found[0], 2 * found[0]]
+    assert found[0] > 0
+
+
+class WithRings(EngineObserver):
+    """Is given a second group, with one block for each request."""
+
+    def engine_starts(self, groups, layers, engine):
+        super().engine_starts([*groups, KVGroup(BLOCK, ("ring",), "rings")], layers, engine)
+
+    def step_begins(self, plan):
+        started = tuple(replace(each, block_ids=(*each.block_ids, (99,))) for each in plan.started)
+        continued = tuple(replace(each, new_block_ids=(*each.new_block_ids, ())) for each in plan.continued)
+        return super().step_begins(replace(plan, started=started, continued=continued))
+
+
+def test_a_group_that_is_not_followed_may_have_one_block_for_each_request():
+    rings, _ = serve(observer=lambda observer: WithRings(observer.settings), blocks=40)
+    assert (rings.failure, rings.findings) == (None, ())
+    assert rings.checks == serve(blocks=40)[0].checks
+
+
+class LeavesLayersOut(ToyEngine):
+    """Does not call the layers of ``left_out`` from a step on, in each step or in some."""
+
+    left_out, from_step, every = ("full.1",), 1, 1
+
+    def run_layer(self, layer, group, batch, ids):
+        is_due = self.step >= self.from_step and self.step % self.every == 0
+        if not (is_due and layer in self.left_out):
+            super().run_layer(layer, group, batch, ids)
+
+
+class LeavesOutSometimes(LeavesLayersOut):
+    from_step, every = 4, 5
+
+
+class LeavesGroupOut(LeavesLayersOut):
+    left_out = ("window.0", "window.1")
+
+
+@pytest.mark.parametrize("fault", [LeavesLayersOut, LeavesOutSometimes, LeavesGroupOut])
+def test_a_layer_that_is_not_called_in_each_step_is_counted_and_has_no_finding(fault):
+    result, _ = serve(fault, hybrid=True, blocks=80)
+    reason = "layers that are not called in each step, such as those of a drafter"
+    assert (result.failure, result.findings) == (None, ())
+    assert list(result.not_compared) == [("output", reason)]
+    rows = 4 * result.counts["rows"]
+    assert result.checks["output"] + result.not_compared["output", reason] == rows
+    assert result.not_compared["output", reason] >= rows // 4 * len(fault.left_out) * (fault.every == 1)
 
 
 def test_on_a_gpu_a_quarter_of_the_free_memory_is_used(monkeypatch):

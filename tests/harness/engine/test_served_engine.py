@@ -389,7 +389,30 @@ def test_a_request_that_is_resumed_in_flight_keeps_its_adapter_and_its_reason(se
     result = observer.result()
     assert (result.failure, result.findings) == (None, ())
     assert (result.checks["prefix_hit"], result.checks["token"]) == (2, 2)
-    assert result.not_followed == {"requests with images or other media": 1}
+    assert result.not_followed["requests with images or other media"] == 1
+
+
+def test_runner_v2_follows_a_request_that_one_plan_preempts_and_resumes(settings):
+    """The prefix cache was reset with ``reset_running_requests``: the request is computed again from its start."""
+    runner = RunnerV2()
+    worker = Worker(runner)
+    engine = ServedEngine(settings, worker)
+    engine.hooks.install(worker)
+    drive(worker)
+    runner.layer.impl.keys.clear()
+    runner.layer.impl.values.clear()
+    tokens = [50, 51, 52, 53, *range(STEPS)]
+    resumed = ("a", tokens[:4], [1, 2, 3, 4], 0, {"prefill_token_ids": tokens})
+    given = {"number": STEPS, "ids": tokens, "positions": torch.arange(len(tokens))}
+    plan = plan_with({"a": len(tokens)}, new=[resumed], **given)
+    plan.preempted_req_ids = {"a"}
+    runner.execute_model(plan)
+    runner.sample_tokens(None).get_output()
+    engine.hooks.remove()
+    result = engine.hooks.observer.result()
+    assert (result.failure, result.findings) == (None, ())
+    assert "requests whose prompt is streamed" not in result.not_followed
+    assert result.checks["output"] == STEPS + 3 + len(tokens)
 
 
 WATCHES = ["_install", "_warm_up_begins", "_execute_begins", "_requests_start", "_executed", "_sampled", "_step_ends"]

@@ -61,14 +61,22 @@ def test_a_plan_has_resumed_requests_among_the_started_ones():
 
 
 def test_groups_that_are_not_followed_have_a_reason():
-    full, mamba = (type(name, (), {"block_size": 16})() for name in ("FullAttentionSpec", "MambaSpec"))
+    names = ("FullAttentionSpec", "MambaSpec", "CircularBufferSpec", "SlidingWindowSpec")
+    full, mamba, ring, window = (type(name, (), {"block_size": 16})() for name in names)
+    uniform, mixed = (
+        type("UniformTypeKVCacheSpecs", (), {"block_size": 16, "kv_cache_specs": {"e": full, "f": other}})()
+        for other in (window, ring)
+    )
     groups = [
         SimpleNamespace(kv_cache_spec=full, layer_names=["a"]),
         SimpleNamespace(kv_cache_spec=mamba, layer_names=["b"]),
         SimpleNamespace(kv_cache_spec=full, layer_names=["c"], is_eagle_group=True),
+        *(SimpleNamespace(kv_cache_spec=spec, layer_names=["d"]) for spec in (ring, window, uniform, mixed)),
     ]
     made = kv_groups(SimpleNamespace(kv_cache_groups=groups))
-    reasons = [None, "layers with a state instead of keys", "layers of a drafter"]
+    ring_reason = "layers of the KV-cache spec CircularBufferSpec"
+    reasons = [None, "layers of the KV-cache spec MambaSpec", "layers of a drafter"]
+    reasons += [ring_reason, None, None, ring_reason]
     assert [group.not_followed for group in made] == reasons
 
 
