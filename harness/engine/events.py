@@ -33,7 +33,8 @@ class ObserverSettings:
 
     judge_every: outputs and pages of every Nth step are judged. follow_one_of: one of M first blocks of prompts is
     chosen by its hash, and the requests that begin with it are followed.
-    max_row_bytes: keys and values that are kept, in bytes of all layers; a request that needs more is not followed.
+    max_row_bytes: keys and values that are kept, in bytes of all layers; a request that needs more is not followed. It
+    is also the limit of a step's queries and outputs; a step with more is not judged.
     max_explained: findings for which a cause is sought.
     """
 

@@ -44,6 +44,12 @@ _UNSEEN = "layers whose keys were not seen"
 _NOT_CALLED = "layers that are not called in each step, such as those of a drafter"
 """Why a layer is not judged, in that step and in later ones: the keys of its rows are not known."""
 
+_MOST_SCORES = {"cpu": 2**26, "cuda": 2**30}
+"""Scores of rows and keys, in all heads and layers, that one step is judged with: about 10 s of one CPU core."""
+
+_TOO_LONG = "rows that see too many keys to be judged within a step"
+"""Why some rows are not judged: the engine waits for the judge."""
+
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
@@ -90,7 +96,8 @@ class Judge:
         for call in calls:
             self._compare_pages(call, call.requests)
         for together in _of_equal_settings(calls):
-            for requests in in_parts(due.followed, partial(_bytes_of_keys, together), _JUDGED_BYTES):
+            judged = self._affordable(together, due.followed, len(together) / len(calls))
+            for requests in in_parts(judged, partial(_bytes_of_keys, together), _JUDGED_BYTES):
                 self._judge(together, requests)
 
     def forget(self, request_id: str) -> None:
@@ -134,6 +141,21 @@ class Judge:
         return key[some], value[some]
 
     # Outputs.
+
+    def _affordable(
+        self, together: Sequence[LayerCall], requests: Sequence[FollowedRequest], share: float
+    ) -> list[FollowedRequest]:
+        """Return the requests that these layers are judged for, and count others. ``share``: of all layers' scores."""
+        left = share * _MOST_SCORES.get(together[0].rows.query.device.type, _MOST_SCORES["cuda"])
+        heads, judged = len(together) * together[0].facts.params.num_heads, []
+        for request in requests:
+            scores = heads * len(request.given) * len(_keys(together[0], request))
+            if scores <= left:
+                left -= scores
+                judged.append(request)
+            else:
+                self._result.not_compared["output", _TOO_LONG] += len(request.given) * len(together)
+        return judged
 
     def _judge(self, together: Sequence[LayerCall], requests: Sequence[FollowedRequest]) -> None:
         """Compare the outputs of some requests with the truth; of layers that are judged as heads of one."""

@@ -33,6 +33,9 @@ from attncheck.harness.engine.judge import Judge
 
 LOGGER = logging.getLogger("attncheck")
 
+_TOO_MANY_BYTES = "rows of steps whose queries and outputs exceed max_row_bytes"
+"""Why a step is not judged: these are copied until its sampled tokens are known."""
+
 
 @dataclass
 class Step:
@@ -76,6 +79,7 @@ class EngineObserver:
 
     _history: EngineHistory
     _judge: Judge
+    _most_judged: int  # rows of one step
 
     def __init__(self, settings: ObserverSettings | None = None) -> None:
         self.settings = settings or ObserverSettings()
@@ -123,6 +127,9 @@ class EngineObserver:
         if torch.cuda.is_initialized():
             max_bytes = min(max_bytes, torch.cuda.mem_get_info()[0] // 4)  # of the memory that is free
         capacity = max_bytes // max(1, row_bytes)
+        params = [facts.params for facts in layers.values()]
+        numbers = sum(each.num_heads * (each.head_size + each.value_head_size) for each in params)
+        self._most_judged = max_bytes // max(1, number_bytes * numbers)
         self._history = EngineHistory(groups, layers, self._result, capacity, self.settings.follow_one_of)
         self._judge = Judge(self._history, self._result, self.settings.max_explained)
 
@@ -180,6 +187,11 @@ class EngineObserver:
             step.number = self._num_begun
             step.is_judged = step.number % self.settings.judge_every == 0
             self._choose_rows(step, request_ids)
+            if step.is_judged and len(step.rows) > self._most_judged:
+                step.is_judged = False
+                num_layers = len(self._history.layers)
+                self._result.not_compared["output", _TOO_MANY_BYTES] += len(step.rows) * num_layers
+                self._result.not_compared["write", _TOO_MANY_BYTES] += len(step.request_ids) * num_layers
             given = input_ids if positions is None else positions
             if given is not None:
                 step.rows = step.rows.to(given.device)  # moved once, since this waits for the device

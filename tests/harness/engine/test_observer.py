@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 from toy_engine import BLOCK, VOCAB, ToyEngine, serve
 
+from attncheck.harness.engine import judge
 from attncheck.harness.engine.events import KVGroup, ObserverSettings, StepPlan
 from attncheck.harness.engine.findings import grouped
 from attncheck.harness.engine.observer import EngineObserver
@@ -393,6 +394,26 @@ def test_a_layer_that_is_not_called_in_each_step_is_counted_and_has_no_finding(f
     rows = 4 * result.counts["rows"]
     assert result.checks["output"] + result.not_compared["output", reason] == rows
     assert result.not_compared["output", reason] >= rows // 4 * len(fault.left_out) * (fault.every == 1)
+
+
+def test_the_time_of_a_step_is_bounded_and_what_is_beyond_is_counted(monkeypatch):
+    right, _ = serve(blocks=60)
+    monkeypatch.setitem(judge._MOST_SCORES, "cpu", 2 * 4 * 6 * 12)  # two layers of four heads, and some rows of keys
+    result, _ = serve(blocks=60)
+    assert (result.failure, result.findings) == (None, ())
+    left_out = result.not_compared["output", "rows that see too many keys to be judged within a step"]
+    assert 0 < left_out < right.checks["output"]
+    assert result.checks["output"] + left_out == right.checks["output"]
+    assert result.checks["token"] == right.checks["token"]
+
+
+def test_a_step_whose_queries_and_outputs_are_too_large_is_followed_and_not_judged():
+    size = 2 * 4 * 2 * 16 * 2  # bytes of a row's queries and outputs: two layers of four heads of 16 bfloat16
+    result, _ = serve(settings=ObserverSettings(max_row_bytes=160 * size), blocks=200, budget=300, requests=16)
+    assert (result.failure, result.findings) == (None, ())
+    left_out = result.not_compared["output", "rows of steps whose queries and outputs exceed max_row_bytes"]
+    assert 2 * 160 < left_out < 2 * result.counts["rows"]
+    assert result.checks["output"] == 2 * result.checks["token"] - left_out > 0
 
 
 def test_on_a_gpu_a_quarter_of_the_free_memory_is_used(monkeypatch):
