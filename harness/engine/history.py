@@ -246,12 +246,11 @@ class EngineHistory:
         if request.not_followed:
             request.done = counted
             return
+        self._result.checks["count"] += 1
         is_assumed = self._result.engine.is_async and counted == request.assumed  # its tokens were not sampled yet
         if counted != request.done and not is_assumed:
             note = f"the scheduler counts {counted} computed tokens; {request.done} are computed"
-            self._find_count(request, request.done, note)
-        else:
-            self._result.checks["count"] += 1
+            self._find("count", request, request.done, note)
 
     def _start(self, started: StartedRequest) -> None:
         request, hit = self._request(started.request_id), started.num_computed_tokens
@@ -262,7 +261,8 @@ class EngineHistory:
             return
         self._result.counts["tokens of prefix hits"] += hit
         if hit > len(request.tokens):
-            self._find_count(request, hit, f"a prefix hit of {hit} tokens; {len(request.tokens)} are known")
+            self._result.checks["count"] += 1
+            self._find("count", request, hit, f"a prefix hit of {hit} tokens; {len(request.tokens)} are known")
             request.lost = "their prefix hit is longer than their tokens"
             return
         request.keys = [self._rows_of_hit(request, group, hit) for group in range(len(self.groups))]
@@ -303,10 +303,6 @@ class EngineHistory:
         known = dict(zip(self._chains[some].tolist(), some.tolist(), strict=True))
         return np.array([known.get(chain, _NOTHING) for chain in chains.tolist()])
 
-    def _find_count(self, request: FollowedRequest, position: int, note: str, **more: Any) -> None:
-        self._result.checks["count"] += 1
-        self._find("count", request, position, note, **more)
-
     def _find(self, kind: CheckKind, request: FollowedRequest, position: int, note: str, **more: Any) -> None:
         """Report what is wrong in the step that begins. ``more``: other fields of the finding."""
         self._result.find(EngineFinding(kind, self._result.steps, request.request_id, position, note=note, **more))
@@ -333,11 +329,11 @@ class EngineHistory:
         """Give a number to each row of a request, and write the numbers to its blocks; it may be lost by that."""
         begin, end = request.done, request.done + count
         for group, (facts, ids) in enumerate(zip(self.groups, request.block_ids, strict=False)):
-            if facts.not_followed:
-                continue  # its blocks may hold other things than one key for each token
-            if not request.not_followed and -(-end // facts.block_size) > len(ids):
+            is_followed = not (facts.not_followed or request.not_followed)
+            if is_followed and -(-end // facts.block_size) > len(ids):
                 note = f"{len(ids)} blocks of group {group} for {end} tokens"
-                self._find_count(request, begin, note, cause="the scheduler gives a request too few blocks")
+                self._result.checks["count"] += 1
+                self._find("count", request, begin, note, cause="the scheduler gives a request too few blocks")
                 request.lost = "the scheduler gave them too few blocks"
         if not request.not_followed and count > len(self._free):
             request.lost = _NO_ROOM
@@ -428,7 +424,8 @@ class EngineHistory:
             self._result.counts["drafts accepted"] += drafts - rejected if new else 0
             if not request.not_followed and len(request.tokens) < request.done:
                 note = f"{request.done} tokens are computed, but {len(request.tokens)} are known"
-                self._find_count(request, request.done, note)
+                self._result.checks["count"] += 1
+                self._find("count", request, request.done, note)
                 request.lost = "more of their tokens are computed than are known"
 
 

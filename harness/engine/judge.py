@@ -42,7 +42,7 @@ _UNSEEN = "layers whose keys were not seen"
 """Why a layer is not judged."""
 
 _NOT_CALLED = "layers that are not called in each step, such as those of a drafter"
-"""Why a layer is not judged, in that step and in later ones: the keys of its rows are not known."""
+"""Why a layer is not judged in later steps: some of its keys are not known."""
 
 _MOST_SCORES = {"cpu": 2**26, "cuda": 2**30}
 """Scores of rows and keys, in all heads and layers, that one step is judged with: about 10 s of one CPU core."""
@@ -106,12 +106,10 @@ class Judge:
 
     def _note_not_called(self, times: Mapping[str, int], num_rows: int) -> None:
         """Count the rows of each layer that is not called in a step, and judge the layer no more."""
-        for layer, group in self._group_of.items():
-            facts = self._layers.get(layer)
-            if facts is None or layer in times:
-                continue
+        for layer in self._layers.keys() & self._group_of.keys() - times.keys():
             self._never_judged.setdefault(layer, _NOT_CALLED)
-            why_not = facts.not_judged or self._groups[group].not_followed or _NOT_CALLED
+            not_followed = self._groups[self._group_of[layer]].not_followed
+            why_not = self._layers[layer].not_judged or not_followed or _NOT_CALLED
             self._result.not_compared["output", why_not] += num_rows
 
     def _why_not_judged(self, call: LayerCall) -> str | None:
@@ -205,6 +203,8 @@ class Judge:
             cause = cause_of(wrong, lacking, self._history)
             if cause is not None and cause.block_index is not None:
                 block_index = cause.block_index
+        else:
+            notes.append(f"its cause was not sought: max_explained is {self._max_explained}")
         self._find(
             "output",
             call,

@@ -190,7 +190,7 @@ class EngineObserver:
             if step.is_judged and len(step.rows) > self._most_judged:
                 step.is_judged = False
                 num_layers = len(self._history.layers)
-                self._result.not_compared["output", _TOO_MANY_BYTES] += len(step.rows) * num_layers
+                self._result.not_compared["output", _TOO_MANY_BYTES] += num_layers * len(step.rows)
                 self._result.not_compared["write", _TOO_MANY_BYTES] += len(step.request_ids) * num_layers
             given = input_ids if positions is None else positions
             if given is not None:

@@ -19,7 +19,7 @@ def test_a_right_engine_has_no_finding(hybrid, num_drafts):
     result, engine = serve(hybrid=hybrid, num_drafts=num_drafts, blocks=25 if hybrid else 13)
     assert result.failure is None
     assert result.findings == ()
-    assert result.not_followed == {}
+    assert result.not_followed == result.not_compared == {}
     layers = 4 if hybrid else 2
     assert result.steps == engine.step
     assert result.checks["output"] == layers * result.counts["rows"] == layers * result.checks["token"]
@@ -366,6 +366,14 @@ def test_a_group_that_is_not_followed_may_have_one_block_for_each_request():
     assert rings.checks == serve(blocks=40)[0].checks
 
 
+def test_a_finding_whose_cause_is_not_sought_states_that():
+    result, _ = serve(ReadsOneShort, ObserverSettings(max_explained=1), num_drafts=0, blocks=40)
+    first, *others = [finding for finding in result.findings if finding.kind == "output"]
+    assert first.cause == "the row sees 1 key too few"
+    assert others
+    assert {(each.cause, each.note) for each in others} == {(None, "its cause was not sought: max_explained is 1")}
+
+
 class LeavesLayersOut(ToyEngine):
     """Does not call the layers of ``left_out`` from a step on, in each step or in some."""
 
@@ -388,12 +396,12 @@ class LeavesGroupOut(LeavesLayersOut):
 @pytest.mark.parametrize("fault", [LeavesLayersOut, LeavesOutSometimes, LeavesGroupOut])
 def test_a_layer_that_is_not_called_in_each_step_is_counted_and_has_no_finding(fault):
     result, _ = serve(fault, hybrid=True, blocks=80)
-    reason = "layers that are not called in each step, such as those of a drafter"
+    reason = ("output", "layers that are not called in each step, such as those of a drafter")
     assert (result.failure, result.findings) == (None, ())
-    assert list(result.not_compared) == [("output", reason)]
+    assert list(result.not_compared) == [reason]
     rows = 4 * result.counts["rows"]
-    assert result.checks["output"] + result.not_compared["output", reason] == rows
-    assert result.not_compared["output", reason] >= rows // 4 * len(fault.left_out) * (fault.every == 1)
+    assert result.checks["output"] + result.not_compared[reason] == rows
+    assert result.not_compared[reason] >= rows // 4 * len(fault.left_out) * (fault.every == 1)
 
 
 def test_the_time_of_a_step_is_bounded_and_what_is_beyond_is_counted(monkeypatch):
