@@ -24,7 +24,7 @@ from attncheck.harness.engine.plugin import PLUGIN, WatchSettings
 from attncheck.harness.host import run_with_plugin
 from attncheck.harness.run.options import RunOptions, split_commas
 from attncheck.reports.run_file.records import EXAMINED, FALLEN_SHORT
-from attncheck.reports.run_file.store import count_outcomes, read_run, refuse_existing
+from attncheck.reports.run_file.store import count_outcomes, now, read_run, refuse_existing
 
 if TYPE_CHECKING:
     from attncheck.harness.engine.traffic import EngineRun
@@ -102,7 +102,7 @@ def engine(
         return _report(path, color, code)
     reason = f"vLLM ran no step in {command[0]!r}, or attncheck is not installed in its environment"
     print_stderr(f"error: {path} was not written: {reason}")
-    return code or 1
+    return code or 2
 
 
 def engine_runs(given: Mapping[str, Any], folder: Path) -> "list[EngineRun]":
@@ -136,13 +136,16 @@ def _serve(given: Mapping[str, Any], output: Path | None, words: tuple[str, ...]
 
     Raises:
         QuestionError: vLLM cannot be imported, or starts with no kind of traffic.
+        WorkerError: attncheck itself failed, and nothing was served.
     """
     from attncheck.harness.engine import traffic
-    from attncheck.harness.engine.findings import header_of
+    from attncheck.harness.engine.findings import STOPPED, header_of
     from attncheck.harness.workers.limits import Limit
+    from attncheck.harness.workers.process import WorkerError
 
+    started = now()
     limit = Limit(given.get("case-timeout", 600), "--case-timeout changes it")
-    served, errors = [], []
+    served, errors, failure = [], [], None
     with interruptible(), tempfile.TemporaryDirectory(prefix="attncheck-engine-") as folder:
         runs = engine_runs(given, Path(folder))
         traffic.import_vllm()
@@ -152,13 +155,17 @@ def _serve(given: Mapping[str, Any], output: Path | None, words: tuple[str, ...]
                 served.append(traffic.serve_apart(run, limit))
             except QuestionError as error:
                 errors.append(str(error))
+            except WorkerError as error:
+                failure = error
+                errors.append(f"{run.case.id}: {STOPPED}{error}")
+                print_stderr(error.fault.traceback)
             else:
                 counts = count_outcomes(served[-1].records)
                 verdict = ", ".join(f"{count} {outcome}" for outcome, count in counts.items())
             print_stderr(f"{number}/{len(runs)} {run.case.id}: {verdict}, {time.monotonic() - began:.1f} s")
     if not served:
-        raise QuestionError("\n".join(errors))
-    header = header_of(served, seed=given.get("seed", 0), command=words)
+        raise failure or QuestionError("\n".join(errors))
+    header = header_of(served, started, seed=given.get("seed", 0), command=words)
     with open_run(output, runs_folder(), header, RunOptions.keep) as writer:
         for record in (record for each in served for record in each.records):
             writer.add(record)
@@ -183,9 +190,10 @@ def _report(path: Path, color: ColorChoice, code: int = 0) -> int:
         print_foreign(f"run file: {path}; {report_command(path)} shows it again")
     if code:
         return code
-    for record in run.records:
-        if record.outcome == "unsupported" and record.reasons[0].startswith(STOPPED):
-            print_stderr(f"{record.case}: {record.reasons[0]}")
+    reasons = (f"{record.case}: {record.reasons[0]}" for record in run.records if record.outcome == "unsupported")
+    for text in (*run.errors, *reasons):
+        if STOPPED in text:
+            print_stderr(text)
             return 3
     if any(record.outcome in FALLEN_SHORT for record in run.records):
         return 1

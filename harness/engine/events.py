@@ -223,10 +223,6 @@ class ObserverResult:
 
     def copy(self) -> "ObserverResult":
         """Return what was observed up to now, which does not change any more."""
-        return replace(
-            self,
-            checks=Counter(self.checks),
-            counts=Counter(self.counts),
-            not_followed=+self.not_followed,  # without counts of 0
-            not_compared=+self.not_compared,
-        )
+        checks, counts = Counter(self.checks), Counter(self.counts)
+        lost, left_out = +self.not_followed, +self.not_compared  # without counts of 0
+        return replace(self, checks=checks, counts=counts, not_followed=lost, not_compared=left_out)

@@ -28,8 +28,8 @@ from attncheck.reports.analysis.phrases import budgets, plural
 from attncheck.reports.analysis.repro import FIRST_STEP
 from attncheck.reports.run_file.causes import without_figures
 from attncheck.reports.run_file.header import BackendInfo, CaseInfo, Environment, RunHeader, SuiteInfo
-from attncheck.reports.run_file.records import BUDGET_SHARE, ENGINE, ENGINE_FIGURES, Record
-from attncheck.reports.run_file.store import now
+from attncheck.reports.run_file.records import BUDGET_SHARE, ENGINE, Failed, Passed, Record
+from attncheck.reports.run_file.store import Run
 from attncheck.reports.run_file.timings import RunFileValue
 
 KINDS: tuple[CheckKind, ...] = get_args(CheckKind)
@@ -135,8 +135,8 @@ def _finding_of(
     compared = result.checks.get(kind, 0)
     not_compared = {reason: count for (check, reason), count in result.not_compared.items() if check == kind}
     left_out = sum(not_compared.values())
-    counts = (compared, left_out, result.counts["rows"], sum(result.not_followed.values()))
-    figures: dict[str, float | int] = {"steps": result.steps, **dict(zip(ENGINE_FIGURES, counts, strict=True))}
+    figures: dict[str, float | int] = {"compared": compared, "not_compared": left_out, "steps": result.steps}
+    figures["rows_not_followed"] = sum(result.not_followed.values())
     if kind == "output":
         figures[BUDGET_SHARE] = result.worst_share
     notes = [f"not followed: {reason} ({plural(count, 'row')})" for reason, count in result.not_followed.items()]
@@ -268,14 +268,25 @@ def _place(finding: EngineFinding) -> str:
     return place
 
 
+def engines_in(run: Run) -> list[EngineRecords]:
+    """Return what the cases of a run file of ``attncheck engine`` gave."""
+    backends = {backend.name: backend for backend in run.header.backends}
+    found = []
+    for case in run.header.cases:
+        records = tuple(record for record in run.records if record.case_id == case.id)
+        backend, environment = backends[case.backends[0]], run.header.environment
+        found.append(EngineRecords(case=case, backend=backend, environment=environment, records=records))
+    return found
+
+
 def header_of(
-    given: Sequence[EngineRecords], *, seed: int = 0, command: Sequence[str] = (), notes: Sequence[str] = ()
+    given: Sequence[EngineRecords], started: str, seed: int = 0, command: Sequence[str] = (), notes: Sequence[str] = ()
 ) -> RunHeader:
-    """Return the header of a run of ``attncheck engine``."""
+    """Return the header of a run of ``attncheck engine``. ``started``: an ISO 8601 time."""
     environment = given[0].environment
     cases = tuple(each.case for each in given)
     return RunHeader(
-        started=now(),
+        started=started,
         environment=environment,
         suites=(SuiteInfo(name=ENGINE, ref=ENGINE, cases=len(cases)),),
         cases=cases,
@@ -284,5 +295,18 @@ def header_of(
         seed=seed,
         backends=tuple({each.backend.name: each.backend for each in given}.values()),
         command=tuple(command),
-        notes=tuple(notes),
+        notes=(*notes, *_counted([record for each in given for record in each.records])),
     )
+
+
+def _counted(records: Sequence[Record]) -> list[str]:
+    """Return what the checks that have a verdict compared, and what they left out, a line each."""
+    lines = []
+    for figure in ("compared", "not_compared", "rows_not_followed"):
+        counts: Counter[str] = Counter()
+        for record in records:
+            if isinstance(record, Passed | Failed):
+                counts[record.check] += int(record.figures[figure])
+        shown = ", ".join(f"{check} {count}" for check, count in counts.items() if count)
+        lines.append(f"{figure.replace('_', ' ')}: {shown or 'none'}")
+    return lines

@@ -38,7 +38,7 @@ _TOO_MANY_BYTES = "rows of steps whose queries and outputs exceed max_row_bytes"
 
 
 @dataclass
-class Step:
+class RecordedStep:
     """A step whose sampled tokens are not known yet.
 
     number: counts the steps whose inputs were seen; 0 until then. request_ids: requests that are followed.
@@ -85,8 +85,8 @@ class EngineObserver:
         self.settings = settings or ObserverSettings()
         self._result = ObserverResult()
         self._reasons: dict[str, str | None] = {}  # why a request is not followed
-        self._steps: deque[Step] = deque()
-        self._running: Step | None = None  # whose forward runs
+        self._steps: deque[RecordedStep] = deque()
+        self._running: RecordedStep | None = None  # whose forward runs
         self._num_begun = 0
         self._stream: torch.cuda.Stream | None = None  # of the model, on which copies and kept keys are written
         self._lock = threading.RLock()  # a worker process takes sampled tokens in a thread of its own
@@ -168,10 +168,10 @@ class EngineObserver:
 
     # A step is copied.
 
-    def step_begins(self, plan: StepPlan) -> Step:
+    def step_begins(self, plan: StepPlan) -> RecordedStep:
         """Take the scheduler's plan of the next step."""
         with self._lock:
-            step = Step(plan)
+            step = RecordedStep(plan)
             self._steps.append(step)
             return step
 
@@ -189,7 +189,9 @@ class EngineObserver:
             self._choose_rows(step, request_ids)
             if step.is_judged and len(step.rows) > self._most_judged:
                 step.is_judged = False
-                self._result.not_compared["output", _TOO_MANY_BYTES] += len(self._history.layers) * len(step.rows)
+                num_layers = len(self._history.layers)
+                self._result.not_compared["output", _TOO_MANY_BYTES] += num_layers * len(step.rows)
+                self._result.not_compared["write", _TOO_MANY_BYTES] += len(step.request_ids) * num_layers
             given = input_ids if positions is None else positions
             if given is not None:
                 step.rows = step.rows.to(given.device)  # moved once, since this waits for the device
@@ -197,7 +199,7 @@ class EngineObserver:
             step.input_ids = None if input_ids is None else input_ids[step.rows]
             step.positions = None if positions is None else positions[..., step.rows]
 
-    def _choose_rows(self, step: Step, request_ids: Sequence[str]) -> None:
+    def _choose_rows(self, step: RecordedStep, request_ids: Sequence[str]) -> None:
         """Choose the rows that are copied."""
         spans, first = [step.rows], 0
         for request_id in request_ids:
@@ -228,7 +230,7 @@ class EngineObserver:
 
     # A step is followed and judged.
 
-    def step_ends(self, sampled: Mapping[str, tuple[int, ...]], step: Step | None = None) -> None:
+    def step_ends(self, sampled: Mapping[str, tuple[int, ...]], step: RecordedStep | None = None) -> None:
         """Judge the first step that has not ended, and take the tokens that were sampled for each of its requests.
 
         In whichever thread, what this reads on a GPU is read on the model's stream, behind what writes it.
@@ -247,7 +249,7 @@ class EngineObserver:
             for change in first.changes:
                 change()
 
-    def _observe(self, step: Step, sampled: Mapping[str, tuple[int, ...]]) -> None:
+    def _observe(self, step: RecordedStep, sampled: Mapping[str, tuple[int, ...]]) -> None:
         self._result.steps = step.number or self._result.steps
         drafts = {name: _with_tokens(own, sampled.get(name, ())[:-1]) for name, own in step.plan.drafts.items()}
         self._history.begin(replace(step.plan, drafts=drafts))

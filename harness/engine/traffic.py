@@ -201,7 +201,10 @@ def import_vllm() -> None:
     try:
         import_module("vllm").LLM  # noqa: B018 (what it imports takes seconds)
     except Exception as error:  # whatever its modules raise
-        raise QuestionError(f"vLLM cannot be imported here: {type(error).__name__}: {error}") from error
+        raise QuestionError(
+            f"vLLM cannot be imported here: {type(error).__name__}: {error}; "
+            "install attncheck in the environment of a vLLM that can be imported, and type the command there"
+        ) from error
 
 
 def serve_apart(run: EngineRun, limit: Limit) -> EngineRecords:

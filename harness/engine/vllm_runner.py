@@ -13,7 +13,7 @@ from torch import Tensor
 from attncheck.errors import QuestionError
 from attncheck.harness.engine.events import LayerRows
 from attncheck.harness.engine.graphs import GraphCopies
-from attncheck.harness.engine.observer import EngineObserver, Step
+from attncheck.harness.engine.observer import EngineObserver, RecordedStep
 from attncheck.harness.engine.vllm_facts import (
     added_request,
     engine_facts,
@@ -43,7 +43,7 @@ class EngineHooks:
         self._graphs = GraphCopies(observer.layer_rows)
         self._wrapped: list[tuple[Any, str, Any]] = []
         self._runner: Any = None
-        self._step: Step | None = None
+        self._step: RecordedStep | None = None
         self._is_warming_up = False
         self._known: set[str] = set()
         self._preempted: set[str] = set()
@@ -217,7 +217,7 @@ class EngineHooks:
         else:
             step_ends(output)
 
-    def _step_ends(self, step: Step, model_runner_output: Any) -> None:
+    def _step_ends(self, step: RecordedStep, model_runner_output: Any) -> None:
         self.observer.step_ends(sampled_tokens(step.plan, model_runner_output), step)
 
 

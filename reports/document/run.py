@@ -4,7 +4,6 @@ Findings are in ``failures.py``, measured support and CUDA-graph levels in ``sup
 """
 
 import shlex
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
@@ -32,15 +31,7 @@ from attncheck.reports.document.blocks import (
 from attncheck.reports.document.failures import expected, failures, verdict
 from attncheck.reports.document.run_values import RunValues
 from attncheck.reports.document.support import graph_levels, support
-from attncheck.reports.run_file.records import (
-    ENGINE,
-    ENGINE_FIGURES,
-    EXAMINED,
-    UTILITIES,
-    Failed,
-    Passed,
-    bits_of,
-)
+from attncheck.reports.run_file.records import EXAMINED, UTILITIES, bits_of
 from attncheck.reports.run_file.timings import Kernel
 from attncheck.reports.speeds.notes import doubts, fastest_note, legend, rounds_note, speed_notes
 from attncheck.reports.speeds.tables import SpeedTable, speed_tables, summary_tables, time_unit, traffic
@@ -52,7 +43,7 @@ _VERDICTS: dict[str, Colour] = {"equal": "green", "drifted": "green", "judged": 
 def outcomes(run: RunValues, *, whole: bool) -> list[Block]:
     """Return the tables of suites and of checks, and which kernels ran; in brief the table of checks with totals."""
     if not whole:
-        return [checks(run, run.present, totals=True), *engine_counts(run)] if run.present else []
+        return [checks(run, run.present, totals=True)] if run.present else []
     if run.summary.providers and not run.summary.backends:
         return []
     return [
@@ -67,25 +58,8 @@ def outcomes(run: RunValues, *, whole: bool) -> list[Block]:
         suites(run),
         Heading(2, "Backends and checks"),
         checks(run, run.summary.backends),
-        *engine_counts(run),
         *kernels(run),
     ]
-
-
-def engine_counts(run: RunValues) -> list[Block]:
-    """Return a table of what the checks of engines compared and left out; [] without an engine."""
-    rows = []
-    for backend in run.present:
-        records = [record for record in run.records if record.backend == backend and record.suite == ENGINE]
-        examined = [record for record in records if isinstance(record, Passed | Failed)]
-        for figure in ENGINE_FIGURES if examined else ():
-            counts: Counter[str] = Counter()
-            for record in examined:
-                counts[record.check] += int(record.figures.get(figure, 0))
-            rows.append(
-                [one_line(backend), figure.replace("_", " "), *(str(counts[each]) for each in run.summary.checks)]
-            )
-    return [table(["backend", "counts", *map(one_line, run.summary.checks)], rows)] if rows else []
 
 
 def kernels(run: RunValues) -> list[Block]:

@@ -141,9 +141,6 @@ ENGINE_CHECKS = frozenset({"output", "token", "position", "prefix_hit", "count",
 OURSELVES = "attncheck itself"
 """The stage of an exception in attncheck itself, for which the command exits with 3."""
 
-ENGINE_FIGURES = ("compared", "not_compared", "rows", "rows_not_followed")
-"""Figures of these checks: what was compared and what not, all rows of the model's input, and those not followed."""
-
 BUDGET_SHARE = "budget_share"
 """The figure with the share of the error budget that the worst row used; above 1.0 the output is wrong."""
 

@@ -40,7 +40,7 @@ def serve(folder, watched, fault, options):
     print("RESULT " + json.dumps({
         "tokens": [list(each.outputs[0].token_ids) for each in made], "checks": result.checks,
         "findings": [dataclasses.asdict(each) for each in result.findings], "counts": result.counts,
-        "not_followed": result.not_followed, "failure": result.failure, "worst_share": result.worst_share,
+        "left_out": [*result.not_followed, *result.not_compared], "failure": result.failure, "worst_share": result.worst_share,
         "backends": result.engine.backends,
     }), flush=True)
 
@@ -100,7 +100,7 @@ def test_an_engine_without_a_fault_has_no_finding(results, engine):
     result = results[engine]
     assert result["failure"] is None
     assert result["findings"] == []
-    assert result["not_followed"] == {}
+    assert result["left_out"] == []
     layers = {1: 2, 2: 4, 3: 2}[engine]
     checks = result["checks"]
     assert (

@@ -97,7 +97,7 @@ def found(tmp_path_factory):
 @pytest.mark.parametrize("engine", ["full", "hybrid", "latent"])
 def test_nothing_is_found_without_a_fault(found, engine):
     line = found[f"none-{engine}"]
-    assert (line["findings"], line["not_followed"], line["failure"], line["raised"]) == ([], {}, None, "")
+    assert (line["findings"], line["left_out"], line["failure"], line["raised"]) == ([], [], None, "")
     assert min(line["checks"][kind] for kind in ("output", "token", "position", "count", "write")) > 100
     if engine != "hybrid":  # whose pool has room for all requests
         assert line["counts"]["requests resumed after preemption"] > 0

@@ -201,9 +201,11 @@ def test_a_server_is_watched(server, record_property):
     assert "is read in place of block" in output.meaning
 
     watched.load(seed=2)
-    watched.end()
+    time.sleep(5)  # vLLM may kill the process of its engine before that writes at its end
     steps, records = output.figures["steps"], found(watched.run_file)
-    assert records["output"].figures["steps"] > steps, "the file was not written at the end"
+    assert records["output"].figures["steps"] > steps, "the last steps were not written"
+    watched.end()
+    assert found(watched.run_file)["output"].figures["steps"] == records["output"].figures["steps"]
     assert read_run(watched.run_file).complete
     passed = {check for check, record in records.items() if record.outcome == "passed"}
     assert passed - {"write"} == {"token", "position", "count"}  # the fault may also write to the wrong block

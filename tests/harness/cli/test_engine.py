@@ -1,6 +1,7 @@
 """``attncheck engine``: its options, what it prints, its run file and its exit code, without vLLM."""
 
 import sys
+import time
 
 import pytest
 
@@ -11,8 +12,10 @@ from attncheck.harness.engine.events import EngineFacts, EngineFinding, Observer
 from attncheck.harness.engine.findings import header_of, records_of
 from attncheck.harness.engine.traffic import TRAFFIC, EngineRun
 from attncheck.harness.run.outcomes import ProcessEnd
+from attncheck.harness.workers.process import WorkerError
+from attncheck.harness.workers.protocol import HarnessFailure
 from attncheck.reports.analysis.repro import repro_command
-from attncheck.reports.run_file.store import read_run, write_run
+from attncheck.reports.run_file.store import now, read_run, write_run
 
 FACTS = EngineFacts(vllm_version="0.32.0", runner="V1", backends=("CPU_ATTN",), dtype="bfloat16")
 CHECKS = {"output": 40, "token": 20, "position": 20, "prefix_hit": 2, "count": 3, "write": 5}
@@ -60,7 +63,15 @@ def right(run):
 
 
 def test_each_kind_of_traffic_through_each_small_model_is_a_case(serving):
-    done, stored, served = serving("engine", right)
+    began = ""
+
+    def answer(run):
+        nonlocal began
+        began = began or now()
+        time.sleep(0.1)
+        return right(run)
+
+    done, stored, served = serving("engine", answer)
     assert done.code == 0
     assert "vllm:CPU_ATTN: PASSED: 15 cases right" in done.out
     assert [case.id for case in stored.header.cases] == [
@@ -68,6 +79,7 @@ def test_each_kind_of_traffic_through_each_small_model_is_a_case(serving):
     ]
     assert stored.complete
     assert stored.header.command[0] == "attncheck"
+    assert stored.header.started <= began
     assert [run.seed for run in served] == [0] * 15
     assert "15/15 latent-mixed: 6 passed" in done.err
 
@@ -120,6 +132,22 @@ def test_a_kind_that_did_not_start_beside_others_is_an_error_of_the_run(serving)
     assert "1/2 full-drafts: not served" in done.err
 
 
+def test_a_failure_of_ours_in_one_process_keeps_the_records_of_the_others(serving):
+    def fails(run):
+        raise WorkerError("full-mixed", HarnessFailure(error="KeyError: 3", traceback="where it was raised"))
+
+    answers = {"drafts": lambda run: observed(run, WRONG), "mixed": fails, "preempted": right}
+    words = "engine --model full --traffic drafts,mixed,preempted"
+    done, stored, _ = serving(words, lambda run: answers[run.traffic](run))
+    assert done.code == 3
+    assert "where it was raised" in done.err
+    assert "full-mixed: attncheck itself failed" in done.err
+    assert {record.case_id for record in stored.records} == {"full-drafts", "full-preempted"}
+    assert "block 17 is stale" in done.out
+    alone, stored, _ = serving("engine --model full --traffic mixed", fails)
+    assert (alone.code, stored) == (3, None)
+
+
 def test_a_failure_of_the_observer_is_ours(serving):
     done, _, _ = serving("engine --model full --traffic mixed", lambda run: observed(run, failure="KeyError: 3"))
     assert done.code == 3
@@ -155,11 +183,18 @@ def test_what_a_watched_command_did_is_shown_and_its_own_exit_code_comes_first(t
         f"path.write_bytes(pathlib.Path('served.jsonl').read_bytes()); sys.exit({code})"
     )
     served = observed(EngineRun(model="full", folder=tmp_path, traffic="mixed"), WRONG)
-    write_run(tmp_path / "served.jsonl", header_of([served]), served.records, ())
+    write_run(tmp_path / "served.jsonl", header_of([served], now()), served.records, ())
     monkeypatch.chdir(tmp_path)
     done = typed("engine --output run.jsonl --", sys.executable, "-c", command)
     assert done.code == (code or 1)
     assert "block 17 is stale" in done.out
+
+
+@pytest.mark.parametrize(("ends", "code"), [(0, 2), (5, 5)])
+def test_a_command_that_serves_nothing_is_not_judged(typed, tmp_path, ends, code):
+    done = typed("engine --output", tmp_path / "run.jsonl", "--", sys.executable, "-c", f"raise SystemExit({ends})")
+    assert done.code == code
+    assert "run.jsonl was not written: vLLM ran no step" in done.err
 
 
 def test_without_vllm_the_command_says_so(typed, tmp_path, monkeypatch):
@@ -167,6 +202,7 @@ def test_without_vllm_the_command_says_so(typed, tmp_path, monkeypatch):
     done = typed("engine --output", tmp_path / "run.jsonl")
     assert done.code == 2
     assert "vLLM cannot be imported here: ModuleNotFoundError: No module named 'vllm'" in done.err
+    assert "install attncheck in the environment of a vLLM" in done.err
 
 
 def test_a_vllm_that_cannot_be_imported_is_named_with_its_error(typed, tmp_path, monkeypatch):

@@ -4,6 +4,7 @@
 """
 
 import sys
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -212,6 +213,52 @@ def test_a_worker_is_watched_by_its_runner(serve, settings, runner_class):
     assert run.complete
     assert run.header.command == ("attncheck", "engine")
     assert {record.check: record.outcome for record in run.records}["output"] == "passed"
+
+
+class Wrong(RunnerV1):
+    """A runner that changes a key that later steps read."""
+
+    def forward(self, ids):
+        super().forward(ids)
+        if len(self.outputs) == 4:
+            self.layer.impl.keys[-1].mul_(5)
+
+
+def test_each_engine_of_a_command_has_a_case(serve, settings):
+    serve(Wrong())
+    _, engine = serve(RunnerV1())
+    engine.write()
+    run = read_run(settings.path)
+    assert run.complete
+    outcomes = {record.case_id: record.outcome for record in run.records if record.check == "output"}
+    assert outcomes == {"served": "failed", "served-2": "passed"}
+    assert [case.description.split(" at ")[0] for case in run.header.cases] == [
+        f"requests of a server's clients, up to step {STEPS}"
+    ] * 2
+
+
+def test_a_failed_engine_stays_failed_beside_a_right_one(serve, settings, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(EngineObserver, "inputs", None)
+        serve(RunnerV1())
+    serve(RunnerV1())
+    run = read_run(settings.path)
+    assert {record.case_id for record in run.records if record.outcome == "passed"} == {"served-2"}
+    assert len(run.errors) == 1
+
+
+def test_the_last_steps_are_written_soon_though_the_process_goes_on(settings):
+    """vLLM may kill the process before it writes at its end."""
+    worker = Worker(RunnerV1())
+    engine = ServedEngine(settings, worker)
+    engine.start()
+    try:
+        drive(worker)
+        time.sleep(1.5)
+        assert read_run(settings.path).records[0].figures["steps"] == STEPS
+    finally:
+        engine.run_file.cancel()
+        engine.hooks.remove()
 
 
 def test_async_scheduling_is_judged_a_step_late(serve, settings):

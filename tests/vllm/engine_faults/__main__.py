@@ -79,7 +79,7 @@ def serve(engine, plant):
         "acts": acts.did,
         "findings": [asdict(finding) for finding in result.findings],
         "checks": result.checks,
-        "not_followed": result.not_followed,
+        "left_out": [*result.not_followed, *result.not_compared],
         "counts": result.counts,
         "failure": result.failure,
         "steps": result.steps,
