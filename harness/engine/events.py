@@ -20,6 +20,9 @@ prefix hit or an earlier copy maps. count: the scheduler's number of computed to
 MAX_FINDINGS = 2000
 """Findings that an observer keeps."""
 
+OTHER_CACHES = "layers of the KV-cache spec"
+"""Begins the reason of layers that are not judged since their cache has no key for each token."""
+
 FOLLOW_OPTION = "--follow"
 """Begins the reason of requests that the user leaves out."""
 

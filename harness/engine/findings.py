@@ -15,7 +15,14 @@ from typing import get_args
 from attncheck.errors import BackendUnavailableError
 from attncheck.harness.checks.findings import Broken, Holds, NotExamined
 from attncheck.harness.driver.observation import Raised
-from attncheck.harness.engine.events import FOLLOW_OPTION, CheckKind, EngineFacts, EngineFinding, ObserverResult
+from attncheck.harness.engine.events import (
+    FOLLOW_OPTION,
+    OTHER_CACHES,
+    CheckKind,
+    EngineFacts,
+    EngineFinding,
+    ObserverResult,
+)
 from attncheck.harness.run.outcomes import (
     BackendDescription,
     Circumstances,
@@ -155,7 +162,8 @@ def _finding_of(
     if not compared:
         return NotExamined((f"no {_WORDS[kind][0]} was compared", *notes), by="attncheck")
     done = f"{plural(compared, _WORDS[kind][0])} compared in {plural(result.steps, 'step')}"
-    if left_out > compared or _is_mostly_lost(result):
+    of_attention = sum(count for reason, count in not_compared.items() if not reason.startswith(OTHER_CACHES))
+    if of_attention > compared or _is_mostly_lost(result):
         return NotExamined((f"most was left out: only {done}", *notes), by="attncheck")
     return Holds(figures, (done, *notes))
 

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from attncheck.harness.engine.codes import Fp8Codes, fp8_codes
 from attncheck.harness.engine.events import (
+    OTHER_CACHES,
     ContinuedRequest,
     EngineFacts,
     KVGroup,
@@ -117,7 +118,7 @@ def _group_reason(group: Any) -> str | None:
     if getattr(group, "host_resident", False):
         return "layers whose keys are in host memory"
     unknown = " and ".join(kind for kind in kinds if kind not in _FOLLOWED_SPECS)
-    return f"layers of the KV-cache spec {unknown}" if unknown else None
+    return f"{OTHER_CACHES} {unknown}" if unknown else None
 
 
 def page_sizes(runner: Any, groups: Sequence[KVGroup]) -> dict[str, int]:

@@ -185,6 +185,7 @@ def test_a_check_that_compared_nothing_is_not_passed():
         ({"not_followed": {"--follow 8 leaves out": 16, "too long": 3}}, set()),
         ({"not_compared": {("output", "layers of one kind"): 4000}}, set(KINDS)),
         ({"not_compared": {("output", "layers of one kind"): 4001}}, set(KINDS) - {"output"}),
+        ({"not_compared": {("output", "layers of the KV-cache spec MambaSpec"): 9000}}, set(KINDS)),
     ],
 )
 def test_a_check_of_which_most_was_left_out_is_not_passed(left_out, passed):
