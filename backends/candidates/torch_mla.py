@@ -91,8 +91,9 @@ class TorchMLAImpl(LatentImpl):
         states = []
         for row, named in enumerate(topk_indices):
             keys = tokens[named[named >= 0].long().unique(), None]
-            seen = torch.ones(1, len(keys), dtype=torch.bool, device=keys.device)
-            states.append(_attend(projected[row, None], keys, keys[..., : self.kv_lora_rank], seen, self.scale))
+            all_keys = torch.ones(1, len(keys), dtype=torch.bool, device=keys.device)
+            values = keys[..., : self.kv_lora_rank]
+            states.append(_attend(projected[row, None], keys, values, all_keys, self.scale))
         out_latent, lse = (torch.cat(parts) for parts in zip(*states, strict=True))
         return self._out_of_latent_space(out_latent, query.dtype), lse
 

@@ -156,7 +156,8 @@ class SDPAImpl(PagedImpl):
         query_1qHD, key_1kHD, value_1kHD = query[None], piece.key[None], piece.value[None]
         # For one prompt from its start, SDPA's own causal mask is the same (top left and bottom right coincide).
         is_plain = params.causal and params.window[0] < 0 and self.alibi_slopes is None and piece.tree is None
-        if piece.chosen is None and is_plain and piece.first_position == 0:
+        is_plain = is_plain and piece.chosen is None
+        if is_plain and piece.first_position == 0:
             return self._attention(query_1qHD, key_1kHD, value_1kHD, None, is_causal=True)[0]
         ahead = (piece.key_positions()[None, :] - piece.query_positions()[:, None])[None]
         seen = _seen(params, ahead, piece.tree)

@@ -130,7 +130,7 @@ class TorchStateImpl(StateImpl):
         lengths = starts.diff()
         rows = self._rows(layer, {name: tensor.float() for name, tensor in inputs.items()})
         read = slots.gather(1, metadata.num_accepted_tokens[:, None].long() - 1)[:, 0]
-        state = pool[read].float()
+        state = pool[read].to(torch.float32)
         # The row behind the others takes the outputs of requests that have no more rows.
         out = torch.zeros(len(rows.query) + 1, *rows.value.shape[1:], device=output.device)
         for column in range(slots.shape[1]):

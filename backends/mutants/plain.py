@@ -379,21 +379,21 @@ def sparse_attn_indexer(
 ) -> Tensor:
     """Store the new keys, and return the positions of the keys of the largest scores of each row, then -1."""
     block_size = index_cache.shape[1]
-    rows = (slot_mapping >= 0).nonzero().squeeze(1)
-    slots = slot_mapping[rows]
-    index_cache[slots // block_size, slots % block_size] = key[rows]
+    written = (slot_mapping >= 0).nonzero()[:, 0]
+    slots = slot_mapping[written]
+    index_cache[slots // block_size, slots % block_size] = key[written]
     chosen = torch.full((len(query), index_topk), -1, dtype=torch.int32, device=query.device)
-    starts = query_start_loc.tolist()
-    for request, seq_len in enumerate(seq_lens.tolist()):
-        start, end = starts[request], starts[request + 1]
-        k_pos = torch.arange(seq_len, device=query.device)
-        page = block_table[request][k_pos // block_size].long()
-        keys = index_cache[page, k_pos % block_size].float()
+    bounds = query_start_loc.tolist()
+    for number, seq_len in enumerate(seq_lens.tolist()):
+        start, end = bounds[number], bounds[number + 1]
+        key_positions = torch.arange(seq_len, device=query.device)
+        page = block_table[number][key_positions // block_size].long()
+        keys = index_cache[page, key_positions % block_size].float()
         for row in range(start, end):
             products = query[row].float() @ keys.T
             scores = weights[row] @ products.relu()
             position = seq_len - end + row
-            scores = scores.masked_fill(k_pos > position, -torch.inf)
+            scores = scores.masked_fill(key_positions > position, -torch.inf)
             count = min(index_topk, position + 1)
             chosen[row, :count] = scores.topk(count).indices.int()
     return chosen

@@ -7,8 +7,8 @@ of ``unpaged``. Its honest low-precision runs are:
 - where states have fewer bits, the same loop with the state rounded after each row of a decode. Its output comes from
   the rounded state. With ``mamba1``, this holds for the rows of prompts, too: each may be a call of the decode kernel;
 - the form in chunks of :func:`rounded_chunks`, of 1, 16 and 64 rows. Its operands, beta and intermediate results are
-  rounded to the layer's dtype, as kernels for matrix units round them. The state is rounded to its dtype after each chunk. For
-  decodes, chunks have one row, because a kernel may read again the state that it stored after each row.
+  rounded to the layer's dtype, as kernels for matrix units round them. The state is rounded to its dtype after each
+  chunk. For decodes, chunks have one row, because a kernel may read again the state that it stored after each row.
 
 An error enters the state and decays with it, in these runs as in a kernel. So no bound of its own is needed for decay.
 ``mamba1`` has no form in chunks: its kernels are loops in float32.
