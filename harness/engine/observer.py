@@ -178,8 +178,10 @@ class EngineObserver:
     def inputs(self, request_ids: Sequence[str], input_ids: Tensor | None, positions: Tensor | None) -> None:
         """Take what the model is given in the step that began last.
 
-        ``input_ids``: ``[T]``; ``positions``: ``[T]`` or ``[3, T]`` (M-RoPE); None: not compared. ``request_ids``: in
-        the order of the rows; rows beyond the plan are padding.
+        Args:
+            request_ids: the requests in the order of their rows. Rows beyond the plan are padding.
+            input_ids: ``[T]``, or None if tokens are not compared.
+            positions: ``[T]``, or ``[3, T]`` for M-RoPE; None if positions are not compared.
         """
         with self._lock:
             self._num_begun += 1

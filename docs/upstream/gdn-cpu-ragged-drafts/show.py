@@ -44,7 +44,7 @@ def step(rows: torch.Tensor, accepted: int, history: torch.Tensor, states: torch
 
 
 def run(lengths: list[int], accepted: list[int]) -> str:
-    """Run steps of so many rows, of which so many are accepted, and compare them with one convolution."""
+    """Run each step with its rows and accepted drafts, and compare all outputs with one convolution."""
     torch.manual_seed(0)
     history = torch.zeros(5, CHANNELS, STATE_LEN, dtype=torch.bfloat16)
     states = torch.zeros(5, HEADS, SIZE, SIZE)

@@ -31,7 +31,7 @@ MODULES = (inputs, pages, scheduling)
 
 MAX_STEPS = 400
 SELDOM = 4
-"""Steps of which one is judged if nothing is planted."""
+"""Without a planted fault, one step of this many is judged."""
 
 ENGINES = {
     "full": {"num_gpu_blocks_override": 18},
