@@ -42,7 +42,7 @@ def shape_of(case: Case) -> str:
         parts.append(f"padded by {_count(padding.requests, 'request')} and {_count(padding.tokens, 'token')}")
     parts += [f"{name} {value}" for name, value in _around(case.batch)]
     if case.batch.path.name != "paged":
-        options = ", ".join(f"{name} {value}" for name, value in _options(case.batch.path))
+        options = ", ".join(f"{name} {value}" for name, value in _given(case.batch.path.options))
         parts.append(f"path {case.batch.path.name}{f' ({options})' if options else ''}")
     parts += [] if case.inputs is None else [f"inputs {' '.join(case.inputs)}"]
     parts += [f"after {_batches(case)}"] if case.after else []

@@ -89,7 +89,7 @@ def test_cases_of_a_suite_differ_in_keys_and_in_shape(name):
         assert alike == []
     for case in cases:
         assert "\n" not in shape_of(case)
-        assert len(shape_of(case)) < 330
+        assert len(shape_of(case)) < 300
         keys = keys_of(case)
         assert all(type(value) in (bool, int, float, str) for value in keys.values())
         assert case.layer.has_cache or not any(key.startswith("cache.") for key in keys)
