@@ -19,6 +19,7 @@ from attncheck.reference.step_spec import (
     BatchSpec,
     CacheSpec,
     DCPOptions,
+    IndexerOptions,
     KVCacheDType,
     RecurrenceOptions,
     RequestSpec,
@@ -197,6 +198,9 @@ def undeclared(backend: Declarations, layer: LayerSpec, cache: CacheSpec, batch:
     """
     dtype = _not_among("dtype", layer.dtype, [str(d).removeprefix("torch.") for d in backend.get_supported_dtypes()])
     path = batch.path.name
+    needs = required_features(layer, cache, batch, backend.features) - backend.features
+    missing = [f"{_describe(need, layer, cache, batch)}: feature {need!r} is not declared" for need in sorted(needs)]
+    of_function = [reason for reason in (dtype, *(missing if needs == {"fp8_index"} else ())) if reason]
     has_other_layers = backend.is_ssm() and path not in FUNCTION_PATHS and not backend.builder_only
     if path == STATE_PATH or has_other_layers:
         of_kind = "" if backend.is_ssm() and path == STATE_PATH else _NO_STATE if backend.is_ssm() else _HAS_STATE
@@ -204,9 +208,9 @@ def undeclared(backend: Declarations, layer: LayerSpec, cache: CacheSpec, batch:
         return [reason for reason in (dtype, of_kind, sizes) if reason]
     if backend.is_mla() and layer.mla is None:
         # Other reasons would not concern this backend. A function that it offers has no cache at all.
-        return [reason for reason in [dtype] if reason] if path in FUNCTION_PATHS else [_NO_LATENT_CACHE]
+        return of_function if path in FUNCTION_PATHS else [_NO_LATENT_CACHE]
     if backend.is_sparse() and layer.index_topk is None:
-        return [reason for reason in [dtype] if reason] if path in FUNCTION_PATHS else [_NO_INDEXER]
+        return of_function if path in FUNCTION_PATHS else [_NO_INDEXER]
     reasons = [
         dtype,
         _not_among("attn_type", str(layer.attn_type), [str(t) for t in backend.supported_attn_types]),
@@ -222,9 +226,7 @@ def undeclared(backend: Declarations, layer: LayerSpec, cache: CacheSpec, batch:
         ]
         if cache.pool_order not in backend.conventions.pool_orders:
             reasons.append(f"pool_order {cache.pool_order}: cache_strides is {backend.conventions.cache_strides!r}")
-    needs = required_features(layer, cache, batch, backend.features) - backend.features
-    reasons += [f"{_describe(need, layer, cache, batch)}: feature {need!r} is not declared" for need in sorted(needs)]
-    return [reason for reason in reasons if reason]
+    return [reason for reason in (*reasons, *missing) if reason]
 
 
 def is_block_size_supported(backend: Declarations, block_size: int) -> bool:
@@ -304,6 +306,8 @@ def _batch_needs(layer: LayerSpec, batch: BatchSpec) -> list[str]:
         needs.append("short_keys")
     if any(request.mm_req_doc_ranges for request in batch.requests):
         needs.append("mm_prefix")
+    if isinstance(batch.path.options, IndexerOptions) and batch.path.options.index_cache_dtype != "auto":
+        needs.append("fp8_index")
     return needs
 
 
@@ -344,6 +348,8 @@ def _describe(feature: str, layer: LayerSpec, cache: CacheSpec, batch: BatchSpec
             return "mm_req_doc_ranges of image spans"
         case "rswa":
             return f"rswa_window {layer.rswa_window}"
+        case "fp8_index":
+            return "an indexer with FP8 keys"
         case "sparse":
             return f"index_topk {layer.index_topk}: an indexer chooses the keys"
         case "short_keys":

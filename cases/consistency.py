@@ -92,6 +92,7 @@ def check_path(layer: LayerSpec, cache: CacheSpec, batch: BatchSpec) -> None:
             _check_recurrence(layer, batch, path.options)
         case IndexerOptions():
             _check_rows_of_indexer(batch)
+            _check_fp8_index(path.options)
         case _:
             pass
 
@@ -185,6 +186,17 @@ def _check_rows_of_indexer(batch: BatchSpec) -> None:
                     value=getattr(request, name),
                     allowed="leave shared_prefix out, and give no seq_len below query_len",
                 )
+
+
+def _check_fp8_index(options: IndexerOptions) -> None:
+    """Raise if float32 scales behind the FP8 keys of a block are not aligned."""
+    if options.index_cache_dtype != "auto" and options.index_head_dim % 4:
+        raise SpecError(
+            "the float32 scales behind the FP8 keys of a block are aligned",
+            field="path.index_head_dim",
+            value=options.index_head_dim,
+            allowed="a multiple of 4",
+        )
 
 
 def _check_rows(batch: BatchSpec, least: int, most: int, reason: str) -> None:

@@ -244,6 +244,7 @@ FEATURES: tuple[str, ...] = (
     "rswa",
     "dcp",
     "sparse",
+    "fp8_index",
 )
 """Everything a backend may declare in ``features``."""
 

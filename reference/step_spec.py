@@ -89,6 +89,9 @@ class CausalConv1dOptions:
     bias: bool = option(True, "whether a bias is added")
 
 
+IndexCacheDType = Literal["auto", "fp8_e4m3"]
+
+
 @dataclass(frozen=True, kw_only=True)
 class IndexerOptions:
     """``indexer``: the function that chooses the keys of sparse attention; the cache holds its keys alone."""
@@ -97,6 +100,9 @@ class IndexerOptions:
     index_topk: int = option(16, "most keys of a row", gt=0)
     index_n_heads: int = option(4, "query heads of the indexer, which share one key", gt=0)
     index_head_dim: int = option(32, "size of its heads", gt=0)
+    index_cache_dtype: IndexCacheDType = option(
+        "auto", "dtype of its keys in the cache; auto: that of the layer; fp8_e4m3: a scale for each, FP8 queries"
+    )
 
 
 RecurrenceRule = Literal["mamba1", "mamba2", "gdn", "kda", "linear"]

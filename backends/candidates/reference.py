@@ -65,6 +65,7 @@ class ReferenceBackend(PagedBackend):
             "merge_nan",
             "mm_prefix",
             "rswa",
+            "fp8_index",
             "dcp",
             "sparse",
         }

@@ -46,6 +46,7 @@ class PlainBackend(PagedBackend):
             "merge_nan",
             "mm_prefix",
             "rswa",
+            "fp8_index",
             "sparse",
         }
     )
@@ -378,10 +379,18 @@ def sparse_attn_indexer(
     index_topk: int,
 ) -> Tensor:
     """Store the new keys, and return the positions of the keys of the largest scores of each row, then -1."""
-    block_size = index_cache.shape[1]
+    block_size, size = index_cache.shape[1], key.shape[1]
     written = (slot_mapping >= 0).nonzero()[:, 0]
-    slots = slot_mapping[written]
-    index_cache[slots // block_size, slots % block_size] = key[written]
+    slots, stored = slot_mapping[written], key[written]
+    scales = None
+    if index_cache.dtype == torch.uint8:  # FP8 keys of a block, then their float32 scales
+        blocks = index_cache.flatten(1)
+        scales = blocks[:, block_size * size :].view(torch.float32)
+        index_cache = blocks[:, : block_size * size].view(torch.float8_e4m3fn).unflatten(1, (block_size, size))
+        new_scales = stored.float().abs().amax(dim=1) / 448
+        scales[slots // block_size, slots % block_size] = new_scales
+        stored = (stored.float() / new_scales[:, None]).to(torch.float8_e4m3fn)
+    index_cache[slots // block_size, slots % block_size] = stored
     chosen = torch.full((len(query), index_topk), -1, dtype=torch.int32, device=query.device)
     bounds = query_start_loc.tolist()
     for number, seq_len in enumerate(seq_lens.tolist()):
@@ -389,6 +398,8 @@ def sparse_attn_indexer(
         key_positions = torch.arange(seq_len, device=query.device)
         page = block_table[number][key_positions // block_size].long()
         keys = index_cache[page, key_positions % block_size].float()
+        if scales is not None:
+            keys = keys * scales[page, key_positions % block_size, None]
         for row in range(start, end):
             products = query[row].float() @ keys.T
             scores = weights[row] @ products.relu()

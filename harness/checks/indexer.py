@@ -16,23 +16,37 @@ from attncheck.harness.checks.numerics import rows_in_words
 from attncheck.harness.driver.foreign_code import as_plain
 from attncheck.harness.problem.pages import PageLayout, RandomStream, Request, key_places, lay_out
 from attncheck.harness.problem.problem import place_requests
+from attncheck.reference.attention.indexer import fp8_index_cache
 from attncheck.reference.step_spec import IndexerOptions
-from attncheck.reports.run_file.causes import ALTERNATIVE, perhaps
+from attncheck.reports.run_file.causes import ALTERNATIVE
 
 # The rows and keys of an indexer, and the scores of every row and key in float64.
 #
 # Some rows have all weights negative, a query of zeros (all scores are equal), or queries along one key: the row's own,
 # the one behind it, or the last one of a page. Some scores are all close to one large number, so that coarse sums
-# exchange keys. Pages, tables and slots are those of a batch of attention.
+# exchange keys. Some are the small difference of two heads, which weights of fewer bits lose. Pages, tables and slots
+# are those of a batch of attention.
+#
+# Keys of an FP8 cache have scales that are powers of two, and lie at most a quarter of a step beside the number that
+# the cache holds. So every writer that rounds to the nearest number stores the same codes.
 
-_KINDS = 8
+_KINDS = 9
 """Kinds of rows, which take turns: the first is random."""
 
 _LARGE = 64.0
-"""Factor of the queries of large scores, and their last channel for close ones: a power of two, exact in each dtype."""
+"""Factor of the queries of large scores, exact in each dtype."""
 
-_LEVEL = 2.0
-"""The last channel of every key."""
+_COMMON = 256.0
+"""Last channel of the queries of close scores, exact in each dtype. Their other channels are divided by 4."""
+
+_LEVEL = 3.5
+"""The last channel of every key, and its largest: 448, the largest number of float8_e4m3fn, times a power of two."""
+
+_SCALE_ERROR = 2.0**-21
+"""Allowed relative error of the scale of an FP8 key: divisions on a GPU may be approximate."""
+
+_NEARLY_1 = 1 + 2.0**-11
+"""A weight that formats with 10 bits behind the point round to 1."""
 
 
 @dataclass(frozen=True)
@@ -42,10 +56,13 @@ class IndexProblem:
     case: Case
     requests: tuple[Request, ...]
     query: Tensor
-    """``[T + padding, H, D]``, in the layer's dtype, as are the keys ``[N, D]`` and what the cache holds before."""
+    """``[T + padding, H, D]``, in the layer's dtype or that of an FP8 cache."""
     weights: Tensor
     """float32 ``[T + padding, H]``."""
+    key: Tensor
+    """``[T + padding, D]``, the new keys before they are stored, in the layer's dtype, as are the next two."""
     keys: Tensor
+    """``[N, D]``, as the cache holds them."""
     stale: Tensor
     """``[blocks, block size, D]``: the cache where the batch has no keys yet."""
     layout: PageLayout
@@ -70,29 +87,40 @@ class IndexProblem:
         owner = next(n for n, r in enumerate(self.requests) if row < r.first_row + r.rows)
         return f"request {owner}, position {int(self.positions[row])}"
 
+    @property
+    def has_fp8_cache(self) -> bool:
+        """Whether the cache holds FP8 keys with scales."""
+        return self.options.index_cache_dtype != "auto"
+
     def cache(self, *, with_new: bool) -> Tensor:
         """Return the cache before the call, or after it."""
         cache = self.stale.clone()
         is_old = torch.ones(len(self.keys), dtype=torch.bool)
         is_old[self.new_keys] = with_new
         cache.flatten(0, 1)[self.layout.key_slots[is_old]] = self.keys[is_old]
-        return cache
+        if not self.has_fp8_cache:
+            return cache
+        scales = fp8_scales(cache)
+        codes = (cache.double() / scales).to(torch.float8_e4m3fn)
+        parts = [part.flatten(1).view(torch.uint8) for part in (codes, scales.float())]
+        return torch.cat(parts, dim=1).view(*cache.shape[:2], -1)
 
     def arguments(self, device: torch.device, poison: float | None = None) -> dict[str, Tensor | None]:
         """Return the positional arguments in order, as new tensors, with ``poison`` in slots that no request owns."""
-        padding, size = self.case.batch.padding, self.keys.shape[1]
+        padding = self.case.batch.padding
         cache = self.cache(with_new=False)
         if poison is not None:
-            is_foreign = torch.ones(cache.shape[0] * cache.shape[1], dtype=torch.bool)
-            is_foreign[self.layout.key_slots] = False
-            cache.flatten(0, 1)[is_foreign] = poison
+            is_foreign = torch.ones(cache.shape[:2], dtype=torch.bool)
+            is_foreign.view(-1)[self.layout.key_slots] = False
+            numbers = fp8_index_cache(cache)[1] if self.has_fp8_cache else cache
+            numbers[is_foreign] = poison
         lens = torch.tensor([*(r.num_keys for r in self.requests), *[0] * padding.requests])
         starts = torch.tensor([0, *(r.rows for r in self.requests), *[0] * padding.requests]).cumsum(0)
         table = self.layout.block_table
         arguments = {
             "query": self.query,
             "weights": self.weights,
-            "key": torch.cat([self.keys[self.new_keys], self.keys.new_full((padding.tokens, size), torch.nan)]),
+            "key": self.key,
             "index_cache": cache,
             "block_table": torch.cat([table, table.new_zeros(padding.requests, table.shape[1])]),
             "seq_lens": lens.int(),
@@ -118,22 +146,41 @@ def build_indexer(case: Case, seed: int) -> IndexProblem:
     layout = lay_out(case, lengths, key_places(lengths), stream)()
     keys = stream.uniform(sum(lengths), size).to(dtype)
     keys[:, -1] = _LEVEL
+    has_fp8_cache = options.index_cache_dtype != "auto"
+    written = keys
+    if has_fp8_cache:
+        written = (keys * 2.0 ** -stream.integers(len(keys), 3)[:, None]).to(dtype)
+        keys = stored_in_fp8(written)
+        written = ((written.double() + keys) / 2).to(dtype)
     rows = sum(r.rows for r in requests)
     problem = IndexProblem(
         case=case,
         requests=requests,
         query=stream.uniform(rows, heads, size).to(dtype),
         weights=stream.uniform(rows, heads, dtype=torch.float32),
+        key=written,
         keys=keys,
         stale=stream.uniform(layout.num_blocks, case.cache.block_size, size).to(dtype),
         layout=layout,
     )
     _plant(problem)
-    query, weights = (
+    query, weights, key = (
         torch.cat([own, own.new_full((padding.tokens, *own.shape[1:]), torch.nan)])
-        for own in (problem.query, problem.weights)
+        for own in (problem.query, problem.weights, written[problem.new_keys])
     )
-    return replace(problem, query=query, weights=weights)
+    query = query.to(torch.float8_e4m3fn) if has_fp8_cache else query
+    return replace(problem, query=query, weights=weights, key=key)
+
+
+def fp8_scales(keys: Tensor) -> Tensor:
+    """Return the scale of each key ``[..., D]`` in an FP8 cache: float64 ``[..., 1]``."""
+    return keys.double().abs().amax(dim=-1, keepdim=True) / torch.finfo(torch.float8_e4m3fn).max
+
+
+def stored_in_fp8(keys: Tensor) -> Tensor:
+    """Return ``keys`` ``[N, D]`` as an FP8 cache holds them."""
+    scales = fp8_scales(keys)
+    return ((keys.double() / scales).to(torch.float8_e4m3fn).double() * scales).to(keys.dtype)
 
 
 def _plant(problem: IndexProblem) -> None:
@@ -149,8 +196,12 @@ def _plant(problem: IndexProblem) -> None:
         query[rows] = keys[target[rows] % len(keys), None].expand_as(query[rows])
         weights[rows] = weights[rows].abs()
     query[kind == 6] *= _LARGE
-    query[..., -1][kind == 7] = _LARGE
+    query[kind == 7] /= 4
+    query[..., -1][kind == 7] = _COMMON
     weights[kind == 7] = weights[kind == 7].abs()
+    if query.shape[1] > 1:
+        query[kind == 8] = query[kind == 8, :1].expand_as(query[kind == 8])
+        weights[kind == 8] = torch.tensor([_NEARLY_1, -1.0, *[0.0] * (query.shape[1] - 2)])
 
 
 @dataclass(frozen=True)
@@ -170,34 +221,41 @@ def scores_of(
     *,
     query: Tensor | None = None,
     weights: Tensor | None = None,
+    keys: Tensor | None = None,
     relu: Callable[[Tensor], Tensor] = torch.relu,
 ) -> Scores:
     """Return the scores in float64, from contiguous keys; the arguments replace those of the problem.
 
     A good kernel multiplies exactly or in float32, and sums in float32, in any order: over the channels, then over the
     heads. So a score is off by that many roundings of the sum of all absolute products, but by 8 at least, as in
-    :mod:`~attncheck.harness.truth.unpaged`.
+    :mod:`~attncheck.harness.truth.unpaged`. Tensor cores sum 32 FP8 products at a time, of which they keep 14 bits
+    (DeepSeek-V3, 2024, section 3.3.2).
     """
     rows, longest = len(problem.positions), max(r.num_keys for r in problem.requests)
     query = (problem.query if query is None else query)[:rows].double()
     weights = (problem.weights if weights is None else weights)[:rows].double()
+    keys = problem.keys if keys is None else keys
     heads, size = query.shape[1:]
+    rounding = (max(8.0, size / 4) + max(8.0, heads / 4)) * 2.0**-24
+    if problem.has_fp8_cache:
+        rounding += (size / 32 + 1) * 2.0**-13
     value, slack = (torch.zeros(rows, longest, dtype=torch.float64) for _ in range(2))
     for r in problem.requests:
-        own, keys = slice(r.first_row, r.first_row + r.rows), problem.keys[r.base : r.base + r.num_keys].double()
-        products = relu(torch.einsum("qhd,nd->qhn", query[own], keys))
+        own, seen = slice(r.first_row, r.first_row + r.rows), keys[r.base : r.base + r.num_keys].double()
+        products = relu(torch.einsum("qhd,nd->qhn", query[own], seen))
         value[own, : r.num_keys] = torch.einsum("qh,qhn->qn", weights[own], products)
-        sizes = torch.einsum("qhd,nd->qhn", query[own].abs(), keys.abs())
-        roundings = max(8.0, size / 4) + max(8.0, heads / 4)
-        slack[own, : r.num_keys] = roundings * 2.0**-24 * torch.einsum("qh,qhn->qn", weights[own].abs(), sizes)
+        sizes = torch.einsum("qhd,nd->qhn", query[own].abs(), seen.abs())
+        slack[own, : r.num_keys] = rounding * torch.einsum("qh,qhn->qn", weights[own].abs(), sizes)
     return Scores(value, slack, problem.positions + 1)
 
 
-BEHIND, TWICE, FEW, BELOW = (
+BEHIND, TWICE, FEW, BELOW, GAP, OTHER = (
     "name a key behind their own",
     "name a key twice",
     "name fewer keys than they could",
     "leave out a key that scores higher than one that they name",
+    "name a key behind an entry of -1",
+    "have a negative entry other than -1",
 )
 
 
@@ -225,15 +283,17 @@ def wrong_rows(indices: Tensor, scores: Scores) -> tuple[dict[str, Tensor], Tens
         TWICE: is_named.sum(dim=1) > count + (is_named & (indices >= longest)).sum(dim=1),
         FEW: seen.sum(dim=1) < wanted,
         BELOW: has_both & (best > worst),
+        GAP: (is_named[:, 1:] & ~is_named[:, :-1]).any(dim=1),
+        OTHER: (indices < -1).any(dim=1),
     }
     return kinds, share.masked_fill(~has_both, 0.0)
 
 
 # The path `indexer`: the function `sparse_attn_indexer` of a backend.
 #
-# `numerics`: each row names the keys of the largest scores, as a set with ties. `cache_write`: exactly the slots of the
-# new keys change. `containment`: slots that no request owns do not matter. Cannot see: the order in which a row names
-# its keys, which has no meaning.
+# `numerics`: each row names the keys of the largest scores, as a set with ties, then has entries of -1. `cache_write`:
+# exactly the slots of the new keys change. `containment`: slots that no request owns do not matter. Cannot see: the
+# order in which a row names its keys, which has no meaning.
 
 INDEXER = "sparse_attn_indexer"
 
@@ -275,8 +335,13 @@ class Indexing:
 
     def cache_write(self) -> Finding:
         """Judge the whole cache after the call."""
-        right, got = (each.flatten(0, 1) for each in (self._problem.cache(with_new=True), self._first.cache))
-        wrong = (right.view(torch.uint8) != got.view(torch.uint8)).any(dim=1)
+        right, got = self._problem.cache(with_new=True), self._first.cache
+        if self._problem.has_fp8_cache:
+            (right, right_scales), (got, scales) = fp8_index_cache(right), fp8_index_cache(got)
+            is_off = ~torch.isclose(scales, right_scales, rtol=_SCALE_ERROR, atol=0.0).flatten()
+        else:
+            is_off = torch.zeros(right.shape[:2], dtype=torch.bool).flatten()
+        wrong = (right.view(torch.uint8) != got.view(torch.uint8)).any(dim=-1).flatten() | is_off
         figures = {"slots_written": len(self._problem.new_keys), "slots_wrong": int(wrong.sum())}
         if not bool(wrong.any()):
             return Holds(figures)
@@ -322,8 +387,8 @@ class Indexing:
                 summary = f"{rows_in_words(self._problem, wrong)} {kind}"
                 meaning = self._meaning(seen) if explains else None
                 return Broken(summary, figures, meaning, seen.changed, finding="" if meaning else f"rows {kind}")
-        if bool((seen.indices[rows:] >= 0).any()):
-            return Broken("rows of padding name keys; entries of -1 are right", figures)
+        if bool((seen.indices[rows:] != -1).any()):
+            return Broken("rows of padding have entries other than -1", figures)
         if seen.changed:
             return Broken(f"arguments were changed: {', '.join(seen.changed)}", figures)
         return Holds(figures)
@@ -336,22 +401,29 @@ class Indexing:
             kinds, _ = wrong_rows(indices, scores)
             if not any(bool(wrong.any()) for wrong in kinds.values()):
                 fitting.append(meaning)
-        if len(fitting) > 1:
-            return perhaps(ALTERNATIVE.join(fitting))
-        return fitting[0] if fitting else None
+        return ALTERNATIVE.join(fitting) or None
 
     def _mistakes(self, got: Tensor) -> Iterator[tuple[str, Scores, Tensor]]:
         """Yield faults: the scores that they give, and the indices to compare with these."""
         problem, right = self._problem, self._scores
         rows, exact = len(problem.positions), torch.zeros_like(right.slack)
-        position = torch.arange(right.value.shape[1]).double().expand_as(right.value)
+        number = torch.arange(right.value.shape[1]).double().expand_as(right.value)
         last = torch.tensor([r.num_keys for r in problem.requests for _ in range(r.rows)])
         ones = torch.ones_like(problem.weights)
         first_head = problem.weights * (torch.arange(ones.shape[1]) == 0)
-        yield "the ReLU is missing", scores_of(problem, relu=lambda products: products), got
+        yield "the ReLU of each head is missing", scores_of(problem, relu=lambda products: products), got
         yield "the weights are missing", scores_of(problem, weights=ones), got
         yield "the weights count by their magnitude", scores_of(problem, weights=problem.weights.abs()), got
         yield "only the first head counts", scores_of(problem, weights=first_head), got
+        if problem.has_fp8_cache:
+            scales = fp8_scales(problem.keys)
+            position = torch.cat([torch.arange(r.num_keys) for r in problem.requests])
+            of_page = scales[torch.arange(len(scales)) - position % problem.case.cache.block_size]
+            for meaning, by in (
+                ("the scales of the keys are missing", 1 / scales),
+                ("the scale of the first key of a page is that of all of them", of_page / scales),
+            ):
+                yield meaning, scores_of(problem, keys=problem.keys.double() * by), got
         yield "the keys of the lowest scores are named", replace(right, value=-right.value), got
         for where, by in (("before", 1), ("behind", -1)):
             moved = [each[:rows].roll(by, dims=0) for each in (problem.query, problem.weights)]
@@ -359,9 +431,9 @@ class Indexing:
             yield f"the weights are those of the row {where}", scores_of(problem, weights=moved[1]), got
         yield "the causal mask is missing: rows name keys of later rows", replace(right, num_visible=last), got
         yield "a row does not name its own key", replace(right, num_visible=right.num_visible - 1), got
-        yield "the first keys are named, whatever they score", Scores(-position, exact, right.num_visible), got
-        yield "the last keys are named, whatever they score", Scores(position, exact, right.num_visible), got
-        yield "positions count from 1", right, torch.where(got > 0, got - 1, torch.where(got == 0, -2, got))
+        yield "the first keys are named, whatever they score", Scores(-number, exact, right.num_visible), got
+        yield "the last keys are named, whatever they score", Scores(number, exact, right.num_visible), got
+        yield "positions count from 1", right, torch.where(got >= 0, got - 1, got)
         yield "slots are named, not positions", right, self._positions_at(got)
 
     def _positions_at(self, slots: Tensor) -> Tensor:

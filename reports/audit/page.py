@@ -134,7 +134,7 @@ BATCHES: Mapping[GraphLevel, str] = {
 NOT_MEASURED = "not measured"
 
 _NO_MODIFIER = "plain"
-_OTHER_FEATURES = frozenset({"lse", "cascade", "tree", "tree_depth", "short_keys", "merge_nan", "dcp"})
+_OTHER_FEATURES = frozenset({"lse", "cascade", "tree", "tree_depth", "short_keys", "merge_nan", "dcp", "fp8_index"})
 """Features that no layer or cache needs: those of paths, of batches, and of the backend itself."""
 
 

@@ -60,6 +60,7 @@ NEEDED_BY_NO_CASE = {
     "tree_depth": "a convention of trees",
     "merge_nan": "a property of a function",
     "dcp": "of a path that needs options",
+    "fp8_index": "of a path that needs options",
 }
 
 
