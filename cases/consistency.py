@@ -193,7 +193,7 @@ def _check_fp8_index(options: IndexerOptions) -> None:
     if options.index_cache_dtype != "auto" and options.index_head_dim % 4:
         raise SpecError(
             "the float32 scales behind the FP8 keys of a block are aligned",
-            field="path.index_head_dim",
+            field="path.indexer.index_head_dim",
             value=options.index_head_dim,
             allowed="a multiple of 4",
         )

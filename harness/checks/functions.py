@@ -431,4 +431,5 @@ class FunctionChecks:
             second.figures,
             second.meaning or _ONLY_LATER,
             second.details,
+            second.finding,
         )

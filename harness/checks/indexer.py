@@ -419,11 +419,11 @@ class Indexing:
             scales = fp8_scales(problem.keys)
             position = torch.cat([torch.arange(r.num_keys) for r in problem.requests])
             of_page = scales[torch.arange(len(scales)) - position % problem.case.cache.block_size]
-            for meaning, by in (
+            for meaning, factor in (
                 ("the scales of the keys are missing", 1 / scales),
                 ("the scale of the first key of a page is that of all of them", of_page / scales),
             ):
-                yield meaning, scores_of(problem, keys=problem.keys.double() * by), got
+                yield meaning, scores_of(problem, keys=problem.keys.double() * factor), got
         yield "the keys of the lowest scores are named", replace(right, value=-right.value), got
         for where, by in (("before", 1), ("behind", -1)):
             moved = [each[:rows].roll(by, dims=0) for each in (problem.query, problem.weights)]

@@ -6,7 +6,7 @@ import torch
 from attncheck.backends.contract import AttentionBackend, Conventions, MultipleOf
 from attncheck.backends.declarations import required_features, undeclared
 from attncheck.reference.spec import FEATURES, AttentionType, LayerSpec, MLASpec, OutputQuantSpec
-from attncheck.reference.step_spec import BatchSpec, CacheSpec, PathSpec, RequestSpec
+from attncheck.reference.step_spec import BatchSpec, CacheSpec, IndexerOptions, PathSpec, RequestSpec
 
 
 def layer(**changes):
@@ -23,6 +23,10 @@ LATENT = LayerSpec(num_heads=4, num_kv_heads=1, head_size=48, mla=SIZES)
 
 # feature -> (case that needs it, the part of it that does, features that come along)
 IMAGE = BatchSpec(requests=(RequestSpec(query_len=8, mm_req_doc_ranges=((2, 5),)),))
+FP8_INDEX = BatchSpec(
+    requests=(RequestSpec(query_len=8),),
+    path=PathSpec(name="indexer", options=IndexerOptions(index_cache_dtype="fp8_e4m3")),
+)
 NEEDS = {
     "sliding_window": ((layer(sliding_window=7), CacheSpec(), batch()), "sliding_window 7", ()),
     "logits_soft_cap": ((layer(logits_soft_cap=30.0), CacheSpec(), batch()), "logits_soft_cap 30.0", ()),
@@ -50,6 +54,7 @@ NEEDS = {
     "mm_prefix": ((layer(), CacheSpec(), IMAGE), "mm_req_doc_ranges of image spans", ()),
     "rswa": ((layer(rswa_window=8), CacheSpec(), batch()), "rswa_window 8", ()),
     "sparse": ((layer(index_topk=8), CacheSpec(), batch()), "index_topk 8: an indexer chooses the keys", ()),
+    "fp8_index": ((layer(), CacheSpec(), FP8_INDEX), "an indexer with FP8 keys", ()),
     "short_keys": ((layer(), CacheSpec(), batch(3, 1)), "query_len 3 above seq_len 1", ()),
 }
 
@@ -60,7 +65,6 @@ NEEDED_BY_NO_CASE = {
     "tree_depth": "a convention of trees",
     "merge_nan": "a property of a function",
     "dcp": "of a path that needs options",
-    "fp8_index": "of a path that needs options",
 }
 
 
@@ -165,3 +169,12 @@ def test_a_sparse_class_serves_layers_with_an_indexer_alone():
     assert undeclared(Strict, layer(index_topk=8, dtype="bfloat16"), CacheSpec(), batch()) == [
         "index_topk 8: an indexer chooses the keys: feature 'sparse' is not declared"
     ]
+
+
+@pytest.mark.parametrize("kind", ["is_mla", "is_sparse"])
+def test_a_class_of_other_layers_declares_fp8_keys_of_its_function(kind):
+    case = layer(dtype="bfloat16"), CacheSpec(), FP8_INDEX
+    without = type("Without", (Strict,), {kind: classmethod(lambda cls: True)})
+    declared = type("Declared", (without,), {"features": without.features | {"fp8_index"}})
+    assert undeclared(declared, *case) == []
+    assert undeclared(without, *case) == ["an indexer with FP8 keys: feature 'fp8_index' is not declared"]

@@ -21,7 +21,7 @@ SUITES = {
     "gqa": "0cccf16e805d",
     "head_sizes": "59837fa43f7c",
     "hybrid": "8228cdaf8c41",
-    "indexer": "5388e3ca9d01",
+    "indexer": "d92ec7ff8edd",
     "interpreted": "639934efaf4a",
     "kv_sharing": "ff67d4d301ae",
     "limits": "577b9aaaa8dc",
