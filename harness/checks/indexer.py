@@ -229,7 +229,7 @@ def scores_of(
     A good kernel multiplies exactly or in float32, and sums in float32, in any order: over the channels, then over the
     heads. So a score is off by that many roundings of the sum of all absolute products, but by 8 at least, as in
     :mod:`~attncheck.harness.truth.unpaged`. Tensor cores sum 32 FP8 products at a time, of which they keep 14 bits
-    (DeepSeek-V3, 2024, section 3.3.2).
+    (DeepSeek-V3, 2024, sections 3.3.2 and 3.5.2).
     """
     rows, longest = len(problem.positions), max(r.num_keys for r in problem.requests)
     query = (problem.query if query is None else query)[:rows].double()

@@ -62,7 +62,9 @@ def sparse_attn_indexer(
     """
     require_positive_int("index_topk", index_topk)
     has_fp8_keys = index_cache.dtype == torch.uint8
-    for name, tensor in (("weights", weights), ("key", key), *([] if has_fp8_keys else [("index_cache", index_cache)])):
+    if not has_fp8_keys:
+        require_float("index_cache", index_cache)
+    for name, tensor in (("weights", weights), ("key", key)):
         require_float(name, tensor)
     require_float("query", query, float8=True)
     require_shape("query", query, None, None, None, legend="rows, heads, size")
@@ -105,9 +107,14 @@ def fp8_index_cache(index_cache: Tensor) -> tuple[Tensor, Tensor]:
     index_cache: uint8 ``[NB, BS, D + 4]``, contiguous within a block, with ``BS * D`` a multiple of 4. The memory of a
     block holds all of its keys, then all of its scales, as ``indexer_k_quant_and_cache`` of vLLM writes it with a scale
     for each key. A scale is the largest magnitude of the key, at least 1e-4, divided by 448.
+
+    Raise :class:`~attncheck.errors.ReferenceArgumentError` for another layout.
     """
     num_blocks, block_size, slot_size = index_cache.shape
     key_bytes = block_size * (slot_size - SCALE_BYTES)
+    if key_bytes % SCALE_BYTES or not all(block.is_contiguous() for block in index_cache[:1]):
+        allowed = "contiguous blocks, whose keys have a multiple of 4 bytes"
+        raise ReferenceArgumentError("index_cache", f"{list(index_cache.shape)}, {index_cache.stride()}", allowed)
     blocks = index_cache.view(num_blocks, -1)
     keys = blocks[:, :key_bytes].view(torch.float8_e4m3fn)
     return keys.unflatten(1, (block_size, -1)), blocks[:, key_bytes:].view(torch.float32)

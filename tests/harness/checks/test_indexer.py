@@ -128,6 +128,8 @@ def test_undefined_arguments_are_refused():
         ({"weights": torch.zeros(3, 3)}, "weights.shape"),
         ({"key": arguments["key"][:4]}, "at least"),
         ({"index_cache": torch.zeros(2, 2, 7)}, "index_cache.shape"),
+        ({"index_cache": torch.zeros(2, 2, 16, dtype=torch.uint8)}, "index_cache.shape"),
+        ({"index_cache": torch.zeros(99, 20, 16, dtype=torch.uint8).mT}, "contiguous blocks"),
     ):
         with pytest.raises(ReferenceArgumentError, match=named):
             sparse_attn_indexer(*(arguments | changes).values(), index_topk=5)
