@@ -1,5 +1,6 @@
 """Checks of the function ``sparse_attn_indexer`` that a backend offers."""
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -41,6 +42,9 @@ _COMMON = 256.0
 
 _LEVEL = 3.5
 """The last channel of every key, and its largest: 448, the largest number of float8_e4m3fn, times a power of two."""
+
+_FP8_NAN = 0x7F
+"""The bits of NaN in float8_e4m3fn, which has no infinity."""
 
 _SCALE_ERROR = 2.0**-21
 """Allowed relative error of the scale of an FP8 key: divisions on a GPU may be approximate."""
@@ -112,8 +116,13 @@ class IndexProblem:
         if poison is not None:
             is_foreign = torch.ones(cache.shape[:2], dtype=torch.bool)
             is_foreign.view(-1)[self.layout.key_slots] = False
-            numbers = fp8_index_cache(cache)[1] if self.has_fp8_cache else cache
-            numbers[is_foreign] = poison
+            if self.has_fp8_cache:
+                keys, scales = fp8_index_cache(cache)
+                scales[is_foreign] = poison
+                if math.isnan(poison):
+                    keys.view(torch.uint8)[is_foreign] = _FP8_NAN
+            else:
+                cache[is_foreign] = poison
         lens = torch.tensor([*(r.num_keys for r in self.requests), *[0] * padding.requests])
         starts = torch.tensor([0, *(r.rows for r in self.requests), *[0] * padding.requests]).cumsum(0)
         table = self.layout.block_table
