@@ -49,6 +49,9 @@ _FP8_NAN = 0x7F
 _SCALE_ERROR = 2.0**-21
 """Allowed relative error of the scale of an FP8 key: divisions on a GPU may be approximate."""
 
+_CUT_OFF = 4.0
+"""Roundings to 14 bits of the sum of all absolute products, for 32 of them: twice what an emulation loses."""
+
 _NEARLY_1 = 1 + 2.0**-11
 """A weight that formats with 10 bits behind the point round to 1."""
 
@@ -237,8 +240,8 @@ def scores_of(
 
     A good kernel multiplies exactly or in float32, and sums in float32, in any order: over the channels, then over the
     heads. So a score is off by that many roundings of the sum of all absolute products, but by 8 at least, as in
-    :mod:`~attncheck.harness.truth.unpaged`. Tensor cores sum 32 FP8 products at a time, of which they keep 14 bits
-    (DeepSeek-V3, 2024, sections 3.3.2 and 3.5.2).
+    :mod:`~attncheck.harness.truth.unpaged`. Tensor cores add 32 FP8 products to a sum at a time. Of each term, they cut
+    off what lies below the 14 highest bits of the largest one (DeepSeek-V3, 2024, section 3.5.2).
     """
     rows, longest = len(problem.positions), max(r.num_keys for r in problem.requests)
     query = (problem.query if query is None else query)[:rows].double()
@@ -247,7 +250,7 @@ def scores_of(
     heads, size = query.shape[1:]
     rounding = (max(8.0, size / 4) + max(8.0, heads / 4)) * 2.0**-24
     if problem.has_fp8_cache:
-        rounding += (size / 32 + 1) * 2.0**-13
+        rounding += (size / 32 + 1) * _CUT_OFF * 2.0**-13
     value, slack = (torch.zeros(rows, longest, dtype=torch.float64) for _ in range(2))
     for r in problem.requests:
         own, seen = slice(r.first_row, r.first_row + r.rows), keys[r.base : r.base + r.num_keys].double()

@@ -201,6 +201,23 @@ def sums_of_tensor_cores(query, keys):
     return total
 
 
+@pytest.mark.parametrize("name", ["fp8.float32", "fp8-sizes.v1-16"])
+def test_tensor_cores_lose_about_half_of_the_slack_at_most(name):
+    (case,) = (case for case in load_suite("indexer").cases if case.id == name)
+    worst = 0.0
+    for seed in range(3):
+        problem = build_indexer(case, seed)
+        right = scores_of(problem)
+        for request in problem.requests:
+            keys = problem.keys[request.base : request.base + request.num_keys].float()
+            for row in range(request.first_row, request.first_row + request.rows):
+                products = sums_of_tensor_cores(problem.query[row].float(), keys.T)
+                value, slack = right.value[row, : len(keys)], right.slack[row, : len(keys)]
+                share = (problem.weights[row] @ products.relu() - value).abs() / slack
+                worst = max(worst, float(share.nan_to_num(nan=0.0).max()))
+    assert 0.2 < worst < 0.6
+
+
 RIGHT = {
     "float32": {},
     "scales of powers of two": {"scale": lambda largest: torch.exp2((largest / 448).log2().ceil())},
