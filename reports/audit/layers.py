@@ -3,11 +3,13 @@
 Numbers count cases that ran. A backend of which no case ran has a reason instead.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 
 from attncheck.reports.analysis.measured import KINDS
-from attncheck.reports.analysis.support import CountedCase
+from attncheck.reports.analysis.summary import worst_rounds
+from attncheck.reports.analysis.support import ANSWERS, CountedCase
 from attncheck.reports.analysis.verdicts import RunFindings, run_findings
 from attncheck.reports.markdown import markup
 from attncheck.reports.run_file.causes import BACKEND_TIME
@@ -43,17 +45,8 @@ FORMS: Mapping[str, tuple[str, ...]] = {
 """The forms of cases of each."""
 
 
-@dataclass
-class Examined:
-    """The number of examined cases that are right, and of those that are wrong."""
-
-    right: int = 0
-    wrong: int = 0
-
-    def add(self, is_right: bool) -> None:
-        """Count one more case."""
-        self.right += is_right
-        self.wrong += not is_right
+Counts = dict[str, dict[str, int]]
+"""By kind of batch, form or check, the number of its examined cases that are ``right``, and that fall ``short``."""
 
 
 @dataclass(frozen=True)
@@ -70,15 +63,15 @@ class Fault:
 class AuditedLayers:
     """A backend of such layers. ``reason``: why none of its cases was examined, or "".
 
-    ``batches``, ``forms``: cases by kind of batch and by form (``dtype=float16``), judged by their outputs and stored
-    states. ``checks``: cases by check. ``unexamined``: the reason by check, for those that ran in no case.
+    ``batches``, ``forms`` (``dtype=float16``): cases whose outputs and stored states were compared. ``unexamined``: the
+    reason of each check that ran in no case.
     """
 
     backend: str
     reason: str = ""
-    batches: dict[str, Examined] = field(default_factory=dict)
-    forms: dict[str, Examined] = field(default_factory=dict)
-    checks: dict[str, Examined] = field(default_factory=dict)
+    batches: Counts = field(default_factory=dict)
+    forms: Counts = field(default_factory=dict)
+    checks: Counts = field(default_factory=dict)
     unexamined: dict[str, str] = field(default_factory=dict)
     faults: tuple[Fault, ...] = ()
 
@@ -112,29 +105,32 @@ def _reason(record: Record) -> str:
 def _examined(
     backend: str, layers: str, cases: Mapping[str, CountedCase], run: Run, found: RunFindings
 ) -> AuditedLayers:
-    infos = {f"{suite}/{case}": info for (suite, case), info in run.header.case_by_name.items()}
-    batches = {kind: Examined() for kind in BATCHES[layers]}
-    forms: dict[str, Examined] = {}
-    for case, counted in cases.items():
-        is_right = counted.count == "right"
-        for kind in _kinds(infos[case], layers):
-            batches[kind].add(is_right)
-        for form in (need for need in counted.needs if need.partition("=")[0] in FORMS[layers]):
-            forms.setdefault(form, Examined()).add(is_right)
-    outcomes: dict[tuple[str, str], set[str]] = {}
-    unexamined: dict[str, str] = {}
-    for record in run.records:
-        if record.backend != backend or record.case not in cases:
-            continue
-        if record.outcome in EXAMINED and not is_out_of_time(record):
-            outcomes.setdefault((record.check, record.case), set()).add(record.outcome)
-        else:
-            unexamined.setdefault(record.check, _reason(record))
-    checks: dict[str, Examined] = {}
-    for (check, _), became in outcomes.items():
-        checks.setdefault(check, Examined()).add(became <= {"passed", "xpassed"})
-    unexamined = {check: reason for check, reason in unexamined.items() if check not in checks}
-    return AuditedLayers(backend, "", batches, forms, checks, unexamined, tuple(_faults(backend, cases, found)))
+    own = (each.record for each in worst_rounds(run.records) if each.record.backend == backend)
+    records = [record for record in own if record.case in cases]
+    ran = [record for record in records if record.outcome in EXAMINED and not is_out_of_time(record)]
+    checks = _counts((each.check, "right" if each.outcome in ("passed", "xpassed") else "short") for each in ran)
+    compared = {record.case for record in ran if record.check in ANSWERS}
+    infos = [(info, f"{info.suite}/{info.id}") for info in run.header.cases]
+    counted = [(info, cases[name]) for info, name in infos if name in compared]
+    return AuditedLayers(
+        backend,
+        batches=_counts((kind, case.count) for info, case in counted for kind in _kinds(info, layers)),
+        forms=_counts((need, case.count) for _, case in counted for need in case.needs if _is_form(need, layers)),
+        checks=checks,
+        unexamined={record.check: _reason(record) for record in reversed(records) if record.check not in checks},
+        faults=tuple(_faults(backend, cases, found)),
+    )
+
+
+def _is_form(need: str, layers: str) -> bool:
+    return need.partition("=")[0] in FORMS[layers]
+
+
+def _counts(found: Iterable[tuple[str, str]]) -> Counts:
+    counts: Counts = {}
+    for what, count in found:
+        counts.setdefault(what, {"right": 0, "short": 0})[count] += 1
+    return counts
 
 
 def _kinds(case: CaseInfo, layers: str) -> Iterator[str]:
@@ -161,8 +157,8 @@ def _faults(backend: str, cases: Mapping[str, CountedCase], found: RunFindings) 
 NOT_EXAMINED = "not examined"
 _TITLES = {STATE: "Layers with a state", SPARSE: "Sparse attention"}
 _LEGEND = (
-    "A number counts cases. A case counts for each kind of batch and each form that it has, and is right if its outputs "
-    "and stored states are. So the second of two kinds may be at fault where the first is not right."
+    "A number counts cases. A case is right if its outputs and stored states are. It counts for each kind of batch and "
+    "each form that it has. So a fault of its prompts counts for its decodes, too."
 )
 _OF_STATE = "A case with drafts or prefix caching counts for these alone, and for padding."
 
@@ -180,9 +176,8 @@ def sections(run: Run, layers: str) -> Iterator[str]:
         names = list(dict.fromkeys(check for each in examined for check in each.checks))
         yield _table(examined, names, lambda each: _counted(each.checks))
         yield _faults_table(examined)
-    if reasons := _reasons(members):
-        yield "Not examined here:"
-        yield markup.table(["backend", "reason"], reasons)
+    yield "Not examined here:"
+    yield reasons_table("backend", chain.from_iterable(map(_unexamined, members)))
 
 
 def own_name(backend: str) -> str:
@@ -198,12 +193,12 @@ def _table(
     return markup.table(["backend", *columns], rows)
 
 
-def _counted(examined: Mapping[str, Examined]) -> dict[str, str]:
-    return {what: _words(count) for what, count in examined.items() if count.right + count.wrong}
+def _counted(counts: Counts) -> dict[str, str]:
+    return {what: _words(count["right"], sum(count.values())) for what, count in counts.items()}
 
 
-def _words(count: Examined) -> str:
-    return f"{count.right} of {count.right + count.wrong} right" if count.wrong else f"right ({count.right})"
+def _words(right: int, examined: int) -> str:
+    return f"right ({right})" if right == examined else f"{right} of {examined} right"
 
 
 def _forms(member: AuditedLayers) -> dict[str, str]:
@@ -228,13 +223,17 @@ def _faults_table(members: Sequence[AuditedLayers]) -> str:
     return markup.table(["backend", "case", "checks", "what is wrong"], rows) if rows else ""
 
 
-def _reasons(members: Sequence[AuditedLayers]) -> list[list[str]]:
-    """Return a row for each reason, with the backends, or the checks of backends, that were not examined for it."""
+def _unexamined(member: AuditedLayers) -> Iterator[tuple[str, str, str]]:
+    whole = [("", member.reason)] if member.reason else []
+    for check, reason in (*whole, *member.unexamined.items()):
+        yield member.backend, check, reason
+
+
+def reasons_table(heading: str, found: Iterable[tuple[str, str, str]]) -> str:
+    """Return a row for each reason, with its backends. ``found``: backend, what of it or "", and reason."""
     reasons: dict[str, list[str]] = {}
-    for each in members:
-        own = own_name(each.backend)
-        whole = [("", each.reason)] if each.reason else []
-        for check, reason in (*whole, *each.unexamined.items()):
-            who = markup.code_cell(own) + (f" ({check})" if check else "")
-            reasons.setdefault(reason.replace(own, "it"), []).append(who)
-    return [[", ".join(who), markup.escaped(reason)] for reason, who in reasons.items()]
+    for backend, what, reason in found:
+        own = own_name(backend)
+        who = f"{markup.code_cell(own)} ({what})" if what else markup.code_cell(own)
+        reasons.setdefault(reason.replace(own, "it"), []).append(who)
+    return markup.table([heading, "reason"], [[", ".join(who), markup.escaped(why)] for why, who in reasons.items()])

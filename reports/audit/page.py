@@ -19,7 +19,7 @@ from attncheck.reports.analysis.summary import late_checks
 from attncheck.reports.analysis.support import SupportRow, SupportVerdict
 from attncheck.reports.analysis.verdicts import run_findings
 from attncheck.reports.audit.claims import NOT_TRIED, WRONG, AuditedClaim, audited_claims, measured_by
-from attncheck.reports.audit.layers import LAYER_KINDS, LAYERS, STATE, audited_layers, own_name, sections
+from attncheck.reports.audit.layers import LAYER_KINDS, LAYERS, STATE, audited_layers, own_name, reasons_table, sections
 from attncheck.reports.markdown import markup
 from attncheck.reports.run_file.graph_levels import CUDAGRAPH, PADDING_FAULTS, GraphLevel, PaddingRows
 from attncheck.reports.run_file.header import SurveyedBackend
@@ -83,9 +83,7 @@ def left_cases(run: Run) -> dict[str, tuple[int, int]]:
 
 
 def _features(
-    backend: SurveyedBackend,
-    support: Mapping[str, Sequence[SupportRow]],
-    run: Run,
+    backend: SurveyedBackend, support: Mapping[str, Sequence[SupportRow]], run: Run
 ) -> tuple[AuditedFeature, ...]:
     if backend.declared.get(LAYERS) == (STATE,):
         support = {}  # cases of attention test their builders alone; states have a section of their own
@@ -362,12 +360,8 @@ def _level_row(row: AuditedLevel) -> list[str]:
 
 
 def _unmeasured(rows: Sequence[AuditedLevel]) -> list[str]:
-    reasons: dict[str, list[str]] = {}
-    for row in rows:
-        reason = row.breaks.replace(own_name(row.backend), "it")
-        reasons.setdefault(reason, []).append(f"{markup.code_cell(own_name(row.backend))} ({row.declared})")
-    lines = [[", ".join(names), markup.escaped(reason)] for reason, names in reasons.items()]
-    return ["Not measured:", markup.table(["backend (declared)", "reason"], lines)] if rows else []
+    reasons = reasons_table("backend (declared)", [(row.backend, row.declared, row.breaks) for row in rows])
+    return ["Not measured:", reasons] if rows else []
 
 
 def _table(backends: Sequence[AuditedBackend], cell: Callable[[AuditedFeature], str]) -> str:
