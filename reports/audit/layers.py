@@ -157,8 +157,8 @@ def _faults(backend: str, cases: Mapping[str, CountedCase], found: RunFindings) 
 NOT_EXAMINED = "not examined"
 _TITLES = {STATE: "Layers with a state", SPARSE: "Sparse attention"}
 _LEGEND = (
-    "A number counts cases. A case is right if its outputs and stored states are. It counts for each kind of batch and "
-    "each form that it has. So a fault of its prompts counts for its decodes, too."
+    "A number counts cases. A case is right if its outputs and what it stores are. It counts for each kind of batch "
+    "and each form that it has. So a fault of its prompts counts for its decodes, too."
 )
 _OF_STATE = "A case with drafts or prefix caching counts for these alone, and for padding."
 
@@ -176,8 +176,9 @@ def sections(run: Run, layers: str) -> Iterator[str]:
         names = list(dict.fromkeys(check for each in examined for check in each.checks))
         yield _table(examined, names, lambda each: _counted(each.checks))
         yield _faults_table(examined)
-    yield "Not examined here:"
-    yield reasons_table("backend", chain.from_iterable(map(_unexamined, members)))
+    if unexamined := list(chain.from_iterable(map(_unexamined, members))):
+        yield "Not examined here:"
+        yield reasons_table("backend", unexamined)
 
 
 def own_name(backend: str) -> str:
