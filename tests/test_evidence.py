@@ -20,6 +20,8 @@ EVIDENCE = DOCS / "evidence"
 CANDIDATES = "cpu-2026-11-26/candidates.jsonl.xz"
 EXPLAINED = ("cpu-2026-11-26/xformers-vllm", "vllm-0.32.0/cpu-attn", "vllm-0.32.0/mla", "vllm-0.32.0/triton-attn")
 
+STATE_LAYERS = {"vllm:GDN_ATTN", "vllm:MAMBA2", "vllm:LINEAR"}
+
 
 @cache
 def kept_run(path: Path) -> Run:
@@ -49,6 +51,11 @@ def test_everything_that_is_expected_was_found_and_the_audit_examined_each_kind_
     assert audit.complete
     examined = {record.backend for record in audit.records if record.outcome == "passed"}
     assert examined >= {"vllm:CPU_ATTN", "vllm:CPU_MLA", "vllm:TRITON_ATTN", "vllm:TRITON_MLA"}
+    of_state = [record for record in audit.records if record.suite == "vllm_state"]
+    assert {record.backend for record in of_state if record.outcome == "passed"} == STATE_LAYERS
+    assert {record.outcome for record in of_state} == {"passed", "xfailed", "unsupported"}
+    without_reason = {each.name for each in audit.header.surveyed if not each.reason}
+    assert without_reason - examined == {"vllm:MAMBA1", "vllm:SHORT_CONV"}
 
 
 AGREEING = {

@@ -38,7 +38,7 @@ LEVEL = "cudagraph"
 WRONG = ("short", "wrong", "died")
 """The counts of a :class:`SupportRow` for a case whose output is wrong, or that ended the process."""
 
-_KINDS = {
+KINDS = {
     "batch has a decode": "decode",
     "batch has a prefill with context": "prefill with context",
     "batch has a prefill without context": "prefill",
@@ -275,7 +275,7 @@ def _blamed(case: CountedCase, declared: set[str], false: set[str]) -> frozenset
 
 def _kind(case: CaseInfo) -> tuple[str, ...]:
     """Return the form that tells batches apart, such as ``batch=decode + prefill``; nothing for older run files."""
-    kinds = [kind for key, kind in _KINDS.items() if case.keys.get(key)]
+    kinds = [kind for key, kind in KINDS.items() if case.keys.get(key)]
     return (f"batch={' + '.join(kinds)}",) if kinds else ()
 
 

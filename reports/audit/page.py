@@ -19,6 +19,7 @@ from attncheck.reports.analysis.summary import late_checks
 from attncheck.reports.analysis.support import SupportRow, SupportVerdict
 from attncheck.reports.analysis.verdicts import run_findings
 from attncheck.reports.audit.claims import NOT_TRIED, WRONG, AuditedClaim, audited_claims, measured_by
+from attncheck.reports.audit.layers import LAYER_KINDS, LAYERS, STATE, audited_layers, own_name, reasons_table, sections
 from attncheck.reports.markdown import markup
 from attncheck.reports.run_file.graph_levels import CUDAGRAPH, PADDING_FAULTS, GraphLevel, PaddingRows
 from attncheck.reports.run_file.header import SurveyedBackend
@@ -31,10 +32,7 @@ FORMS = ("dtype", "kv_cache_dtype", "block_size", "head_size", "attn_type")
 FEATURES = ("sinks", "sliding_window", "non_causal")
 """Columns of yes or no that are features of cases; other claims have rows of their own."""
 
-LAYERS, CAPABILITY = "layers", "compute_capability"
-
-STATE = "state"
-"""Layers that keep a state instead of a KV cache."""
+CAPABILITY = "compute_capability"
 
 
 @dataclass(frozen=True)
@@ -85,13 +83,10 @@ def left_cases(run: Run) -> dict[str, tuple[int, int]]:
 
 
 def _features(
-    backend: SurveyedBackend,
-    support: Mapping[str, Sequence[SupportRow]],
-    run: Run,
-    # Layers with a state: the cases test their metadata builders, and no column is about those.
+    backend: SurveyedBackend, support: Mapping[str, Sequence[SupportRow]], run: Run
 ) -> tuple[AuditedFeature, ...]:
     if backend.declared.get(LAYERS) == (STATE,):
-        support = {}
+        support = {}  # cases of attention test their builders alone; states have a section of their own
     left = (record for record in run.records if record.backend == backend.name and is_out_of_time(record))
     late = {need for record in left for need in record.needs}
     cells = [AuditedFeature(LAYERS, backend.declared.get(LAYERS, ()), (), is_testable=False)]
@@ -254,7 +249,7 @@ def render(run: Run, *others: Run) -> str:
     able, left = [each for each in backends if not each.reason], [each for each in backends if each.reason]
     stated = [each for each in left if any(feature.declared for feature in each.features)]
     measured = [row for row in levels if row.measured != NOT_MEASURED]
-    sections = [
+    parts = [
         f"## {markup.escaped(_title(run))}",
         markup.escaped(_circumstances(run)),
         markup.escaped(phrases.incomplete(run) or ""),
@@ -265,12 +260,13 @@ def render(run: Run, *others: Run) -> str:
         *(["### CUDA-graph levels of several runs", _levels_beside([run, *others])] if others else []),
         "### Features, declared and measured",
         markup.escaped(_LEGEND),
-        _table(able, _cell),
+        _table([each for each in able if each.features[0].declared != (STATE,)], _cell),
+        *chain(*(sections(run, kind) for kind in LAYER_KINDS)),
         *(["### Claims of vLLM's contract", _claims_table(claims)] if (claims := audited_claims(run)) else []),
         *([f"### Declared, and not examined here ({len(left)})", _table(stated, _declared)] if left else []),
         f"Command: {markup.code(shlex.join(run.header.command))}" if run.header.command else "",
     ]
-    return phrases.printable("\n\n".join(section for section in sections if section)) + "\n"
+    return phrases.printable("\n\n".join(part for part in parts if part)) + "\n"
 
 
 def document(run: Run, *others: Run) -> str:
@@ -290,6 +286,7 @@ def _facts(run: Run) -> dict[str, object]:
         "left": {name: {"left": left, "cases": cases} for name, (left, cases) in left_cases(run).items()},
         "levels": [asdict(row) | {"batches": dict(row.batches)} for row in audited_levels(run)],
         "backends": [asdict(each) for each in audited_features(run)],
+        "layers": {kind: [asdict(each) for each in audited_layers(run, kind)] for kind in LAYER_KINDS},
         "claims": [
             {"backend": each.backend, **each.claim.model_dump(), "state": each.state} for each in audited_claims(run)
         ],
@@ -320,7 +317,7 @@ def _device(run: Run) -> str:
 
 def _left(run: Run) -> str:
     lines = [
-        f"- {markup.code_cell(_own(name))}: {left} of {phrases.plural(cases, 'case')}"
+        f"- {markup.code_cell(own_name(name))}: {left} of {phrases.plural(cases, 'case')}"
         for name, (left, cases) in left_cases(run).items()
     ]
     return "\n".join(["Not reached in time, so not measured in whole or in part:", "", *lines]) if lines else ""
@@ -331,7 +328,7 @@ def _levels_beside(runs: Sequence[Run]) -> str:
     found = [audited_levels(run) for run in runs]
     names = dict.fromkeys(row.backend for rows in found for row in rows if row.measured != NOT_MEASURED)
     headings = [f"{what} ({_device(run)})" for run in runs for what in ("declared", "measured")]
-    cells = [[markup.code_cell(_own(name)), *chain(*(_levels_of(name, rows) for rows in found))] for name in names]
+    cells = [[markup.code_cell(own_name(name)), *chain(*(_levels_of(name, rows) for rows in found))] for name in names]
     return markup.table(["backend", *map(markup.escaped, headings)], cells)
 
 
@@ -351,7 +348,7 @@ def _level_row(row: AuditedLevel) -> list[str]:
     more = len(row.layers) - _SHOWN_LAYERS
     layers = "; ".join(row.layers[:_SHOWN_LAYERS]) + (f"; {more} more kinds" if more > 0 else "")
     return [
-        markup.code_cell(_own(row.backend)),
+        markup.code_cell(own_name(row.backend)),
         f"{markup.escaped(layers)} ({phrases.plural(row.cases, 'case')})",
         row.declared,
         f"**{row.measured}**" if row.falls_short else row.measured,
@@ -363,17 +360,13 @@ def _level_row(row: AuditedLevel) -> list[str]:
 
 
 def _unmeasured(rows: Sequence[AuditedLevel]) -> list[str]:
-    reasons: dict[str, list[str]] = {}
-    for row in rows:
-        reason = row.breaks.replace(_own(row.backend), "it")
-        reasons.setdefault(reason, []).append(f"{markup.code_cell(_own(row.backend))} ({row.declared})")
-    lines = [[", ".join(names), markup.escaped(reason)] for reason, names in reasons.items()]
-    return ["Not measured:", markup.table(["backend (declared)", "reason"], lines)] if rows else []
+    reasons = reasons_table("backend (declared)", [(row.backend, row.declared, row.breaks) for row in rows])
+    return ["Not measured:", reasons] if rows else []
 
 
 def _table(backends: Sequence[AuditedBackend], cell: Callable[[AuditedFeature], str]) -> str:
     columns = [feature.column for feature in backends[0].features] if backends else []
-    rows = [[markup.code_cell(_own(each.name)), *map(cell, each.features)] for each in backends]
+    rows = [[markup.code_cell(own_name(each.name)), *map(cell, each.features)] for each in backends]
     return markup.table(["backend", *columns], rows)
 
 
@@ -407,7 +400,7 @@ def _claims_table(claims: Sequence[AuditedClaim]) -> str:
     states: dict[str, dict[str, list[str]]] = {}
     ways: dict[str, str] = {}
     for each in claims:
-        own = markup.code_cell(_own(each.backend))
+        own = markup.code_cell(own_name(each.backend))
         own += "" if each.claim.value == "yes" else f" {markup.escaped(f'({each.claim.value})')}"
         claim = each.claim
         ways[claim.member] = markup.escaped(measured_by(claim.unexamined, claim.feature, claim.check, claim.form))
@@ -436,8 +429,3 @@ def _declared(feature: AuditedFeature) -> str:
 
 def _values(values: Iterable[str]) -> str:
     return markup.escaped(", ".join(values))
-
-
-def _own(name: str) -> str:
-    """Return the name within its family."""
-    return name.partition(":")[2] or name

@@ -87,6 +87,11 @@ def test_every_name_of_the_registries_is_told_and_declares_what_its_class_says()
     assert found["FLASH_ATTN"].declared["compute_capability"] == ("8.0 and above",)
     assert found["TRITON_ATTN"].declared["head_size"] == ("32 and above",)
     assert found["TRITON_MLA"].declared["layers"] == ("latent",)
+    assert found["FLASHMLA_SPARSE"].declared["layers"] == ("latent", "sparse")
+    assert "the bridge makes no indexer" in found["FLASHMLA_SPARSE"].reason
+    for name in ("TURBOQUANT", "ULTRAQUANT"):
+        assert found[name].reason == "attncheck knows no dtype of its caches"
+    assert found["GDN_ATTN"].declared["layers"] == ("state",)
     assert "interpret" not in found["FLASH_ATTN"].reason
     assert "supports_compute_capability" in found["ROCM_AITER_FA"].reason
     assert "its forward imports what cannot be imported here" in found["ROCM_ATTN"].reason

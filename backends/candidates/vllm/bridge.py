@@ -133,6 +133,8 @@ class VLLMBackend(AttentionBackend):
     def unavailable_reasons(cls, device: str) -> list[str]:
         """See the contract; the reasons are vLLM's, or if it has none, those of a trial of a layer with one row."""
         reasons = _machine_reasons(cls.their_backend, device)
+        if not cls.declared.kv_cache_dtypes:
+            reasons = reasons or ["attncheck knows no dtype of its caches"]
         if cls.declared.layer_error:
             reasons = reasons or [cls.declared.layer_error]
         return reasons if reasons or cls.is_mla() else missing_parts(cls)

@@ -37,6 +37,11 @@ def is_state_space(their_backend: type[Any]) -> bool:
     return hasattr(their_backend, "is_ssm") and bool(their_backend.is_ssm())
 
 
+def is_sparse(their_backend: type[Any]) -> bool:
+    """Return whether vLLM's class is for layers whose keys an indexer chooses."""
+    return hasattr(their_backend, "is_sparse") and bool(their_backend.is_sparse())
+
+
 def select(argument: str) -> type[Any]:
     """Return a class derived from vLLM's ``AttentionBackend`` that the bridge can drive.
 
@@ -111,7 +116,7 @@ def _refuse_undriven(argument: str, found: type[Any]) -> None:
     """Raise ValueError for classes outside the contract, and for those that vLLM's layer would not accept."""
     if is_state_space(found):
         return
-    if hasattr(found, "is_sparse") and found.is_sparse():
+    if is_sparse(found):
         raise ValueError(f"{argument} is for layers whose keys an indexer chooses, and the bridge makes no indexer")
     members = package.find("AttentionBackendEnum", *_REGISTRY).__members__
     is_latent = hasattr(found, "is_mla") and found.is_mla()  # its layer needs no registered name

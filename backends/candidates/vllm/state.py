@@ -118,7 +118,7 @@ class StateSpaceBackend(StateBackend):
             others = [] if batch.path.name == "paged" else [f"path {batch.path.name}: its builder is given plain steps"]
             return super().unsupported_reasons(layer, cache, batch) + others
         if cls.their_layer is None:
-            return [f"attncheck runs no kernels of {cls.get_name()}, only its builder"]
+            return ["attncheck runs no kernels of this class, only its builder"]
         return super().unsupported_reasons(layer, cache, batch) or cls.their_layer.refusals(layer, options)
 
     @classmethod

@@ -12,7 +12,7 @@ import torch
 from attncheck.backends.candidates.vllm import package
 from attncheck.backends.candidates.vllm.cache import kernel_block_sizes
 from attncheck.backends.candidates.vllm.config import plain_config, their_config
-from attncheck.backends.candidates.vllm.selection import is_state_space, path_of, registered, select_class
+from attncheck.backends.candidates.vllm.selection import is_sparse, is_state_space, path_of, registered, select_class
 from attncheck.backends.claims import declared_claims
 from attncheck.backends.contract import KVCacheSpec, MultipleOf
 from attncheck.backends.dtypes import DTYPES
@@ -46,7 +46,7 @@ def declared_by(argument: str) -> tuple[dict[str, tuple[str, ...]], dict[str, st
     except Exception:  # noqa: BLE001 (someone else's code; the registry reports why the import failed)
         return {}, {}, ""
     columns: dict[str, Callable[[], Iterable[str]]] = {
-        "layers": lambda: [_kind(theirs)],
+        "layers": lambda: _kinds(theirs),
         "dtype": lambda: [name for name, dtype in DTYPES.items() if theirs.supports_dtype(dtype)],
         "kv_cache_dtype": lambda: [name for name in _cache_dtypes() if theirs.supports_kv_cache_dtype(name)],
         "block_size": lambda: _sizes(kernel_block_sizes(theirs)),
@@ -69,10 +69,11 @@ def _declared_values(values: Callable[[], Iterable[str]]) -> Iterable[str]:
         return [f"raises {type(error).__name__}: {error}".partition("\n")[0]]
 
 
-def _kind(theirs: type[Any]) -> str:
+def _kinds(theirs: type[Any]) -> list[str]:
     if is_state_space(theirs):
-        return "state"
-    return "latent" if theirs.is_mla() else "keys and values"
+        return ["state"]
+    cached = "latent" if theirs.is_mla() else "keys and values"
+    return [cached, "sparse"] if is_sparse(theirs) else [cached]
 
 
 def _cache_dtypes() -> tuple[str, ...]:

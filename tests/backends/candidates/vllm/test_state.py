@@ -130,7 +130,7 @@ def test_a_class_whose_layer_is_not_known_runs_builders_alone(platform):
     case = CASES["mamba1-drafts"]
     backend = state_space_backend(theirs)
     reasons = backend.unsupported_reasons(case.layer, case.cache, case.batch)
-    assert reasons == ["attncheck runs no kernels of OTHER, only its builder"]
+    assert reasons == ["attncheck runs no kernels of this class, only its builder"]
     paged = load_suite("decode").cases[0]
     assert undeclared(backend, paged.layer, paged.cache, paged.batch) == []
     assert backend.unsupported_reasons(paged.layer, paged.cache, paged.batch) == []
