@@ -158,7 +158,6 @@ class EngineObserver:
         with self._lock:
             self._reasons.pop(request_id, None)
             self._change(partial(self._history.finish, request_id))
-            self._change(partial(self._judge.forget, request_id))
 
     def _change(self, change: Callable[[], None]) -> None:
         if self._steps:
@@ -275,9 +274,9 @@ class EngineObserver:
         rows = given.reshape(-1, len(right)).cpu().numpy()
         is_wrong = compared & (rows != right).any(axis=0)
         for request in due.followed:
-            wrong = np.flatnonzero(is_wrong[request.rows])
+            wrong = np.flatnonzero(is_wrong[request.step_rows])
             if len(wrong):
-                at = request.first + int(wrong[0])
+                at = request.first_row + int(wrong[0])
                 finding = EngineFinding(
                     kind=kind,
                     step=self._result.steps,
