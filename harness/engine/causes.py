@@ -93,13 +93,8 @@ class WrongRows:
     budget: Budget
 
 
-@dataclass(frozen=True)
-class Cause:
-    """A wrong reading that gives the same output, and the number of the block that it concerns in the table."""
-
-    meaning: str
-    block_index: int | None = None
-
+Cause = tuple[str, int | None]
+"""A wrong reading in words, and the number of the block that it concerns in the table, if any."""
 
 Reading = tuple[Cause, Numbers]
 """A cause, and the rows whose keys one row sees with it, by position."""
@@ -164,84 +159,76 @@ class Readings:
     def _wrong_contents(self, first: int, right: Numbers) -> Iterator[Reading]:
         """Yield readings of blocks with something else where they lack keys, or at any end if this is not known."""
         for index, low, high in spans(first, len(self.call.numbers), self.call.block_size):
-            if low >= len(right):
-                return
             starts, end = list(range(low, high)), high
             if self.lacking is not None:
                 lacks = self.lacking[(self.lacking >= low) & (self.lacking < high)].tolist()
                 starts, end = lacks[:1], 1 + max(lacks, default=0)
             for start in starts:
                 for what, content in self._contents(start, end):
-                    words = f"{block_in_words(self.call.table[index], index)} holds {what}"
-                    cause = Cause(f"from position {start} on, {words}", index)
-                    yield cause, np.concatenate([right[:start], content, right[end:]])[: len(right)]
+                    words = f"from position {start} on, {block_in_words(self.call.table[index], index)} holds {what}"
+                    if start < len(right):
+                        yield (words, index), np.concatenate([right[:start], content, right[end:]])[: len(right)]
 
     def _contents(self, low: int, high: int) -> Iterator[tuple[str, Numbers]]:
         """Yield what the slots of positions ``low .. high - 1`` may hold, in words and as row numbers."""
         yield "zeros", np.full(high - low, ZERO_ROW)
-        request, history = self.call.request, self.history
         earlier = self._in_slots(low, high, is_earlier=True)
         if (earlier >= 0).all():
-            owners = set(history.owners[earlier])
-            is_draft = owners == {request.request_id}
-            is_draft = is_draft and np.array_equal(history.positions[earlier], np.arange(low, high))
+            owners = set(self.history.owners[earlier])
+            is_draft = owners == {self.call.request.request_id}
+            is_draft = is_draft and np.array_equal(self.history.positions[earlier], np.arange(low, high))
             yield "a rejected draft" if is_draft else f"old content of {requests_in_words(owners)}", earlier
-        for other in history.requests.values():
+        for other in self.history.requests.values():
             for start in range(other.done, other.step_end - (high - low) + 1):
                 positions = range(start, start + high - low)
                 words = f"keys of {requests_in_words([other.request_id])}, {positions_in_words(positions)}"
-                if other is not request:
+                if other is not self.call.request:
                     yield words, other.numbers[self.call.group][positions.start : positions.stop]
 
     def _wrong_windows(self, left: int, first: int, right: Numbers) -> Iterator[Reading]:
         """Yield readings without the window, and of one that is a key too short or too long."""
         if not 0 < left < len(right):
             return
-        ignored = Cause("the window is ignored")
-        yield ignored, right
+        yield ("the window is ignored", None), right
         unseen = first // self.call.block_size  # blocks, which are given to others
-        yield (
-            ignored,
-            np.concatenate([*map(self._held, self.call.table[:unseen]), right[unseen * self.call.block_size :]]),
-        )
+        others = map(self._held, self.call.table[:unseen])
+        yield ("the window is ignored", None), np.concatenate([*others, right[unseen * self.call.block_size :]])
         for num_keys, words in ((left, "short"), (left + 2, "long")):
-            yield Cause(f"the window is one key too {words} ({num_keys} keys)"), right[-num_keys:]
+            yield (f"the window is one key too {words} ({num_keys} keys)", None), right[-num_keys:]
 
     def _wrong_lengths(self, right: Numbers) -> Iterator[Reading]:
         """Yield readings that see too few or too many keys, or slots as they were before the step wrote them."""
-        for fewer in range(1, min(2 * self.call.block_size, len(right) - 1) + 1):
-            yield Cause(f"the row sees {plural(fewer, 'key')} too few"), right[:-fewer]
-        for more in range(1, len(self.call.numbers) - len(right) + 1):
-            cause = Cause(f"the row sees {plural(more, 'key')} too many, behind its own")
-            yield cause, self.call.numbers[: len(right) + more]
-        if len(self.call.numbers) > len(right):
-            yield Cause("the row sees all keys of the step, as without a causal mask"), self.call.numbers
-        begin, behind = self.call.request.done, len(right)
-        early = Cause("the keys of the step are read before they are written")
-        for held in _or_zeros(self._in_slots(begin, behind, is_earlier=True)):
-            yield early, np.concatenate([right[:begin], held])
-        if behind == len(self.call.numbers) and behind // self.call.block_size < len(self.call.table):
+        numbers, behind = self.call.numbers, len(right)
+        for fewer in range(1, min(2 * self.call.block_size, behind - 1) + 1):
+            yield (f"the row sees {plural(fewer, 'key')} too few", None), right[:-fewer]
+        for more in range(1, len(numbers) - behind + 1):
+            yield (f"the row sees {plural(more, 'key')} too many, behind its own", None), numbers[: behind + more]
+        if len(numbers) > behind:
+            yield ("the row sees all keys of the step, as without a causal mask", None), numbers
+        elif behind // self.call.block_size < len(self.call.table):
             for held in _or_zeros(self._in_slots(behind, behind + 1)):
-                yield Cause("the row sees 1 key too many, behind its own"), np.append(right, held)
+                yield ("the row sees 1 key too many, behind its own", None), np.append(right, held)
+        begin = self.call.request.done
+        for held in _or_zeros(self._in_slots(begin, behind, is_earlier=True)):
+            yield ("the keys of the step are read before they are written", None), np.append(right[:begin], held)
 
     def _wrong_tables(self, first: int, right: Numbers) -> Iterator[Reading]:
         """Yield readings of each block and all behind it one page late, and of another block in place of one."""
-        own = self.call.table[: (len(right) - 1) // self.call.block_size + 1]
-        for index in range(first // self.call.block_size, len(own) - 1):
-            late = Cause(f"from number {index} of the table on, blocks are read one page late", index)
+        size = self.call.block_size
+        own = self.call.table[: (len(right) - 1) // size + 1]
+        for index in range(first // size, len(own) - 1):
+            words = f"from number {index} of the table on, blocks are read one page late"
             for last in (own[-1], NULL_BLOCK):
                 later = map(self._held, [*own[index + 1 :], last])
-                yield late, np.concatenate([right[: index * self.call.block_size], *later])[: len(right)]
-        for index, low, high in reversed(
-            list(spans(first // self.call.block_size * self.call.block_size, len(right), self.call.block_size))
-        ):
+                yield (words, index), np.concatenate([right[: index * size], *later])[: len(right)]
+        for index, low, high in reversed(list(spans(first // size * size, len(right), size))):
             for block_id, block in self.history.blocks.items():
                 held = block.numbers[: high - low]
                 if block_id == own[index] or block.group != self.call.group or (held < 0).any():
                     continue
                 words = f"block {block_id}, which holds {self.history.contents(block_id)}, is read in place of "
-                cause = Cause(words + block_in_words(own[index], index), index)
-                yield cause, np.concatenate([right[:low], held, right[high:]])
+                words += block_in_words(own[index], index)
+                yield (words, index), np.concatenate([right[:low], held, right[high:]])
 
     def _in_slots(self, begin: int, end: int, *, is_earlier: bool = False) -> Numbers:
         """Return the rows in the slots of positions ``begin .. end - 1``, or those before; negative if not known."""

@@ -250,18 +250,15 @@ class EngineHistory:
         if request.not_followed:
             return
         self._result.counts["tokens of prefix hits"] += hit
-        if hit > len(request.tokens):
-            note = f"a prefix hit of {hit} tokens; {len(request.tokens)} are known"
-            self._miscounted(request, hit, note, "their prefix hit is longer than their tokens")
-            return
         request.numbers = [self._numbers_of_hit(request, group, hit) for group in range(len(self.groups))]
 
     def _numbers_of_hit(self, request: FollowedRequest, group: int, hit: int) -> Numbers:
-        """Return the rows of the blocks that a prefix hit maps. If one is not known, the request is not followed."""
+        """Return the rows of the blocks that a prefix hit maps; one that is wrong or not known loses the request."""
         facts, numbers = self.groups[group], np.full(hit, ZERO_ROW)
         if facts.not_followed:
             return numbers
-        table, chains = request.block_ids[group], request.chains(0)
+        table = request.block_ids[group]
+        chains = np.append(request.chains(0), np.zeros(hit, dtype=np.int64))  # no row has 0
         params = [self.layers[layer].params for layer in facts.layers if layer in self.layers]
         unseen = min((first_seen(each, hit) for each in params), default=0)  # no later row sees a key before
         for index, low, high in spans(0, hit, facts.block_size):
@@ -278,19 +275,11 @@ class EngineHistory:
                 note = f"the prefix hit maps block {block_id}, which holds {self.contents(block_id)}"
                 place = {"group": group, "block_id": block_id, "block_index": index}
                 self._find("prefix_hit", request, low + int(wrong[0]), note, **place)
-                held = self._numbers_of(chains[low:high])
+                request.not_followed = "their prefix hit maps a wrong block"
             else:
                 self.blocks[block_id] = self.blocks.pop(block_id)
-            if (held < 0).any():
-                request.not_followed = "their prefix hit maps a wrong block, and no other has its tokens"
-            numbers[low:high] = held
+                numbers[low:high] = held
         return numbers
-
-    def _numbers_of(self, chains: Numbers) -> Numbers:
-        """Return rows that were computed for the same tokens, -1 where there is none."""
-        some = np.flatnonzero(np.isin(self._chains, chains))
-        known = dict(zip(self._chains[some].tolist(), some.tolist(), strict=True))
-        return np.array([known.get(chain, _NOTHING) for chain in chains.tolist()])
 
     def _find(self, kind: CheckKind, request: FollowedRequest, position: int, note: str, **more: Any) -> None:
         """Report what is wrong in the step that begins. ``more``: other fields of the finding."""
@@ -375,7 +364,6 @@ class EngineHistory:
         for numbers in (numbers for block in newest_first for numbers in (block.numbers, block.earlier)):
             numbers[(numbers >= 0) & ~is_kept[numbers]] = _UNKNOWN
         self._free = np.flatnonzero(~is_kept)
-        self._chains[self._free] = 0
 
     def enter(self, request_ids: Sequence[str]) -> StepInputs:
         """Return what the model has to be given in this step, for requests in the order of its rows."""

@@ -157,28 +157,20 @@ class Judge:
 
     def _find_output(self, wrong: WrongRows, share: float) -> None:
         """Report wrong rows, with what the pages lack and a wrong reading that gives the same output, if one does."""
-        call, notes, cause, block_index = wrong.call, [_not_finite(wrong.output)], None, None
+        call, notes, cause, index = wrong.call, [_not_finite(wrong.output)], None, None
         if self._result.counts["explained findings"] < self._max_explained:
             self._result.counts["explained findings"] += 1
             lacking = self._compare_pages([call], whole=True)
-            cause = cause_of(wrong, lacking, self._history)
+            cause, index = cause_of(wrong, lacking, self._history) or (None, None)
             if lacking is not None:
                 notes.append(_words_of_pages(call, lacking))
-                block_index = int(lacking[0]) // call.block_size if len(lacking) else None
-            if cause is not None and cause.block_index is not None:
-                block_index = cause.block_index
+            if index is None and lacking is not None and len(lacking):
+                index = int(lacking[0]) // call.block_size
         else:
             notes.append(f"its cause was not sought: max_explained is {self._max_explained}")
-        self._find(
-            "output",
-            call,
-            int(wrong.positions.min()),
-            block_index,
-            num_rows=len(wrong.positions),
-            budget_share=share,
-            cause=None if cause is None else cause.meaning,
-            note="; ".join(filter(None, notes)),
-        )
+        note = "; ".join(filter(None, notes))
+        details = {"num_rows": len(wrong.positions), "budget_share": share, "cause": cause, "note": note}
+        self._find("output", call, int(wrong.positions.min()), index, **details)
 
     def _find(self, kind: CheckKind, call: RequestCall, position: int, index: int | None, **more: Any) -> None:
         """Report what is wrong. ``index``: the number of the block in the request's table."""
@@ -216,7 +208,8 @@ class Judge:
         for call, own, lacking in zip(calls, positions, found, strict=True):
             self._result.checks["write"] += len(np.unique(own // page_size))
             self._find_lacking(call, lacking)
-        return np.concatenate(found)
+        every: Numbers = np.concatenate(found)
+        return every
 
     def _find_lacking(self, call: RequestCall, positions: Numbers) -> None:
         """Report each block that lacks positions which were not reported before."""
@@ -233,15 +226,13 @@ class Judge:
 def _truth(calls: Sequence[RequestCall], query: Tensor, counts: Sequence[int]) -> tuple[Tensor, Budget]:
     """Return the right output, float64 ``[T, H, Dv]``, and the budget around it. ``counts``: the rows of each call."""
     facts, dtype, seen = calls[0].facts, query.dtype, [call.seen for call in calls]
-    params, weights = facts.params, facts.up_projections
-    kept = [
-        torch.cat(parts) for parts in zip(*(call.kept(own) for call, own in zip(calls, seen, strict=True)), strict=True)
-    ]
+    params, weights, kernel = facts.params, facts.up_projections, Precision.kernel(dtype)
+    by_call = [call.kept(numbers) for call, numbers in zip(calls, seen, strict=True)]
+    kept = [torch.cat(parts) for parts in zip(*by_call, strict=True)]
     key, value = facts.attended(*kept)
-    ends = [torch.tensor([0, *each], device=query.device).cumsum(0) for each in (counts, map(len, seen))]
-    rows = UnpagedAttention(query if weights is None else query.double(), key, value, *ends)
+    of_rows, of_keys = (torch.tensor([0, *sizes], device=query.device).cumsum(0) for sizes in (counts, map(len, seen)))
+    rows = UnpagedAttention(query if weights is None else query.double(), key, value, of_rows, of_keys)
     out, lse, weighted = rows.attend_weighted(params)
-    kernel = Precision.kernel(dtype)
     if weights is None:
         honest: list[tuple[Tensor, Tensor]] = []
         if facts.code is not None:  # kernels read codes exactly, or rounded to their dtype

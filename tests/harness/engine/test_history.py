@@ -152,12 +152,12 @@ def test_a_request_whose_rows_are_dropped_is_not_followed_from_then_on():
     assert server.tally.not_followed == {"their keys and values exceed max_row_bytes": 2}
 
 
-def test_a_wrong_prefix_hit_is_replaced_by_rows_of_its_tokens_if_these_are_kept():
-    server = Server(capacity=256)
-    for number in range(8):  # 255 rows
-        assert compute(server, f"r{number}", [number] * (32 - number // 7), (2 * number + 1, 2 * number + 2))
-        server.history.finish(f"r{number}")
-    assert compute(server, "new", [6] * 17, (98, 97), hit=SIZE)  # the 64 oldest rows are dropped then
-    assert not compute(server, "old", [1] * 17, (96, 95), hit=SIZE)
-    assert [finding.block_id for finding in server.tally.findings] == [98, 96]
-    assert server.tally.not_followed == {"their prefix hit maps a wrong block, and no other has its tokens": 1}
+def test_a_request_whose_prefix_hit_is_wrong_is_not_followed():
+    server = Server()
+    assert compute(server, "old", [1] * 32, (1, 2))
+    assert not compute(server, "new", [2] * 17, (1, 3), hit=SIZE)
+    assert compute(server, "newer", [3] * 17, (4, 5))
+    assert [(finding.kind, finding.position, finding.block_id) for finding in server.tally.findings] == [
+        ("prefix_hit", 0, 1)
+    ]
+    assert server.tally.not_followed == {"their prefix hit maps a wrong block": 1}
