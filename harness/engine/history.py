@@ -311,38 +311,34 @@ class EngineHistory:
 
     def _number_rows(self, request: FollowedRequest, count: int) -> None:
         """Give a number to each row of a request, and write the numbers to its blocks, unless it is not followed."""
-        begin, end = request.done, request.done + count
-        for group, (facts, ids) in enumerate(zip(self.groups, request.block_ids, strict=False)):
-            is_followed = not (facts.not_followed or request.not_followed)
-            if is_followed and -(-end // facts.block_size) > len(ids):
-                note, reason = (
-                    f"{len(ids)} blocks of group {group} for {end} tokens",
-                    "the scheduler gave them too few blocks",
-                )
-                cause = "the scheduler gives a request too few blocks"
-                self._miscounted(request, begin, note, reason, cause=cause)
+        begin = request.done
         if not request.not_followed and count > len(self._free):
             self._make_room(count)
             request.not_followed = _NO_ROOM if count > len(self._free) else None
         if request.not_followed:
-            self._write(request, begin, np.full(count, _UNKNOWN))
+            self._write(request, np.full(count, _UNKNOWN))
             return
         new, self._free = self._free[:count], self._free[count:]
-        known = request.tokens[begin:end]
+        known = request.tokens[begin : begin + count]
         drafts = [*self._plan.drafts.get(request.request_id, ()), *[_ANY] * count][: count - len(known)]
         request.step_tokens = known + drafts
         self.owners[new] = request.request_id
-        self.positions[new] = np.arange(begin, end)
+        self.positions[new] = np.arange(begin, begin + count)
         self._chains[new] = request.chains(begin, drafts)[:count]
         request.numbers = [np.concatenate([numbers[:begin], new]) for numbers in request.numbers]
-        self._write(request, begin, new)
+        self._write(request, new)
 
-    def _write(self, request: FollowedRequest, begin: int, new: Numbers) -> None:
-        """Write row numbers to the slots of positions from ``begin`` on, in each group."""
+    def _write(self, request: FollowedRequest, new: Numbers) -> None:
+        """Write the numbers of the step's rows to their slots, in each group."""
+        begin, end = request.done, request.done + len(new)
         for group, (facts, ids) in enumerate(zip(self.groups, request.block_ids, strict=False)):
-            for index, low, high in spans(begin, begin + len(new), facts.block_size):
-                if index >= len(ids) or facts.not_followed:
-                    break
+            if facts.not_followed:
+                continue
+            if -(-end // facts.block_size) > len(ids) and not request.not_followed:
+                note = f"{len(ids)} blocks of group {group} for {end} tokens"
+                cause = "the scheduler gives a request too few blocks"
+                self._miscounted(request, begin, note, "the scheduler gave them too few blocks", cause=cause)
+            for index, low, high in spans(begin, min(end, len(ids) * facts.block_size), facts.block_size):
                 block, slot = self.block(ids[index], group), low % facts.block_size
                 slots = slice(slot, slot + high - low)
                 block.earlier[slots] = block.numbers[slots]

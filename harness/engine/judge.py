@@ -33,9 +33,6 @@ _JUDGED_BYTES = 2**27
 _UNSEEN = "layers whose keys were not seen"
 """Why a layer is not judged."""
 
-_NOT_CALLED = "layers that are not called in each step, such as those of a drafter"
-"""Why a layer is not judged in later steps: some of its keys are not known."""
-
 _MOST_SCORES = {"cpu": 2**26, "cuda": 2**30}
 """Scores of rows and keys, in all heads and layers, that one step is judged with: about 10 s of one CPU core."""
 
@@ -49,7 +46,7 @@ class Judge:
     def __init__(self, history: EngineHistory, result: ObserverResult, max_explained: int) -> None:
         self._history, self._result, self._max_explained = history, result, max_explained
         self._group_of = {layer: index for index, group in enumerate(history.groups) for layer in group.layers}
-        self._rows: dict[str, tuple[Tensor, Tensor]] = {}
+        self._keys: dict[str, tuple[Tensor, Tensor]] = {}
         self._never_judged: dict[str, str] = {}
 
     def judge(self, due: StepInputs, layers: Sequence[LayerRows], *, is_judged: bool) -> None:
@@ -57,10 +54,9 @@ class Judge:
 
         ``layers``: what each computes for the rows of ``due``; without query and output if the step is not judged.
         """
-        rows = torch.from_numpy(np.flatnonzero(due.positions >= 0))
-        if not len(rows):
+        num_rows = int((due.positions >= 0).sum())
+        if not num_rows:
             return
-        numbers = torch.from_numpy(np.concatenate([each.numbers[0][each.done :] for each in due.followed]))
         by_layer: dict[str, list[LayerRows]] = {}
         for tensors in layers:
             by_layer.setdefault(tensors.layer, []).append(tensors)
@@ -69,14 +65,13 @@ class Judge:
                 by_layer.setdefault(layer, [])
         judged: list[list[RequestCall]] = []
         for layer, own in by_layer.items():
-            why_not = self._why_not_kept(layer, own)
+            why_not = self._why_not_judged(layer, own)
             if why_not is None:
-                self._keep(own[0], rows, numbers)
-                why_not = self._why_not_judged(own[0])
-            if is_judged and why_not is not None:
-                self._result.not_compared["output", why_not] += len(rows) * max(1, len(own))
-            elif is_judged:
+                self._keep(own[0], due)
+            if is_judged and why_not is None:
                 judged.append(self._calls(own[0], due))
+            elif is_judged:
+                self._result.not_compared["output", str(why_not)] += num_rows * max(1, len(own))
         for calls in judged:
             self._compare_pages(calls)
         affordable = [call for calls in judged for call in self._affordable(calls, len(judged))]
@@ -84,38 +79,37 @@ class Judge:
             for some in in_parts(together, _bytes_of_keys, _JUDGED_BYTES):
                 self._compare_outputs(some)
 
-    def _why_not_kept(self, layer: str, calls: Sequence[LayerRows]) -> str | None:
-        """Return why the keys of a layer are not kept, or None. If some are not known, it is not judged any more."""
+    def _why_not_judged(self, layer: str, calls: Sequence[LayerRows]) -> str | None:
+        """Return why a layer is not judged in a step, or None. If some of its keys are not known, it never is again."""
         facts, group = self._history.layers.get(layer), self._group_of.get(layer)
         if facts is None or group is None:
             return "layers without a followed KV-cache group"
+        key_layer = facts.kv_sharing_target or layer
         incomplete = _why_incomplete(facts, calls)
+        if incomplete is None and key_layer != layer and key_layer not in self._keys:
+            incomplete = _UNSEEN
         if incomplete is not None:
             self._never_judged.setdefault(layer, incomplete)
         not_followed = facts.not_judged or self._history.groups[group].not_followed
-        return not_followed or incomplete or self._never_judged.get(facts.kv_sharing_target or layer)
+        return not_followed or self._never_judged.get(layer) or self._never_judged.get(key_layer)
 
-    def _keep(self, tensors: LayerRows, rows: Tensor, numbers: Tensor) -> None:
-        """Keep the key and value of some rows of a layer, if it has its own."""
-        key, value = tensors.key, tensors.value
-        if key is None or value is None or not self._history.layers[tensors.layer].row_size:
+    def _keep(self, tensors: LayerRows, due: StepInputs) -> None:
+        """Keep the keys and values of a step, if the layer has its own."""
+        key, value, layer = tensors.key, tensors.value, tensors.layer
+        if key is None or value is None or not self._history.layers[layer].row_size:
             return
-        if tensors.layer not in self._rows:  # on a CPU, memory is taken only where it is written
+        if layer not in self._keys:  # on a CPU, memory is taken only where it is written
             kept_key, kept_value = (each.new_empty(self._history.capacity, *each.shape[1:]) for each in (key, value))
             kept_key[ZERO_ROW], kept_value[ZERO_ROW] = 0, 0
-            self._rows[tensors.layer] = kept_key, kept_value
-        for kept, new in zip(self._rows[tensors.layer], (key, value), strict=True):
-            kept[numbers.to(new.device)] = new[rows.to(new.device)]
-
-    def _why_not_judged(self, tensors: LayerRows) -> str | None:
-        if tensors.query.dtype not in _DTYPES or tensors.output.dtype not in _DTYPES:
-            return f"queries of {tensors.query.dtype} with outputs of {tensors.output.dtype}"
-        key_layer = self._history.layers[tensors.layer].kv_sharing_target or tensors.layer
-        return None if key_layer in self._rows else _UNSEEN
+            self._keys[layer] = kept_key, kept_value
+        rows = torch.from_numpy(np.flatnonzero(due.positions >= 0)).to(key.device)
+        numbers = np.concatenate([request.numbers[0][request.done :] for request in due.followed])
+        for kept, new in zip(self._keys[layer], (key, value), strict=True):
+            kept[torch.from_numpy(numbers).to(new.device)] = new[rows]
 
     def _calls(self, tensors: LayerRows, due: StepInputs) -> list[RequestCall]:
         facts, group = self._history.layers[tensors.layer], self._group_of[tensors.layer]
-        keys, size = self._rows[facts.kv_sharing_target or tensors.layer], self._history.groups[group].block_size
+        keys, size = self._keys[facts.kv_sharing_target or tensors.layer], self._history.groups[group].block_size
         return [RequestCall(tensors, facts, group, size, request, keys) for request in due.followed]
 
     # Outputs.
@@ -204,12 +198,11 @@ class Judge:
         numbers = np.concatenate([call.numbers[own] for call, own in zip(calls, positions, strict=True)])
         is_lacking = lacking_keys(facts.write, page_size, slots, calls[0].kept(numbers), cache)
         ends = np.cumsum([len(own) for own in positions])
-        found = [own[lacks] for own, lacks in zip(positions, np.split(is_lacking, ends[:-1]), strict=True)]
-        for call, own, lacking in zip(calls, positions, found, strict=True):
+        for call, own, lacks in zip(calls, positions, np.split(is_lacking, ends[:-1]), strict=True):
             self._result.checks["write"] += len(np.unique(own // page_size))
-            self._find_lacking(call, lacking)
-        every: Numbers = np.concatenate(found)
-        return every
+            self._find_lacking(call, own[lacks])
+        lacking: Numbers = np.concatenate(positions)[is_lacking]
+        return lacking
 
     def _find_lacking(self, call: RequestCall, positions: Numbers) -> None:
         """Report each block that lacks positions which were not reported before."""
@@ -259,15 +252,18 @@ def _of_equal_settings(calls: Iterable[RequestCall]) -> Iterable[list[RequestCal
 
 
 def _why_incomplete(facts: LayerFacts, calls: Sequence[LayerRows]) -> str | None:
-    """Return why the calls of a layer in a step do not have all of its rows and keys, or None."""
+    """Return why the calls of a layer in a step do not have what is judged of all of its rows, or None."""
     if not calls:
-        return _NOT_CALLED
-    if calls[0].is_part:
-        return "layers that compute a part of the rows"
+        return "layers that are not called in each step, such as those of a drafter"
     if len(calls) > 1:
         return "layers that are called more than once in a step"
-    lacks_keys = facts.row_size and (calls[0].key is None or calls[0].value is None)
-    return _UNSEEN if lacks_keys else None
+    tensors = calls[0]
+    if tensors.is_part:
+        return "layers that compute a part of the rows"
+    if tensors.query.dtype not in _DTYPES or tensors.output.dtype not in _DTYPES:
+        return f"queries of {tensors.query.dtype} with outputs of {tensors.output.dtype}"
+    has_keys = tensors.key is not None and tensors.value is not None
+    return _UNSEEN if facts.row_size and not has_keys else None
 
 
 def _bytes_of_keys(call: RequestCall) -> int:
@@ -278,14 +274,15 @@ def _bytes_of_keys(call: RequestCall) -> int:
 
 def _compared(call: RequestCall, step: int | None) -> Numbers:
     """Return the positions of a request whose keys are compared with pages; ``step``: which chooses the other page."""
-    request, size = call.request, call.block_size
-    first = first_seen(call.facts.params, request.done)
-    written = max(first, request.done // size * size)
-    positions = np.arange(first, request.step_end)
-    if step is None or written == first:
+    size, begin = call.block_size, call.request.done
+    first = first_seen(call.facts.params, begin)
+    positions = np.arange(first, call.request.step_end)
+    num_other = begin // size - first // size
+    if step is None or num_other <= 0:
         return positions
-    turn = first // size + step % (written // size - first // size)
-    return positions[(positions // size == turn) | (positions >= written)]
+    turn = first // size + step % num_other
+    seen: Numbers = positions[(positions // size == turn) | (positions // size >= begin // size)]
+    return seen
 
 
 def _not_finite(output: Tensor) -> str:
