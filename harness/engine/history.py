@@ -41,7 +41,7 @@ _NOTHING, _UNKNOWN = -1, -2
 """In a slot: nothing was written to it, or a row that is not followed or not kept."""
 
 _ANY = -1
-"""As a token: one that is not known, since a draft was dropped. As token and position: a row that is not followed."""
+"""As a token: one that is not known, since a draft was dropped."""
 
 EARLIER = "requests that were added before the observer"
 """Why a request is never followed that was not added."""
@@ -108,18 +108,6 @@ class FollowedRequest:
 
 def _chain(first: int, tokens: Sequence[int]) -> list[int]:
     return list(accumulate(tokens, lambda last, token: hash((last, token)), initial=first))[1:]
-
-
-@dataclass(frozen=True)
-class StepInputs:
-    """What the model has to be given, int64 ``[T]`` each, and the followed requests.
-
-    A token of -1 may be any. A row that is not followed has the position -1, too.
-    """
-
-    tokens: Numbers
-    positions: Numbers
-    followed: tuple[FollowedRequest, ...]
 
 
 def first_seen(params: AttentionParams, position: int) -> int:
@@ -361,21 +349,21 @@ class EngineHistory:
             numbers[(numbers >= 0) & ~is_kept[numbers]] = _UNKNOWN
         self._free = np.flatnonzero(~is_kept)
 
-    def enter(self, request_ids: Sequence[str]) -> StepInputs:
-        """Return what the model has to be given in this step, for requests in the order of its rows."""
-        counts = [self._plan.num_scheduled_tokens[request_id] for request_id in request_ids]
-        tokens, positions = np.full((2, sum(counts)), _ANY)
-        followed = []
-        for request_id, first_row, count in zip(request_ids, accumulate(counts, initial=0), counts, strict=False):
-            request = self.requests[request_id]
+    def enter(self, request_ids: Sequence[str]) -> tuple[FollowedRequest, ...]:
+        """Return the requests that are followed in this step, and count the rows of others.
+
+        ``request_ids``: in the order of the rows of the model's input.
+        """
+        followed, first_row = [], 0
+        for request_id in request_ids:
+            request, count = self.requests[request_id], self._plan.num_scheduled_tokens[request_id]
             if request.not_followed:
                 self._result.not_followed[request.not_followed] += count
-                continue
-            request.first_row = first_row
-            followed.append(request)
-            tokens[request.step_rows] = request.step_tokens
-            positions[request.step_rows] = np.arange(request.done, request.step_end)
-        return StepInputs(tokens, positions, tuple(followed))
+            else:
+                request.first_row = first_row
+                followed.append(request)
+            first_row += count
+        return tuple(followed)
 
     def end(self, sampled: Mapping[str, tuple[int, ...]]) -> None:
         """Count computed tokens, and append the sampled ones; drafts behind them were rejected."""

@@ -14,8 +14,8 @@ from attncheck.harness.engine.events import CheckKind, EngineFinding, LayerFacts
 from attncheck.harness.engine.history import (
     ZERO_ROW,
     EngineHistory,
+    FollowedRequest,
     Numbers,
-    StepInputs,
     block_in_words,
     first_seen,
     positions_in_words,
@@ -49,14 +49,14 @@ class Judge:
         self._keys: dict[str, tuple[Tensor, Tensor]] = {}
         self._never_judged: dict[str, str] = {}
 
-    def judge(self, due: StepInputs, layers: Sequence[LayerRows], *, is_judged: bool) -> None:
+    def judge(self, followed: Sequence[FollowedRequest], layers: Sequence[LayerRows], *, is_judged: bool) -> None:
         """Keep the keys and values of a step, and in a judged step judge its outputs and pages.
 
-        ``layers``: what each computes for the rows of ``due``; without query and output if the step is not judged.
+        ``layers``: what each computes in the step; without query and output if the step is not judged.
         """
-        num_rows = int((due.positions >= 0).sum())
-        if not num_rows:
+        if not followed:
             return
+        num_rows = sum(len(request.step_tokens) for request in followed)
         by_layer: dict[str, list[LayerRows]] = {}
         for tensors in layers:
             by_layer.setdefault(tensors.layer, []).append(tensors)
@@ -67,9 +67,9 @@ class Judge:
         for layer, own in by_layer.items():
             why_not = self._why_not_judged(layer, own)
             if why_not is None:
-                self._keep(own[0], due)
+                self._keep(own[0], followed)
             if is_judged and why_not is None:
-                judged.append(self._calls(own[0], due))
+                judged.append(self._calls(own[0], followed))
             elif is_judged:
                 self._result.not_compared["output", str(why_not)] += num_rows * max(1, len(own))
         for calls in judged:
@@ -93,7 +93,7 @@ class Judge:
         not_followed = facts.not_judged or self._history.groups[group].not_followed
         return not_followed or self._never_judged.get(layer) or self._never_judged.get(key_layer)
 
-    def _keep(self, tensors: LayerRows, due: StepInputs) -> None:
+    def _keep(self, tensors: LayerRows, followed: Sequence[FollowedRequest]) -> None:
         """Keep the keys and values of a step, if the layer has its own."""
         key, value, layer = tensors.key, tensors.value, tensors.layer
         if key is None or value is None or not self._history.layers[layer].row_size:
@@ -102,15 +102,14 @@ class Judge:
             kept_key, kept_value = (each.new_empty(self._history.capacity, *each.shape[1:]) for each in (key, value))
             kept_key[ZERO_ROW], kept_value[ZERO_ROW] = 0, 0
             self._keys[layer] = kept_key, kept_value
-        rows = torch.from_numpy(np.flatnonzero(due.positions >= 0)).to(key.device)
-        numbers = np.concatenate([request.numbers[0][request.done :] for request in due.followed])
+        numbers = np.concatenate([request.numbers[0][request.done :] for request in followed])
         for kept, new in zip(self._keys[layer], (key, value), strict=True):
-            kept[torch.from_numpy(numbers).to(new.device)] = new[rows]
+            kept[torch.from_numpy(numbers).to(new.device)] = torch.cat([new[each.step_rows] for each in followed])
 
-    def _calls(self, tensors: LayerRows, due: StepInputs) -> list[RequestCall]:
+    def _calls(self, tensors: LayerRows, followed: Sequence[FollowedRequest]) -> list[RequestCall]:
         facts, group = self._history.layers[tensors.layer], self._group_of[tensors.layer]
         keys, size = self._keys[facts.kv_sharing_target or tensors.layer], self._history.groups[group].block_size
-        return [RequestCall(tensors, facts, group, size, request, keys) for request in due.followed]
+        return [RequestCall(tensors, facts, group, size, request, keys) for request in followed]
 
     # Outputs.
 

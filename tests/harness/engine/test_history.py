@@ -30,9 +30,9 @@ class Server:
         self.tally.steps += 1
         self.history.begin(StepPlan(requests, counts))
         entered = self.history.enter(list(counts))
-        self.history.end(dict.fromkeys(counts, (7,)))
         self.rows += sum(counts.values())
-        self.followed += int((entered.positions >= 0).sum())
+        self.followed += sum(len(request.step_tokens) for request in entered)
+        self.history.end(dict.fromkeys(counts, (7,)))
 
 
 @pytest.mark.parametrize("one_of", [4, 8])
