@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import TypeVar
 
 import numpy as np
@@ -62,7 +63,7 @@ class RequestCall:
         """The rows of the request's keys, by position."""
         return self.request.numbers[self.group]
 
-    @property
+    @cached_property
     def seen(self) -> Numbers:
         """The rows of the keys that the step sees; whole chunks, which are counted from key 0."""
         first = first_seen(self.facts.params, self.request.done)
@@ -79,20 +80,6 @@ class RequestCall:
         return key[some], value[some]
 
 
-@dataclass(frozen=True)
-class WrongRows:
-    """Wrong rows of a call, the worst first.
-
-    positions: int64 ``[B]``. query, output: ``[B, H, D]``, ``[B, H, Dv]``; ``budget`` around the right output.
-    """
-
-    call: RequestCall
-    positions: Numbers
-    query: Tensor
-    output: Tensor
-    budget: Budget
-
-
 Cause = tuple[str, int | None]
 """A wrong reading in words, and the number of the block that it concerns in the table, if any."""
 
@@ -100,49 +87,51 @@ Reading = tuple[Cause, Numbers]
 """A cause, and the rows whose keys one row sees with it, by position."""
 
 
-def cause_of(wrong: WrongRows, lacking: Numbers | None, history: EngineHistory) -> Cause | None:
-    """Return the reading that comes closest to the worst row, and gives the next ones too, or None if none does.
-
-    ``lacking``: positions that the pages lack; None if they were not compared.
-    """
-    readings = Readings(wrong.call, lacking, history)
-    fits: dict[Cause, float] | None = None
-    for row, position in enumerate(wrong.positions[:_ROWS].tolist()):
-        tried = (reading for reading in readings.of(position) if fits is None or reading[0] in fits)
-        misses: dict[Cause, float] = {}
-        for cause, miss in _misses(wrong, row, tried):
-            if miss <= misses.get(cause, 1.0):
-                misses[cause] = miss
-        fits = misses if fits is None else {cause: miss for cause, miss in fits.items() if cause in misses}
-    return min(fits, key=lambda cause: fits[cause]) if fits else None
-
-
-def _misses(wrong: WrongRows, row: int, readings: Iterable[Reading]) -> Iterator[tuple[Cause, float]]:
-    """Yield the cause of each reading with its distance from the output, in budgets."""
-    params = replace(wrong.call.facts.params, window=(-1, -1), attn_chunk_size=None)  # a reading has what is seen
-    tried = 0
-    for part in in_parts(readings, lambda reading: len(reading[1]), _KEYS_AT_ONCE):
-        key, value = wrong.call.facts.attended(*wrong.call.kept(np.concatenate([numbers for _, numbers in part])))
-        ends = torch.tensor([0, *(len(numbers) for _, numbers in part)]).cumsum(0).to(key.device)
-        query = wrong.query[row : row + 1].expand(len(part), -1, -1)
-        one_each = torch.arange(len(part) + 1, device=key.device)
-        out, _ = UnpagedAttention(query, key, value, one_each, ends).attend(params)
-        missed = share_of_budget(wrong.output[row].double() - out, wrong.budget.of_rows(slice(row, row + 1)))
-        yield from zip((cause for cause, _ in part), missed.amax(dim=1).tolist(), strict=True)
-        tried += len(key)
-        if tried > _MOST_KEYS:
-            return
-
-
 @dataclass(frozen=True)
-class Readings:
-    """What a faulty engine may have read for wrong rows. ``lacking``: as of :func:`cause_of`."""
+class WrongRows:
+    """Wrong rows of a call, the worst first, and what a faulty engine may have read for them.
+
+    positions: int64 ``[B]``. query, output: ``[B, H, D]``, ``[B, H, Dv]``; ``budget`` around the right output.
+    lacking: positions that the pages lack; None if they were not compared.
+    """
 
     call: RequestCall
-    lacking: Numbers | None
     history: EngineHistory
+    positions: Numbers
+    query: Tensor
+    output: Tensor
+    budget: Budget
+    lacking: Numbers | None = None
 
-    def of(self, position: int) -> Iterator[Reading]:
+    def cause(self) -> Cause | None:
+        """Return the reading that comes closest to the worst row, and gives the next ones too, or None if none does."""
+        fits: dict[Cause, float] | None = None
+        for row, position in enumerate(self.positions[:_ROWS].tolist()):
+            tried = (reading for reading in self._readings(position) if fits is None or reading[0] in fits)
+            misses: dict[Cause, float] = {}
+            for cause, miss in self._misses(row, tried):
+                if miss <= misses.get(cause, 1.0):
+                    misses[cause] = miss
+            fits = misses if fits is None else {cause: miss for cause, miss in fits.items() if cause in misses}
+        return min(fits, key=lambda cause: fits[cause]) if fits else None
+
+    def _misses(self, row: int, readings: Iterable[Reading]) -> Iterator[tuple[Cause, float]]:
+        """Yield the cause of each reading with its distance from the output, in budgets."""
+        params = replace(self.call.facts.params, window=(-1, -1), attn_chunk_size=None)  # a reading has what is seen
+        tried = 0
+        for part in in_parts(readings, lambda reading: len(reading[1]), _KEYS_AT_ONCE):
+            key, value = self.call.facts.attended(*self.call.kept(np.concatenate([numbers for _, numbers in part])))
+            ends = torch.tensor([0, *(len(numbers) for _, numbers in part)]).cumsum(0).to(key.device)
+            query = self.query[row : row + 1].expand(len(part), -1, -1)
+            one_each = torch.arange(len(part) + 1, device=key.device)
+            out, _ = UnpagedAttention(query, key, value, one_each, ends).attend(params)
+            missed = share_of_budget(self.output[row].double() - out, self.budget.of_rows(slice(row, row + 1)))
+            yield from zip((cause for cause, _ in part), missed.amax(dim=1).tolist(), strict=True)
+            tried += len(key)
+            if tried > _MOST_KEYS:
+                return
+
+    def _readings(self, position: int) -> Iterator[Reading]:
         """Yield readings for a row: of pages that lack keys if some do, else of right pages."""
         params, right = self.call.facts.params, self.call.numbers[: position + 1]
         first = first_seen(params, position)

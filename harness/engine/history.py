@@ -228,7 +228,7 @@ class EngineHistory:
         is_assumed = self._result.engine.is_async and counted == request.assumed  # its tokens were not sampled yet
         if counted != request.done and not is_assumed:
             note = f"the scheduler counts {counted} computed tokens; {request.done} are computed"
-            self._find("count", request, request.done, note)
+            self._find("count", request, request.done, note, None)
 
     def _start(self, request: FollowedRequest, scheduled: ScheduledRequest) -> None:
         hit = scheduled.num_computed_tokens
@@ -262,22 +262,19 @@ class EngineHistory:
             if len(wrong):
                 note = f"the prefix hit maps block {block_id}, which holds {self.contents(block_id)}"
                 place = {"group": group, "block_id": block_id, "block_index": index}
-                self._find("prefix_hit", request, low + int(wrong[0]), note, **place)
-                request.not_followed = "their prefix hit maps a wrong block"
+                lost = "their prefix hit maps a wrong block"
+                self._find("prefix_hit", request, low + int(wrong[0]), note, lost, **place)
             else:
                 self.blocks[block_id] = self.blocks.pop(block_id)
                 numbers[low:high] = held
         return numbers
 
-    def _find(self, kind: CheckKind, request: FollowedRequest, position: int, note: str, **more: Any) -> None:
-        """Report what is wrong in the step that begins. ``more``: other fields of the finding."""
+    def _find(
+        self, kind: CheckKind, request: FollowedRequest, position: int, note: str, lost: str | None, **more: Any
+    ) -> None:
+        """Report what is wrong. ``lost``: why the request is then not followed. ``more``: fields of the finding."""
         self._result.find(EngineFinding(kind, self._result.steps, request.request_id, position, note=note, **more))
-
-    def _miscounted(self, request: FollowedRequest, position: int, note: str, reason: str, **more: Any) -> None:
-        """Report a count that cannot be right, and follow the request no more for this ``reason``."""
-        self._result.checks["count"] += 1
-        self._find("count", request, position, note, **more)
-        request.not_followed = reason
+        request.not_followed = lost
 
     def block(self, block_id: int, group: int) -> Block:
         """Return a block of the group; an empty one if the group did not write it."""
@@ -325,7 +322,8 @@ class EngineHistory:
             if -(-end // facts.block_size) > len(ids) and not request.not_followed:
                 note = f"{len(ids)} blocks of group {group} for {end} tokens"
                 cause = "the scheduler gives a request too few blocks"
-                self._miscounted(request, begin, note, "the scheduler gave them too few blocks", cause=cause)
+                self._result.checks["count"] += 1
+                self._find("count", request, begin, note, "the scheduler gave them too few blocks", cause=cause)
             for index, low, high in spans(begin, min(end, len(ids) * facts.block_size), facts.block_size):
                 block, slot = self.block(ids[index], group), low % facts.block_size
                 slots = slice(slot, slot + high - low)
@@ -380,7 +378,8 @@ class EngineHistory:
             self._result.counts["drafts accepted"] += drafts - rejected if new else 0
             if not request.not_followed and len(request.tokens) < request.done:
                 note = f"{request.done} tokens are computed, but {len(request.tokens)} are known"
-                self._miscounted(request, request.done, note, "more of their tokens are computed than are known")
+                self._result.checks["count"] += 1
+                self._find("count", request, request.done, note, "more of their tokens are computed than are known")
 
 
 def _distinct(parts: Iterable[Numbers]) -> Numbers:

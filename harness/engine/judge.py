@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from attncheck.harness.engine.causes import RequestCall, WrongRows, cause_of, in_parts
+from attncheck.harness.engine.causes import RequestCall, WrongRows, in_parts
 from attncheck.harness.engine.events import CheckKind, EngineFinding, LayerFacts, LayerRows, ObserverResult
 from attncheck.harness.engine.history import (
     ZERO_ROW,
@@ -57,14 +57,10 @@ class Judge:
         if not followed:
             return
         num_rows = sum(len(request.step_tokens) for request in followed)
-        by_layer: dict[str, list[LayerRows]] = {}
-        for tensors in layers:
-            by_layer.setdefault(tensors.layer, []).append(tensors)
-        for layer in self._history.layers:
-            if layer in self._group_of:
-                by_layer.setdefault(layer, [])
         judged: list[list[RequestCall]] = []
-        for layer, own in by_layer.items():
+        known = [layer for layer in self._history.layers if layer in self._group_of]
+        for layer in dict.fromkeys([*(tensors.layer for tensors in layers), *known]):
+            own = [tensors for tensors in layers if tensors.layer == layer]
             why_not = self._why_not_judged(layer, own)
             if why_not is None:
                 self._keep(own[0], followed)
@@ -145,8 +141,8 @@ class Judge:
             if len(worst_first):
                 rows = torch.from_numpy(first + worst_first).to(query.device)
                 positions = call.request.done + worst_first
-                wrong = WrongRows(call, positions, query[rows], output[rows], budget.of_rows(rows))
-                self._find_output(wrong, float(own.max()))
+                of_rows = query[rows], output[rows], budget.of_rows(rows)
+                self._find_output(WrongRows(call, self._history, positions, *of_rows), float(own.max()))
 
     def _find_output(self, wrong: WrongRows, share: float) -> None:
         """Report wrong rows, with what the pages lack and a wrong reading that gives the same output, if one does."""
@@ -154,7 +150,7 @@ class Judge:
         if self._result.counts["explained findings"] < self._max_explained:
             self._result.counts["explained findings"] += 1
             lacking = self._compare_pages([call], whole=True)
-            cause, index = cause_of(wrong, lacking, self._history) or (None, None)
+            cause, index = replace(wrong, lacking=lacking).cause() or (None, None)
             if lacking is not None:
                 notes.append(_words_of_pages(call, lacking))
             if index is None and lacking is not None and len(lacking):
