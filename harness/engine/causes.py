@@ -221,12 +221,11 @@ class WrongRows:
 
     def _in_slots(self, begin: int, end: int, *, is_earlier: bool = False) -> Numbers:
         """Return the rows in the slots of positions ``begin .. end - 1``, or those before; negative if not known."""
-        parts = []
-        for index, low, high in spans(begin, end, self.call.block_size):
-            block = self.history.block(self.call.table[index], self.call.group)
-            numbers = block.earlier if is_earlier else block.numbers
-            parts.append(numbers[low - index * self.call.block_size : high - index * self.call.block_size])
-        return np.concatenate(parts)
+        size, slot = self.call.block_size, begin % self.call.block_size
+        ids = self.call.table[begin // size : -(-end // size)]
+        blocks = [self.history.block(block_id, self.call.group) for block_id in ids]
+        numbers = np.concatenate([block.earlier if is_earlier else block.numbers for block in blocks])
+        return numbers[slot : slot + end - begin]
 
     def _held(self, block_id: int) -> Numbers:
         """Return the rows in a block; zeros where none is known."""

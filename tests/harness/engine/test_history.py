@@ -89,7 +89,7 @@ def test_new_requests_are_followed_though_ended_ones_left_rows_in_blocks():
     assert server.followed == server.rows > 4000
 
 
-def test_if_the_running_requests_do_not_fit_the_latest_are_not_followed():
+def test_if_the_running_requests_do_not_fit_some_are_not_followed():
     server = Server(capacity=256)  # of 576 that eight requests have at most
     serve_unlike(server, num_steps=600)
     assert server.tally.findings == ()
