@@ -1,6 +1,7 @@
 """What the objects of vLLM mean to an observer."""
 
 from collections.abc import Collection, Sequence
+from dataclasses import replace
 from importlib import import_module
 from typing import Any
 
@@ -8,6 +9,7 @@ import torch
 from torch import Tensor
 
 from attncheck.backends.dtypes import FP8_DTYPES
+from attncheck.errors import SpecError
 from attncheck.harness.engine.codes import Fp8Codes, fp8_codes
 from attncheck.harness.engine.events import (
     OTHER_CACHES,
@@ -20,10 +22,9 @@ from attncheck.harness.engine.events import (
     WritePages,
 )
 from attncheck.harness.problem.storage import UpProjections
-from attncheck.harness.recording.recorder import reason_against
-from attncheck.reference import AttentionParams
-from attncheck.reference.attention.mla import MLAParams
-from attncheck.reference.attention.params import window_pair
+from attncheck.harness.recording.recorder import NOT_DESCRIBED, layer_spec
+from attncheck.reference import AttentionParams, layer_params, mla_params
+from attncheck.reference.spec import AttentionType, LayerSpec
 from attncheck.reports.run_file.header import BackendInfo
 
 # What is not followed or not judged, and why.
@@ -72,13 +73,11 @@ def _group_reason(group: Any) -> str | None:
     return _reason(group) or (f"{OTHER_CACHES} {unknown}" if unknown else None)
 
 
-def _layer_reason(layer: Any, *, has_values: bool) -> str | None:
-    """Return why the truth cannot express a layer. ``has_values``: its cache's values are known."""
-    kept, is_latent = str(layer.kv_cache_dtype), type(layer).__name__ == _LATENT
-    attn_type = getattr(layer, "attn_type", "decoder")
-    attn_type = str(getattr(attn_type, "value", attn_type))
-    if attn_type != "decoder":
-        return f"layers of the type {attn_type}"
+def _layer_reason(layer: Any, spec: LayerSpec, *, has_values: bool) -> str | None:
+    """Return why a layer is not judged. ``has_values``: its cache's values are known."""
+    kept, is_latent = str(layer.kv_cache_dtype), spec.mla is not None
+    if spec.attn_type != AttentionType.DECODER:
+        return f"layers of the type {spec.attn_type}"
     if getattr(layer.impl, "chunk_lookback", -1) > -1:
         return "layers whose chunks look back"
     if is_latent and kept != "auto":
@@ -164,9 +163,13 @@ def engine_facts(runner: Any) -> EngineFacts:
     version = f"{type(runner).__name__} {'V1' if is_v1(runner) else 'V2'}"
     dtype, kept = str(runner.model_config.dtype).removeprefix("torch."), str(runner.cache_config.cache_dtype)
     sizes = ", ".join(dict.fromkeys(str(group.kv_cache_spec.block_size) for group in groups))
-    conventions = {"runner": version, "dtype": dtype, "kv_cache_dtype": kept}
     return EngineFacts(
-        BackendInfo(name=name, ref=name, version=import_module("vllm").__version__, conventions=conventions),
+        BackendInfo(
+            name=name,
+            ref=name,
+            version=import_module("vllm").__version__,
+            conventions={"runner": version, "dtype": dtype, "kv_cache_dtype": kept},
+        ),
         shape=f"{dtype}, KV cache {kept}, blocks of {sizes} tokens, runner {version}",
         dtype=dtype,
         is_async=bool(runner.vllm_config.scheduler_config.async_scheduling),
@@ -175,8 +178,6 @@ def engine_facts(runner: Any) -> EngineFacts:
 
 # What an attention layer computes.
 
-_LATENT = "MLAAttention"
-
 
 def layer_facts(layer: Any, dtype: torch.dtype, page_size: int | None = None) -> LayerFacts:
     """Return the facts of a layer of vLLM's ``static_forward_context``.
@@ -184,47 +185,32 @@ def layer_facts(layer: Any, dtype: torch.dtype, page_size: int | None = None) ->
     ``dtype``: of its keys and values. ``page_size``: tokens of a kernel's block; without it, pages are not
     compared.
     """
-    reason = reason_against(layer)
-    if reason is not None:
-        return LayerFacts(AttentionParams(1, 1, 1), not_judged=reason)
+    try:
+        spec = layer_spec(layer, dtype)
+    except SpecError as error:
+        return LayerFacts(AttentionParams(1, 1, 1), not_judged=error.reason.removeprefix(NOT_DESCRIBED))
     projections = code = None
-    if type(layer).__name__ == _LATENT:
-        params, projections = _latent_params(layer), _up_projections(layer)
+    if spec.mla is not None:
+        params, projections = mla_params(spec).naive, _up_projections(layer)
         has_values = projections is not None
     else:
-        params, code = _paged_params(layer), _codes_of(layer, dtype)
+        slopes, sinks = _numbers(layer.impl, "alibi_slopes"), _numbers(layer.impl, "sinks")
+        params, code = replace(layer_params(spec), alibi_slopes=slopes, sinks=sinks), _codes_of(layer, dtype)
         has_values = code is not None or str(layer.kv_cache_dtype) not in FP8_DTYPES
     return LayerFacts(
         params=params,
         up_projections=projections,
         kv_sharing_target=getattr(layer, "kv_sharing_target_layer_name", None),
         page_size=page_size,
-        not_judged=_layer_reason(layer, has_values=has_values),
+        not_judged=_layer_reason(layer, spec, has_values=has_values),
         code=code,
         write=_writer(layer) if page_size else None,
     )
 
 
-def _paged_params(layer: Any) -> AttentionParams:
-    impl, window = layer.impl, layer.sliding_window
-    slopes, sinks = getattr(impl, "alibi_slopes", None), getattr(impl, "sinks", None)
-    return AttentionParams(
-        num_heads=layer.num_heads,
-        num_kv_heads=layer.num_kv_heads,
-        head_size=layer.head_size,
-        head_size_v=getattr(layer, "head_size_v", None),
-        scale=float(impl.scale),
-        window=window_pair(window if window and window > 0 else None),
-        logits_soft_cap=getattr(impl, "logits_soft_cap", None) or None,
-        alibi_slopes=None if slopes is None else tuple(torch.as_tensor(slopes).flatten().tolist()),
-        sinks=None if sinks is None else tuple(sinks.detach().float().flatten().tolist()),
-        attn_chunk_size=getattr(layer, "attention_chunk_size", None),
-    )
-
-
-def _latent_params(layer: Any) -> AttentionParams:
-    sizes = (layer.kv_lora_rank, layer.qk_nope_head_dim, layer.qk_rope_head_dim, layer.v_head_dim)
-    return MLAParams(layer.num_heads, *sizes, scale=float(layer.impl.scale)).naive
+def _numbers(impl: Any, name: str) -> tuple[float, ...] | None:
+    per_head = getattr(impl, name, None)
+    return None if per_head is None else tuple(torch.as_tensor(per_head).detach().float().flatten().tolist())
 
 
 def _up_projections(layer: Any) -> UpProjections | None:
@@ -240,7 +226,7 @@ def _writer(layer: Any) -> WritePages | None:
         return None
 
     def write(key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor) -> None:
-        if type(layer).__name__ == _LATENT:
+        if hasattr(layer, "kv_lora_rank"):
             update(key, value, kv_cache, slot_mapping, layer.kv_cache_dtype, layer._k_scale)
         else:
             update(layer, key, value, kv_cache, slot_mapping)

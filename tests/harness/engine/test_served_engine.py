@@ -37,7 +37,7 @@ class Impl:
 class Attention:
     num_heads = num_kv_heads = 1
     head_size = SIZE
-    sliding_window, kv_cache_dtype = None, "auto"
+    sliding_window, kv_cache_dtype, attn_type = None, "auto", "decoder"
 
     def __init__(self):
         self.impl = Impl()

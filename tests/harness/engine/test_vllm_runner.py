@@ -118,9 +118,7 @@ class RSWAAttention(Attention):
 
 def test_the_settings_of_a_layer():
     layer = Attention({"sinks": torch.ones(4).bfloat16(), "logits_soft_cap": 30.0}, sliding_window=48)
-    expected = AttentionParams(
-        4, 2, 16, 16, scale=0.25, window=(47, 0), logits_soft_cap=30.0, sinks=(1.0, 1.0, 1.0, 1.0)
-    )
+    expected = AttentionParams(4, 2, 16, scale=0.25, window=(47, 0), logits_soft_cap=30.0, sinks=(1.0, 1.0, 1.0, 1.0))
     facts = layer_facts(layer, torch.bfloat16, 32)
     assert (facts.params, facts.page_size, facts.not_judged) == (expected, 32, None)
 
