@@ -26,8 +26,15 @@ from attncheck.reports.run_file.records import EXAMINED, FALLEN_SHORT
 from attncheck.reports.run_file.store import count_outcomes, now, read_run, refuse_existing
 
 
-def _count(metavar: str, help: str, least: int = 1) -> Any:  # noqa: A002 (typer's name)
+def _option(metavar: str, help: str, least: int | None = None) -> Any:  # noqa: A002 (typer's name)
     return typer.Option(metavar=metavar, help=help, min=least, show_default=False)
+
+
+_MODEL = "full, hybrid or latent: a small model with random weights; or the folder of a model. [default: all three]"
+_TRAFFIC = "shared-prefixes, chunked-prefill, preempted, drafts, mixed. [default: all]"
+_BLOCKS = "Blocks of the small pool. [default: for 1.25 requests of the greatest length]"
+_EVERY = "Judge outputs and pages of every Nth step. [default: 1; with COMMAND: 16]"
+_TIMEOUT = "For the start of an engine, and for a kind of traffic. [default: 600]"
 
 
 def engine(
@@ -37,35 +44,16 @@ def engine(
         typer.Argument(metavar="-- COMMAND...", help="A command that starts vLLM; its own requests are judged."),
     ] = None,
     *,
-    model: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="NAME|DIR,...",
-            help="full, hybrid or latent: a small model with random weights; or the folder of a model. "
-            "[default: the three small ones]",
-        ),
-    ] = None,
-    traffic: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="KIND,...",
-            help="shared-prefixes, chunked-prefill, preempted, drafts, mixed. [default: all]",
-        ),
-    ] = None,
-    seed: Annotated[int | None, _count("N", "The seed of the requests. [default: 0]", least=0)] = None,
-    requests: Annotated[int | None, _count("N", "Requests of each kind of traffic. [default: 16]")] = None,
-    blocks: Annotated[
-        int | None, _count("N", "Blocks of the small pool. [default: for 1.25 requests of the greatest length]")
-    ] = None,
-    budget: Annotated[int | None, _count("N", "Tokens of a step. [default: 128]")] = None,
-    steps: Annotated[int | None, _count("N", "End each kind of traffic after N steps.")] = None,
-    every: Annotated[
-        int | None, _count("N", "Judge outputs and pages of every Nth step. [default: 1; with COMMAND: 16]")
-    ] = None,
-    follow: Annotated[int, typer.Option(metavar="M", help="Follow one of M first blocks of prompts.", min=1)] = 1,
-    case_timeout: Annotated[
-        int | None, _count("SECONDS", "For the start of an engine, and for a kind of traffic. [default: 600]")
-    ] = None,
+    model: Annotated[list[str] | None, _option("NAME|DIR,...", _MODEL)] = None,
+    traffic: Annotated[list[str] | None, _option("KIND,...", _TRAFFIC)] = None,
+    seed: Annotated[int | None, _option("N", "The seed of the requests. [default: 0]", least=0)] = None,
+    requests: Annotated[int | None, _option("N", "Requests of each kind of traffic. [default: 16]", least=1)] = None,
+    blocks: Annotated[int | None, _option("N", _BLOCKS, least=1)] = None,
+    budget: Annotated[int | None, _option("N", "Tokens of a step. [default: 128]", least=1)] = None,
+    steps: Annotated[int | None, _option("N", "End each kind of traffic after N steps.", least=1)] = None,
+    every: Annotated[int | None, _option("N", _EVERY, least=1)] = None,
+    follow: Annotated[int, _option("M", "Follow one of M first blocks of prompts. [default: 1]", least=1)] = 1,
+    case_timeout: Annotated[int | None, _option("SECONDS", _TIMEOUT, least=1)] = None,
     output: Annotated[Path | None, typer.Option(metavar="FILE", help="The run file to write.")] = None,
     color: Color = ColorChoice.AUTO,
 ) -> int:
