@@ -87,18 +87,13 @@ class EngineRun(Message):
     follow: int = 1
 
     @property
-    def kind(self) -> TrafficKind:
-        """What its requests have in common."""
-        return TRAFFIC[self.traffic]
-
-    @property
     def case(self) -> EngineCase:
         """Its case, such as ``hybrid-preempted``: the name of the model or of its folder, and the kind of traffic."""
-        name = self.model if self.model in CONFIGS else self.folder.name
+        kind, name = TRAFFIC[self.traffic], self.model if self.model in CONFIGS else self.folder.name
         options = self.model_dump(exclude={"folder", "seed", "steps"}, exclude_defaults=True)
         keys = {f"{ENGINE_OPTION}{option}": value for option, value in options.items()}
-        due = tuple(kind for kind in KINDS if kind != "prefix_hit" or PREFIX_HITS in self.kind.shown_by)
-        return EngineCase(id=f"{name}-{self.traffic}", description=self.kind.description, checks=due, keys=keys)
+        due = tuple(check for check in KINDS if check != "prefix_hit" or PREFIX_HITS in kind.shown_by)
+        return EngineCase(id=f"{name}-{self.traffic}", description=kind.description, checks=due, keys=keys)
 
 
 def runs_of(given: Mapping[str, Any], folder: Path) -> list[EngineRun]:
@@ -188,9 +183,9 @@ def engine_options(run: EngineRun, *, on_cpu: bool) -> dict[str, Any]:
         options["num_gpu_blocks_override"] = MAX_MODEL_LEN // block_size * MAX_NUM_SEQS
         if is_latent:
             options["max_num_batched_tokens"] = MAX_MODEL_LEN  # no chunks there
-    if RESUMED in run.kind.does:
+    if RESUMED in TRAFFIC[run.traffic].does:
         options["num_gpu_blocks_override"] = run.blocks or MAX_MODEL_LEN // block_size * 5 // 4
-    if DRAFTS in run.kind.does:
+    if DRAFTS in TRAFFIC[run.traffic].does:
         options["speculative_config"] = dict(_NGRAM)
     return options
 
@@ -288,8 +283,8 @@ class TrafficServer(Server):
 
 def _serve_requests(engine: Any, run: EngineRun, observer: EngineObserver) -> None:
     """Add each request at its step, and run the engine until all have ended, or for the steps of ``run``."""
-    params = import_module("vllm").SamplingParams
-    waiting = list(draw_requests(run.kind, run.seed, run.requests, engine.model_config.get_vocab_size()))
+    params, vocab_size = import_module("vllm").SamplingParams, engine.model_config.get_vocab_size()
+    waiting = list(draw_requests(TRAFFIC[run.traffic], run.seed, run.requests, vocab_size))
     step = 0
     while waiting or engine.has_unfinished_requests():
         while waiting and (waiting[0].arrival <= step or not engine.has_unfinished_requests()):
@@ -309,7 +304,7 @@ def _unmet(run: EngineRun, counts: Mapping[str, int], config: Any) -> str:
         PREFIX_HITS: config.cache_config.enable_prefix_caching,
         PARTS: config.scheduler_config.enable_chunked_prefill,
     }
-    for name in run.kind.shown_by:
+    for name in TRAFFIC[run.traffic].shown_by:
         if not is_on.get(name, True):
             return f"the engine had no {name}: vLLM has switched this off for the model and platform"
         if name != PARTS and not counts.get(name):
