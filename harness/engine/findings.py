@@ -10,6 +10,7 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import get_args
 
 from attncheck.errors import BackendUnavailableError
@@ -167,9 +168,12 @@ def _finding_of(
     """Return what the record of a check states. A finding comes before all that keeps a check from passing."""
     compared = result.checks.get(kind, 0)
     not_compared = {reason: count for (check, reason), count in result.not_compared.items() if check == kind}
-    left_out = sum(not_compared.values())
-    figures: dict[str, float | int] = {"compared": compared, "not_compared": left_out, "steps": result.steps}
-    figures["rows_not_followed"] = sum(result.not_followed.values())
+    figures: dict[str, float | int] = {
+        "compared": compared,
+        "not_compared": sum(not_compared.values()),
+        "steps": result.steps,
+        "rows_not_followed": sum(result.not_followed.values()),
+    }
     if kind == "output":
         figures[BUDGET_SHARE] = result.worst_share
     notes = [f"not followed: {reason} ({plural(count, 'row')})" for reason, count in result.not_followed.items()]
@@ -205,7 +209,9 @@ def _broken(
     kind: CheckKind, groups: Sequence["FindingGroup"], figures: Mapping[str, float | int], notes: Sequence[str]
 ) -> Broken:
     """Return what is wrong. ``groups``: those with a finding of this kind, the first step first."""
-    first, *others = sorted(_of_kind(kind, (each for group in groups for each in group.findings)), key=_when)
+    first, *others = sorted(
+        _of_kind(kind, (each for group in groups for each in group.findings)), key=attrgetter("step")
+    )
     wrong = sum(finding.num_rows for finding in (first, *others))
     are = "is" if wrong == 1 else "are"
     ways = f" in {len(groups)} ways" if len(groups) > 1 else ""
@@ -270,7 +276,7 @@ def grouped(findings: Iterable[EngineFinding]) -> tuple[FindingGroup, ...]:
     and cause. An act on several blocks is one group: their first findings have the same step, kind and cause.
     """
     parts: dict[tuple[object, ...], list[EngineFinding]] = {}
-    for finding in sorted(findings, key=_when):
+    for finding in sorted(findings, key=attrgetter("step")):
         key: tuple[object, ...] = (finding.group, finding.block_id, finding.block_index)
         if finding.block_id is None:
             key = (finding.kind, without_figures(finding.cause or ""))
@@ -279,15 +285,11 @@ def grouped(findings: Iterable[EngineFinding]) -> tuple[FindingGroup, ...]:
     for part in parts.values():
         words = FindingGroup(tuple(part)).words
         acts.setdefault((part[0].step, part[0].kind, words), []).extend(part)
-    return tuple(FindingGroup(tuple(sorted(act, key=_when))) for act in acts.values())
+    return tuple(FindingGroup(tuple(sorted(act, key=attrgetter("step")))) for act in acts.values())
 
 
 def _of_kind(kind: CheckKind, findings: Iterable[EngineFinding]) -> list[EngineFinding]:
     return [finding for finding in findings if finding.kind == kind]
-
-
-def _when(finding: EngineFinding) -> int:
-    return finding.step
 
 
 def _place(finding: EngineFinding) -> str:
