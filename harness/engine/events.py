@@ -114,41 +114,30 @@ class EngineFacts:
 
 
 @dataclass(frozen=True)
-class StartedRequest:
-    """A request that starts, or starts again after preemption (``resumed``).
+class ScheduledRequest:
+    """A request that the scheduler chose for a step.
 
-    block_ids: the ids of its blocks, one tuple a group. num_computed_tokens: tokens that a prefix hit maps.
+    block_ids: one tuple a group, or empty: of all its blocks if it ``starts``, else of those that it gets for this
+    step. num_computed_tokens: as the scheduler counts; of a request that starts, those that a prefix hit maps.
+    starts: it is new, or starts again after preemption (``is_resumed``).
     """
 
     request_id: str
     block_ids: tuple[tuple[int, ...], ...]
     num_computed_tokens: int
-    resumed: bool = False
-
-
-@dataclass(frozen=True)
-class ContinuedRequest:
-    """A running request.
-
-    new_block_ids: blocks that it gets for this step, one tuple a group; empty for none. num_computed_tokens: as the
-    scheduler counts.
-    """
-
-    request_id: str
-    new_block_ids: tuple[tuple[int, ...], ...]
-    num_computed_tokens: int
+    starts: bool = False
+    is_resumed: bool = False
 
 
 @dataclass(frozen=True)
 class StepPlan:
-    """What the scheduler wants of a step.
+    """What the scheduler wants of a step. Its requests are in the order in which they were scheduled.
 
-    drafts: draft tokens of a request; -1 for a draft that was dropped, or is on the device. block_copies: (source,
-    destination) of blocks that are copied before the step.
+    drafts: draft tokens of a request; -1 for a draft that was dropped, or is on the device. block_copies: the ids of
+    blocks that are copied before the step, and of those that they are copied to.
     """
 
-    started: tuple[StartedRequest, ...]
-    continued: tuple[ContinuedRequest, ...]
+    requests: tuple[ScheduledRequest, ...]
     num_scheduled_tokens: Mapping[str, int]
     drafts: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     block_copies: tuple[tuple[int, int], ...] = ()

@@ -24,7 +24,7 @@ from attncheck.harness.engine.events import (
     ObserverSettings,
     StepPlan,
 )
-from attncheck.harness.engine.history import EARLIER, EngineHistory, StepInputs
+from attncheck.harness.engine.history import EARLIER, EngineHistory, FollowedRequest
 from attncheck.harness.engine.judge import Judge
 
 # With async scheduling, an engine starts a step before it has the tokens that the step before sampled, and the number
@@ -159,7 +159,7 @@ class EngineObserver:
         """Forget a request that ended or was aborted."""
         with self._lock:
             self._reasons.pop(request_id, None)
-            self._changes += [partial(self._history.finish, request_id), partial(self._judge.forget, request_id)]
+            self._changes.append(partial(self._history.finish, request_id))
 
     # A step is copied.
 
@@ -252,35 +252,37 @@ class EngineObserver:
         drafts = {name: _with_tokens(own, sampled.get(name, ())[:-1]) for name, own in step.plan.drafts.items()}
         self._history.begin(replace(step.plan, drafts=drafts))
         if step.number:
-            due = self._history.enter(step.request_ids)
-            self._compare("token", due, step.input_ids, due.tokens)
-            self._compare("position", due, step.positions, due.positions)
-            self._judge.judge(due, step.layers, is_judged=step.is_judged)
+            followed = self._history.enter(step.request_ids)
+            self._compare("token", step.input_ids, len(step.rows), followed)
+            self._compare("position", step.positions, len(step.rows), followed)
+            self._judge.judge(followed, step.layers, is_judged=step.is_judged)
         self._history.end(sampled)
 
-    def _compare(self, kind: CheckKind, due: StepInputs, given: Tensor | None, right: np.ndarray) -> None:
+    def _compare(
+        self, kind: CheckKind, given: Tensor | None, num_rows: int, followed: Sequence[FollowedRequest]
+    ) -> None:
         """Compare what the model is given with what is right, row by row."""
-        compared = right >= 0  # -1: of a request that is not followed, or a draft that was rejected
         if given is None:
             reason = f"the {kind}s of rows that the model is given in another form"
-            self._result.not_compared[kind, reason] += len(right)
+            self._result.not_compared[kind, reason] += num_rows
             return
-        if not compared.any():
-            return
-        self._result.checks[kind] += int(compared.sum())
-        rows = given.reshape(-1, len(right)).cpu().numpy()
-        is_wrong = compared & (rows != right).any(axis=0)
-        for request in due.followed:
-            wrong = np.flatnonzero(is_wrong[request.rows])
+        rows = given.cpu().numpy()
+        for request in followed:
+            is_token = kind == "token"
+            right = np.array(request.step_tokens if is_token else range(request.done, request.step_end))
+            compared = right >= 0  # -1: a draft that was rejected
+            own = rows[..., request.step_rows].reshape(-1, len(right))
+            wrong = np.flatnonzero(compared & (own != right).any(axis=0))
+            self._result.checks[kind] += int(compared.sum())
             if len(wrong):
-                at = request.first + int(wrong[0])
+                at = int(wrong[0])
                 finding = EngineFinding(
                     kind=kind,
                     step=self._result.steps,
                     request_id=request.request_id,
-                    position=int(due.positions[at]),
+                    position=request.done + at,
                     num_rows=len(wrong),
-                    note=f"the model is given {kind} {rows[:, at].tolist()[0]}, not {right[at]}",
+                    note=f"the model is given {kind} {own[:, at].tolist()[0]}, not {right[at]}",
                 )
                 self._result.find(finding)
 

@@ -13,11 +13,10 @@ from attncheck.errors import SpecError
 from attncheck.harness.engine.codes import Fp8Codes, fp8_codes
 from attncheck.harness.engine.events import (
     OTHER_CACHES,
-    ContinuedRequest,
     EngineFacts,
     KVGroup,
     LayerFacts,
-    StartedRequest,
+    ScheduledRequest,
     StepPlan,
     WritePages,
 )
@@ -104,15 +103,14 @@ def step_plan(scheduler_output: Any, resumed: Collection[str]) -> StepPlan:
     """Return the plan of a ``SchedulerOutput``. ``resumed``: ids of requests that start again."""
     new = [(each.req_id, each.block_ids, each.num_computed_tokens) for each in scheduler_output.scheduled_new_reqs]
     cached = scheduler_output.scheduled_cached_reqs
-    rows = list(zip(cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True))
-    started = new + [each for each in rows if each[0] in resumed]
+    running = zip(cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True)
+    started = {name for name, *_ in new} | set(resumed)
+    chosen = {
+        name: ScheduledRequest(name, _block_ids(ids), computed, name in started, name in resumed)
+        for name, ids, computed in (*running, *new)
+    }
     return StepPlan(
-        started=tuple(
-            StartedRequest(name, _block_ids(ids), computed, name in resumed) for name, ids, computed in started
-        ),
-        continued=tuple(
-            ContinuedRequest(name, _block_ids(ids), computed) for name, ids, computed in rows if name not in resumed
-        ),
+        requests=tuple(chosen[name] for name in scheduler_output.num_scheduled_tokens),
         num_scheduled_tokens=dict(scheduler_output.num_scheduled_tokens),
         drafts={name: tuple(ids) for name, ids in scheduler_output.scheduled_spec_decode_tokens.items()},
         block_copies=tuple(map(tuple, getattr(scheduler_output, "kv_cache_block_copies", None) or ())),

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from attncheck.backends.caches.codecs import Coding
-from attncheck.harness.engine.events import ContinuedRequest, KVGroup, LayerFacts, LayerRows, StartedRequest, StepPlan
+from attncheck.harness.engine.events import KVGroup, LayerFacts, LayerRows, ScheduledRequest, StepPlan
 from attncheck.harness.engine.findings import grouped
 from attncheck.harness.engine.observer import EngineObserver
 from attncheck.harness.problem.storage import UpProjections
@@ -32,7 +32,7 @@ def observed(layers, *calls):
     observer = EngineObserver()
     observer.engine_starts([KVGroup(BLOCK, tuple(layers))], layers)
     observer.request_added("r", list(range(ROWS)))
-    observer.step_begins(StepPlan((StartedRequest("r", ((1, 2, 3),), 0),), (), {"r": ROWS}))
+    observer.step_begins(StepPlan((ScheduledRequest("r", ((1, 2, 3),), 0, starts=True),), {"r": ROWS}))
     observer.inputs(["r"], torch.arange(ROWS), torch.arange(ROWS))
     for call in calls:
         observer.layer_rows(LayerRows(*call))
@@ -79,8 +79,8 @@ def test_chunks_are_counted_from_the_first_key_of_the_request_though_a_window_hi
     observer.engine_starts([KVGroup(BLOCK, ("own",))], {"own": LayerFacts(params)})
     observer.request_added("r", list(range(ROWS)))
     plans = [
-        StepPlan((StartedRequest("r", ((1, 2, 3),), 0),), (), {"r": 7}),
-        StepPlan((), (ContinuedRequest("r", ((),), 7),), {"r": ROWS - 7}),  # the first row sees key 5 at the earliest
+        StepPlan((ScheduledRequest("r", ((1, 2, 3),), 0, starts=True),), {"r": 7}),
+        StepPlan((ScheduledRequest("r", ((),), 7),), {"r": ROWS - 7}),  # the first row sees key 5 at the earliest
     ]
     for rows, plan in zip((slice(0, 7), slice(7, ROWS)), plans, strict=True):
         observer.step_begins(plan)

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from attncheck.harness.engine.events import ContinuedRequest, KVGroup, StartedRequest
+from attncheck.harness.engine.events import KVGroup, ScheduledRequest
 from attncheck.harness.engine.vllm_facts import (
     added_request,
     engine_facts,
@@ -38,7 +38,7 @@ def test_a_request_is_followed_or_its_reason_is_given(given, key, reason):
     assert added_request(request(**given)) == ("r", [1, 2], key, reason)
 
 
-def test_a_plan_has_resumed_requests_among_the_started_ones():
+def test_a_plan_has_requests_that_start_start_again_or_go_on():
     cached = SimpleNamespace(
         req_ids=["a", "b"], resumed_req_ids={"b"}, new_block_ids=[None, ([7], [8])], num_computed_tokens=[5, 4]
     )
@@ -51,11 +51,11 @@ def test_a_plan_has_resumed_requests_among_the_started_ones():
         kv_cache_block_copies=[(1, 2)],
     )
     plan = step_plan(output, {"b"})
-    assert plan.started == (
-        StartedRequest("c", ((1, 2), (3,)), 32),
-        StartedRequest("b", ((7,), (8,)), 4, resumed=True),
+    assert plan.requests == (
+        ScheduledRequest("a", (), 5),
+        ScheduledRequest("b", ((7,), (8,)), 4, starts=True, is_resumed=True),
+        ScheduledRequest("c", ((1, 2), (3,)), 32, starts=True),
     )
-    assert plan.continued == (ContinuedRequest("a", (), 5),)
     assert plan.drafts == {"a": (4, -1)}
     assert plan.block_copies == ((1, 2),)
     made = SimpleNamespace(sampled_token_ids=[[9], [], [5, 6]], req_id_to_index={"b": 0, "c": 1, "a": 2})
