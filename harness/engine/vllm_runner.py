@@ -236,7 +236,7 @@ def watch_workers(start: Callable[[Any], None]) -> None:
             parallel = wrapper.worker.vllm_config.parallel_config
             if not wrapper.worker.rank and not parallel.data_parallel_rank:  # other ranks get the same batches
                 start(wrapper.worker)
-        except Exception:
+        except Exception:  # noqa: BLE001 (it must not stop the engine)
             LOGGER.exception("attncheck cannot watch this engine, which is not affected")
         return made
 
