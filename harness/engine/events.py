@@ -9,6 +9,7 @@ from torch import Tensor
 
 from attncheck.harness.problem.storage import UpProjections
 from attncheck.reference import AttentionParams
+from attncheck.reports.run_file.header import BackendInfo
 
 CheckKind = Literal["output", "token", "position", "prefix_hit", "count", "write"]
 """What is compared.
@@ -101,16 +102,14 @@ class LayerFacts:
 class EngineFacts:
     """The engine that was observed.
 
-    backends: the names of the classes that served its layers. is_async: with async scheduling, so that steps begin
-    before the tokens of the step before are known.
+    backend: the classes that served its layers, as ``vllm:CPU_ATTN``, or several names joined by ``+``. shape: dtypes,
+    blocks and runner in one line. is_async: with async scheduling, so that steps begin before the tokens of the step
+    before are known.
     """
 
-    vllm_version: str = ""
-    runner: str = ""
-    backends: tuple[str, ...] = ()
+    backend: BackendInfo = field(default_factory=lambda: BackendInfo(name="vllm", ref="vllm"))
+    shape: str = ""
     dtype: str = ""
-    kv_cache_dtype: str = ""
-    block_sizes: tuple[int, ...] = ()
     is_async: bool = False
 
 

@@ -42,11 +42,12 @@ class RecordedStep:
     """A step whose sampled tokens are not known yet.
 
     number: counts the steps whose inputs were seen; 0 until then. request_ids: requests that are followed.
-    rows: int64, their rows in the model's input. input_ids, positions, layers: copies of these rows.
-    changes: requests that were added or ended after the step began.
+    changes: requests that were added or ended before the step. rows: int64, their rows in the model's input.
+    input_ids, positions, layers: copies of these rows.
     """
 
     plan: StepPlan
+    changes: Sequence[Callable[[], None]]
     number: int = 0
     is_judged: bool = False
     request_ids: list[str] = field(default_factory=list)
@@ -54,7 +55,6 @@ class RecordedStep:
     input_ids: Tensor | None = None
     positions: Tensor | None = None
     layers: list[LayerRows] = field(default_factory=list)
-    changes: list[Callable[[], None]] = field(default_factory=list)
 
     def copied(self, given: LayerRows) -> LayerRows:
         """Return copies of the rows of a layer: query and output only if the step is judged."""
@@ -85,6 +85,7 @@ class EngineObserver:
         self.settings = settings or ObserverSettings()
         self._result = ObserverResult()
         self._reasons: dict[str, str | None] = {}  # why a request is not followed
+        self._changes: list[Callable[[], None]] = []  # of requests, before the step that begins next
         self._steps: deque[RecordedStep] = deque()
         self._running: RecordedStep | None = None  # whose forward runs
         self._num_begun = 0
@@ -107,6 +108,7 @@ class EngineObserver:
             self._result.failure = f"{type(error).__name__}: {error}"
             if self.is_started:
                 del self._history, self._judge  # keys and values are freed
+            self._changes.clear()
             self._steps.clear()
             self._running = None
         LOGGER.error("attncheck stops watching this engine, which is not affected", exc_info=error)
@@ -133,7 +135,7 @@ class EngineObserver:
         self._history = EngineHistory(groups, layers, self._result, capacity, self.settings.follow_one_of)
         self._judge = Judge(self._history, self._result, self.settings.max_explained)
 
-    # Requests change after the steps that have begun.
+    # Requests change before the step that begins next.
 
     def request_added(
         self,
@@ -151,26 +153,21 @@ class EngineObserver:
             if request_id not in self._reasons:
                 self._reasons[request_id] = self._history.reason_of(prompt_token_ids)
             reason = self._reasons[request_id] = not_followed or self._reasons[request_id]
-            self._change(partial(self._history.add, request_id, prompt_token_ids, prefix_key, reason))
+            self._changes.append(partial(self._history.add, request_id, prompt_token_ids, prefix_key, reason))
 
     def request_finished(self, request_id: str) -> None:
         """Forget a request that ended or was aborted."""
         with self._lock:
             self._reasons.pop(request_id, None)
-            self._change(partial(self._history.finish, request_id))
-
-    def _change(self, change: Callable[[], None]) -> None:
-        if self._steps:
-            self._steps[-1].changes.append(change)
-        else:
-            change()
+            self._changes.append(partial(self._history.finish, request_id))
 
     # A step is copied.
 
     def step_begins(self, plan: StepPlan) -> RecordedStep:
         """Take the scheduler's plan of the next step."""
         with self._lock:
-            step = RecordedStep(plan)
+            step = RecordedStep(plan, self._changes)
+            self._changes = []
             self._steps.append(step)
             return step
 
@@ -247,11 +244,11 @@ class EngineObserver:
                 self._running = None
             self._observe(first, sampled)
             self._steps.popleft()
-            for change in first.changes:
-                change()
 
     def _observe(self, step: RecordedStep, sampled: Mapping[str, tuple[int, ...]]) -> None:
         self._result.steps = step.number or self._result.steps
+        for change in step.changes:
+            change()
         drafts = {name: _with_tokens(own, sampled.get(name, ())[:-1]) for name, own in step.plan.drafts.items()}
         self._history.begin(replace(step.plan, drafts=drafts))
         if step.number:

@@ -119,7 +119,7 @@ def crash():
 )
 def test_an_engine_that_ends_while_it_serves_has_a_record_of_each_check(served, act, limit_s, outcome, cause):
     found = served(act, limit_s=limit_s)
-    assert found.case.id == "full-drafts"
+    assert [case.id for case in found.header.cases] == ["full-drafts"]
     assert {record.check for record in found.records} == {"output", "token", "position", "count", "write"}
     for record in found.records:
         assert (record.outcome, record.stage, record.seed) == (outcome, "serving", 3)

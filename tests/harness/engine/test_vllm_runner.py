@@ -1,5 +1,6 @@
 """What the objects of vLLM mean to an observer, from objects with the same attributes."""
 
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -8,6 +9,7 @@ import torch
 from attncheck.harness.engine.events import KVGroup, ScheduledRequest
 from attncheck.harness.engine.vllm_facts import (
     added_request,
+    engine_facts,
     kv_groups,
     layer_facts,
     page_sizes,
@@ -116,9 +118,7 @@ class RSWAAttention(Attention):
 
 def test_the_settings_of_a_layer():
     layer = Attention({"sinks": torch.ones(4).bfloat16(), "logits_soft_cap": 30.0}, sliding_window=48)
-    expected = AttentionParams(
-        4, 2, 16, 16, scale=0.25, window=(47, 0), logits_soft_cap=30.0, sinks=(1.0, 1.0, 1.0, 1.0)
-    )
+    expected = AttentionParams(4, 2, 16, scale=0.25, window=(47, 0), logits_soft_cap=30.0, sinks=(1.0, 1.0, 1.0, 1.0))
     facts = layer_facts(layer, torch.bfloat16, 32)
     assert (facts.params, facts.page_size, facts.not_judged) == (expected, 32, None)
 
@@ -166,3 +166,27 @@ def test_fp8_codes_of_no_known_rule_are_not_judged():
     layer = written_by(nearest_code)
     layer._k_scale_float = 0.3
     assert layer_facts(layer, torch.bfloat16).not_judged == unknown
+
+
+def test_several_classes_that_serve_are_one_backend(monkeypatch):
+    monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(__version__="0.32.0"))
+    classes = {"a": "FLASH_ATTN", "b": "FLASHMLA", "c": "FLASH_ATTN"}
+    layers = {
+        layer: SimpleNamespace(get_attn_backend=lambda name=name: SimpleNamespace(get_name=lambda: name))
+        for layer, name in classes.items()
+    }
+    groups = [
+        SimpleNamespace(layer_names=[*names], kv_cache_spec=SimpleNamespace(block_size=16)) for names in ("ab", "c")
+    ]
+    facts = engine_facts(
+        SimpleNamespace(
+            kv_cache_config=SimpleNamespace(kv_cache_groups=groups),
+            compilation_config=SimpleNamespace(static_forward_context=layers),
+            model_config=SimpleNamespace(dtype=torch.bfloat16),
+            cache_config=SimpleNamespace(cache_dtype="auto"),
+            vllm_config=SimpleNamespace(scheduler_config=SimpleNamespace(async_scheduling=True)),
+        )
+    )
+    assert (facts.backend.name, facts.backend.version) == ("vllm:FLASH_ATTN+FLASHMLA", "0.32.0")
+    assert facts.shape == "bfloat16, KV cache auto, blocks of 16 tokens, runner SimpleNamespace V2"
+    assert (facts.dtype, facts.is_async) == ("bfloat16", True)
