@@ -1,9 +1,9 @@
 """Finds which wrong reading of the keys gives the same output as the engine."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TypeVar
+from itertools import islice
 
 import numpy as np
 import torch
@@ -24,8 +24,6 @@ from attncheck.harness.engine.history import (
 )
 from attncheck.harness.truth.unpaged import Budget, UnpagedAttention, share_of_budget
 from attncheck.reports.analysis.phrases import plural
-
-T = TypeVar("T")
 
 _KEYS_AT_ONCE, _MOST_KEYS = 2**16, 2**21
 """Keys of readings that are computed together, and of all that are tried for one row."""
@@ -105,31 +103,33 @@ class WrongRows:
 
     def cause(self) -> Cause | None:
         """Return the reading that comes closest to the worst row, and gives the next ones too, or None if none does."""
-        fits: dict[Cause, float] | None = None
-        for row, position in enumerate(self.positions[:_ROWS].tolist()):
-            tried = (reading for reading in self._readings(position) if fits is None or reading[0] in fits)
-            misses: dict[Cause, float] = {}
-            for cause, miss in self._misses(row, tried):
-                if miss <= misses.get(cause, 1.0):
-                    misses[cause] = miss
-            fits = misses if fits is None else {cause: miss for cause, miss in fits.items() if cause in misses}
-        return min(fits, key=lambda cause: fits[cause]) if fits else None
+        worst, *others = self.positions[:_ROWS].tolist()
+        fits = self._fitting(0, self._readings(worst))
+        for row, position in enumerate(others, start=1):
+            tried = (reading for reading in self._readings(position) if reading[0] in fits)
+            found = self._fitting(row, tried)
+            fits = {cause: miss for cause, miss in fits.items() if cause in found}
+        return min(fits, key=lambda cause: fits[cause], default=None)
 
-    def _misses(self, row: int, readings: Iterable[Reading]) -> Iterator[tuple[Cause, float]]:
-        """Yield the cause of each reading with its distance from the output, in budgets."""
-        params = replace(self.call.facts.params, window=(-1, -1), attn_chunk_size=None)  # a reading has what is seen
-        tried = 0
-        for part in in_parts(readings, lambda reading: len(reading[1]), _KEYS_AT_ONCE):
-            key, value = self.call.facts.attended(*self.call.kept(np.concatenate([numbers for _, numbers in part])))
-            ends = torch.tensor([0, *(len(numbers) for _, numbers in part)]).cumsum(0).to(key.device)
-            query = self.query[row : row + 1].expand(len(part), -1, -1)
-            one_each = torch.arange(len(part) + 1, device=key.device)
+    def _fitting(self, row: int, readings: Iterator[Reading]) -> dict[Cause, float]:
+        """Return the causes of readings that give the output of a row, with their distance from it in budgets."""
+        fits: dict[Cause, float] = {}
+        facts, num_keys = self.call.facts, len(self.call.seen)
+        params = replace(facts.params, window=(-1, -1), attn_chunk_size=None)  # a reading has what is seen
+        for _ in range(_MOST_KEYS // max(_KEYS_AT_ONCE, num_keys)):
+            some = list(islice(readings, max(1, _KEYS_AT_ONCE // num_keys)))
+            if not some:
+                break
+            key, value = facts.attended(*self.call.kept(np.concatenate([numbers for _, numbers in some])))
+            ends = torch.tensor([0, *(len(numbers) for _, numbers in some)]).cumsum(0).to(key.device)
+            query = self.query[row : row + 1].expand(len(some), -1, -1)
+            one_each = torch.arange(len(some) + 1, device=key.device)
             out, _ = UnpagedAttention(query, key, value, one_each, ends).attend(params)
-            missed = share_of_budget(self.output[row].double() - out, self.budget.of_rows(slice(row, row + 1)))
-            yield from zip((cause for cause, _ in part), missed.amax(dim=1).tolist(), strict=True)
-            tried += len(key)
-            if tried > _MOST_KEYS:
-                return
+            misses = share_of_budget(self.output[row].double() - out, self.budget.of_rows(slice(row, row + 1)))
+            for (cause, _), miss in zip(some, misses.amax(dim=1).tolist(), strict=True):
+                if miss <= fits.get(cause, 1.0):
+                    fits[cause] = miss
+        return fits
 
     def _readings(self, position: int) -> Iterator[Reading]:
         """Yield readings for a row: of pages that lack keys if some do, else of right pages."""
@@ -235,16 +235,3 @@ class WrongRows:
 def _or_zeros(numbers: Numbers) -> tuple[Numbers, Numbers]:
     """Return the rows, with zeros where none is known, and zeros."""
     return np.maximum(numbers, ZERO_ROW), np.full(len(numbers), ZERO_ROW)
-
-
-def in_parts(items: Iterable[T], size_of: Callable[[T], int], size: int) -> Iterator[list[T]]:
-    """Yield successive items together, whose sizes are ``size`` or little more in all."""
-    part, total = [], 0
-    for item in items:
-        part.append(item)
-        total += size_of(item)
-        if total >= size:
-            yield part
-            part, total = [], 0
-    if part:
-        yield part

@@ -197,17 +197,19 @@ class EngineHistory:
         """Forget a request; the contents of its blocks stay, since a prefix hit may use them."""
         self.requests.pop(request_id, None)
 
-    def begin(self, plan: StepPlan) -> None:
-        """Apply the scheduler's plan of a step, and number its rows.
+    def begin(self, plan: StepPlan, request_ids: Sequence[str]) -> list[FollowedRequest]:
+        """Apply the scheduler's plan of a step, number its rows, and return the requests that are followed.
 
-        One request after the other: a prefix hit may map blocks that another one writes in the same step.
+        ``request_ids``: in the order of the rows of the model's input; rows of those that are not followed are counted.
         """
         self._plan = plan
         for block_id, copy_id in plan.block_copies:
             self.blocks.pop(copy_id, None)
             if block_id in self.blocks:
                 self.blocks[copy_id] = deepcopy(self.blocks[block_id])
-        for scheduled in plan.requests:
+        for (
+            scheduled
+        ) in plan.requests:  # one after the other: a hit may map blocks that another one writes in this step
             if scheduled.request_id not in self.requests:
                 self.add(scheduled.request_id, (), not_followed=EARLIER)
             request = self.requests[scheduled.request_id]
@@ -216,6 +218,16 @@ class EngineHistory:
             else:
                 self._continue(request, scheduled)
             self._number_rows(request, plan.num_scheduled_tokens[request.request_id])
+        followed, first_row = [], 0
+        for request_id in request_ids:
+            request, count = self.requests[request_id], plan.num_scheduled_tokens[request_id]
+            if request.not_followed:
+                self._result.not_followed[request.not_followed] += count
+            else:
+                request.first_row = first_row
+                followed.append(request)
+            first_row += count
+        return followed
 
     def _continue(self, request: FollowedRequest, scheduled: ScheduledRequest) -> None:
         counted = scheduled.num_computed_tokens
@@ -346,22 +358,6 @@ class EngineHistory:
         for numbers in (numbers for block in newest_first for numbers in (block.numbers, block.earlier)):
             numbers[(numbers >= 0) & ~is_kept[numbers]] = _UNKNOWN
         self._free = np.flatnonzero(~is_kept)
-
-    def enter(self, request_ids: Sequence[str]) -> tuple[FollowedRequest, ...]:
-        """Return the requests that are followed in this step, and count the rows of others.
-
-        ``request_ids``: in the order of the rows of the model's input.
-        """
-        followed, first_row = [], 0
-        for request_id in request_ids:
-            request, count = self.requests[request_id], self._plan.num_scheduled_tokens[request_id]
-            if request.not_followed:
-                self._result.not_followed[request.not_followed] += count
-            else:
-                request.first_row = first_row
-                followed.append(request)
-            first_row += count
-        return tuple(followed)
 
     def end(self, sampled: Mapping[str, tuple[int, ...]]) -> None:
         """Count computed tokens, and append the sampled ones; drafts behind them were rejected."""

@@ -1,5 +1,6 @@
 """Keeps the keys and values of followed rows, and judges outputs and pages of a step."""
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import groupby
@@ -9,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from attncheck.harness.engine.causes import RequestCall, WrongRows, in_parts
+from attncheck.harness.engine.causes import RequestCall, WrongRows
 from attncheck.harness.engine.events import CheckKind, EngineFinding, LayerFacts, LayerRows, ObserverResult
 from attncheck.harness.engine.history import (
     ZERO_ROW,
@@ -71,9 +72,8 @@ class Judge:
         for calls in judged:
             self._compare_pages(calls)
         affordable = [call for calls in judged for call in self._affordable(calls, len(judged))]
-        for together in _of_equal_settings(affordable):
-            for some in in_parts(together, _bytes_of_keys, _JUDGED_BYTES):
-                self._compare_outputs(some)
+        for together in _together(affordable):
+            self._compare_outputs(together)
 
     def _why_not_judged(self, layer: str, calls: Sequence[LayerRows]) -> str | None:
         """Return why a layer is not judged in a step, or None. If some of its keys are not known, it never is again."""
@@ -235,14 +235,18 @@ def _truth(calls: Sequence[RequestCall], query: Tensor, counts: Sequence[int]) -
     return out, budget_of(rows, params, dtype, out, lse, weighted, runs, [(absorbed, latent)], LATENT_ROUNDINGS)
 
 
-def _of_equal_settings(calls: Iterable[RequestCall]) -> Iterable[list[RequestCall]]:
-    """Return the calls that can be judged together; those of a layer with latent rows or codes alone."""
+def _together(calls: Iterable[RequestCall]) -> Iterable[list[RequestCall]]:
+    """Return the calls that are judged together: of layers with equal settings, and with ``_JUDGED_BYTES`` of keys."""
     together: dict[object, list[RequestCall]] = {}
+    num_bytes: Counter[object] = Counter()  # of float64 keys, values and absolute values
     for call in calls:
-        facts, query = call.facts, call.tensors.query
-        has_own = facts.up_projections is not None or facts.code is not None
-        key = call.tensors.layer if has_own else (facts.params, query.dtype, query.device)
-        together.setdefault(key, []).append(call)
+        facts, params, query = call.facts, call.facts.params, call.tensors.query
+        is_alone = facts.up_projections is not None or facts.code is not None
+        settings = call.tensors.layer if is_alone else (params, query.dtype, query.device)
+        num_bytes[settings] += (
+            8 * params.num_kv_heads * (params.head_size + 2 * params.value_head_size) * len(call.seen)
+        )
+        together.setdefault((settings, num_bytes[settings] // _JUDGED_BYTES), []).append(call)
     return together.values()
 
 
@@ -259,12 +263,6 @@ def _why_incomplete(facts: LayerFacts, calls: Sequence[LayerRows]) -> str | None
         return f"queries of {tensors.query.dtype} with outputs of {tensors.output.dtype}"
     has_keys = tensors.key is not None and tensors.value is not None
     return _UNSEEN if facts.row_size and not has_keys else None
-
-
-def _bytes_of_keys(call: RequestCall) -> int:
-    """Return the bytes of float64 keys, values and absolute values."""
-    params = call.facts.params
-    return 8 * params.num_kv_heads * (params.head_size + 2 * params.value_head_size) * len(call.seen)
 
 
 def _compared(call: RequestCall, step: int | None) -> Numbers:

@@ -250,12 +250,10 @@ class EngineObserver:
         for change in step.changes:
             change()
         drafts = {name: _with_tokens(own, sampled.get(name, ())[:-1]) for name, own in step.plan.drafts.items()}
-        self._history.begin(replace(step.plan, drafts=drafts))
-        if step.number:
-            followed = self._history.enter(step.request_ids)
-            self._compare("token", step.input_ids, len(step.rows), followed)
-            self._compare("position", step.positions, len(step.rows), followed)
-            self._judge.judge(followed, step.layers, is_judged=step.is_judged)
+        followed = self._history.begin(replace(step.plan, drafts=drafts), step.request_ids)
+        self._compare("token", step.input_ids, len(step.rows), followed)
+        self._compare("position", step.positions, len(step.rows), followed)
+        self._judge.judge(followed, step.layers, is_judged=step.is_judged)
         self._history.end(sampled)
 
     def _compare(

@@ -28,8 +28,7 @@ class Server:
 
     def step(self, *requests, **counts):
         self.tally.steps += 1
-        self.history.begin(StepPlan(requests, counts))
-        entered = self.history.enter(list(counts))
+        entered = self.history.begin(StepPlan(requests, counts), list(counts))
         self.rows += sum(counts.values())
         self.followed += sum(len(request.step_tokens) for request in entered)
         self.history.end(dict.fromkeys(counts, (7,)))
