@@ -165,7 +165,8 @@ class EngineFinding:
 
     position: of the first row or key. num_rows: rows of this request, layer and step that are wrong; of a write, pages
     of the block. block_id: the physical block; block_index: its place in the request's table. budget_share: the largest
-    error in budgets. cause: what was tried and gives the same output; None if nothing does.
+    error in budgets. cause: what was tried and gives the same output; None if nothing does. is_sought: whether causes
+    were tried.
     """
 
     kind: CheckKind
@@ -179,6 +180,7 @@ class EngineFinding:
     num_rows: int = 1
     budget_share: float | None = None
     cause: str | None = None
+    is_sought: bool = True
     note: str = ""
 
 

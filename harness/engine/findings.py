@@ -273,13 +273,20 @@ def grouped(findings: Iterable[EngineFinding]) -> tuple[FindingGroup, ...]:
     """Return the findings by what caused them, the first step first.
 
     Findings of one block at one place of a table belong together, and so do those without a block that have one kind
-    and cause. An act on several blocks is one group: their first findings have the same step, kind and cause.
+    and cause. An act on several blocks is one group: their first findings have the same step, kind and cause. An output
+    whose cause was not sought belongs to the last one before it of its request, or else of its layer.
     """
     parts: dict[tuple[object, ...], list[EngineFinding]] = {}
+    last: dict[tuple[str, str], tuple[object, ...]] = {}
     for finding in sorted(findings, key=attrgetter("step")):
         key: tuple[object, ...] = (finding.group, finding.block_id, finding.block_index)
         if finding.block_id is None:
             key = (finding.kind, without_figures(finding.cause or ""))
+        places = ("request", finding.request_id), ("layer", finding.layer)
+        if not finding.is_sought:
+            key = next((last[place] for place in places if place in last), key)
+        elif finding.kind == "output":
+            last.update(dict.fromkeys(places, key))
         parts.setdefault(key, []).append(finding)
     acts: dict[tuple[object, ...], list[EngineFinding]] = {}
     for part in parts.values():

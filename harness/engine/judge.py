@@ -147,7 +147,8 @@ class Judge:
     def _find_output(self, wrong: WrongRows, share: float) -> None:
         """Report wrong rows, with what the pages lack and a wrong reading that gives the same output, if one does."""
         call, notes, cause, index = wrong.call, [_not_finite(wrong.output)], None, None
-        if self._result.counts["explained findings"] < self._max_explained:
+        is_sought = self._result.counts["explained findings"] < self._max_explained
+        if is_sought:
             self._result.counts["explained findings"] += 1
             lacking = self._compare_pages([call], whole=True)
             cause, index = replace(wrong, lacking=lacking).cause() or (None, None)
@@ -159,7 +160,7 @@ class Judge:
             notes.append(f"its cause was not sought: max_explained is {self._max_explained}")
         note = "; ".join(filter(None, notes))
         details = {"num_rows": len(wrong.positions), "budget_share": share, "cause": cause, "note": note}
-        self._find("output", call, int(wrong.positions.min()), index, **details)
+        self._find("output", call, int(wrong.positions.min()), index, is_sought=is_sought, **details)
 
     def _find(self, kind: CheckKind, call: RequestCall, position: int, index: int | None, **more: Any) -> None:
         """Report what is wrong. ``index``: the number of the block in the request's table."""

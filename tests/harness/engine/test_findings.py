@@ -102,6 +102,17 @@ def test_findings_without_a_block_are_grouped_by_cause_whatever_its_figures():
     assert len(grouped([*BAD_BLOCK, same_id])) == 2, "block 17 of another KV-cache group is another block"
 
 
+def test_an_output_whose_cause_was_not_sought_belongs_to_the_act_before_it_of_its_request_or_layer():
+    def wrong(step, request, layer, cause=None, is_sought=True):
+        return EngineFinding("output", step, request, 9, layer, group=0, cause=cause, is_sought=is_sought)
+
+    sought = [wrong(3, "1", "first", "no window"), wrong(3, "2", "second", "1 key too few")]
+    others = [wrong(4, "1", "third", is_sought=False), wrong(4, "3", "second", is_sought=False)]
+    unlike = wrong(4, "3", "third", is_sought=False)
+    groups = [group.findings for group in grouped([*sought, *others, unlike])]
+    assert groups == [(sought[0], others[0]), (sought[1], others[1]), (unlike,)]
+
+
 def lacking(step, request, block_id, block_index):
     place = {"group": 0, "block_id": block_id, "block_index": block_index}
     return EngineFinding("write", step, request, 32 * block_index, LAYER.format(0), note=f"{block_id} lacks", **place)
