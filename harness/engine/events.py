@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from torch import Tensor
 
@@ -207,10 +207,10 @@ class ObserverResult:
     findings_left_out: int = 0
     engine: EngineFacts = field(default_factory=EngineFacts)
 
-    def find(self, finding: EngineFinding) -> None:
-        """Keep a finding, or count it if there are too many."""
+    def find(self, kind: CheckKind, request_id: str, position: int, **more: Any) -> None:
+        """Keep a finding of this step, or count it if there are too many. ``more``: its other fields."""
         if len(self.findings) < MAX_FINDINGS:
-            self.findings += (finding,)
+            self.findings += (EngineFinding(kind, self.steps, request_id, position, **more),)
         else:
             self.findings_left_out += 1
 

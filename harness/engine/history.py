@@ -4,7 +4,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
 from itertools import accumulate
-from typing import Any
 from zlib import crc32
 
 import numpy as np
@@ -13,8 +12,6 @@ from numpy.typing import NDArray
 
 from attncheck.harness.engine.events import (
     FOLLOW_OPTION,
-    CheckKind,
-    EngineFinding,
     KVGroup,
     LayerFacts,
     ObserverResult,
@@ -240,7 +237,7 @@ class EngineHistory:
         is_assumed = self._result.engine.is_async and counted == request.assumed  # its tokens were not sampled yet
         if counted != request.done and not is_assumed:
             note = f"the scheduler counts {counted} computed tokens; {request.done} are computed"
-            self._find("count", request, request.done, note, None)
+            self._result.find("count", request.request_id, request.done, note=note)
 
     def _start(self, request: FollowedRequest, scheduled: ScheduledRequest) -> None:
         hit = scheduled.num_computed_tokens
@@ -274,19 +271,12 @@ class EngineHistory:
             if len(wrong):
                 note = f"the prefix hit maps block {block_id}, which holds {self.contents(block_id)}"
                 place = {"group": group, "block_id": block_id, "block_index": index}
-                lost = "their prefix hit maps a wrong block"
-                self._find("prefix_hit", request, low + int(wrong[0]), note, lost, **place)
+                self._result.find("prefix_hit", request.request_id, low + int(wrong[0]), note=note, **place)
+                request.not_followed = "their prefix hit maps a wrong block"
             else:
                 self.blocks[block_id] = self.blocks.pop(block_id)
                 numbers[low:high] = held
         return numbers
-
-    def _find(
-        self, kind: CheckKind, request: FollowedRequest, position: int, note: str, lost: str | None, **more: Any
-    ) -> None:
-        """Report what is wrong. ``lost``: why the request is then not followed. ``more``: fields of the finding."""
-        self._result.find(EngineFinding(kind, self._result.steps, request.request_id, position, note=note, **more))
-        request.not_followed = lost
 
     def block(self, block_id: int, group: int) -> Block:
         """Return a block of the group; an empty one if the group did not write it."""
@@ -335,7 +325,8 @@ class EngineHistory:
                 note = f"{len(ids)} blocks of group {group} for {end} tokens"
                 cause = "the scheduler gives a request too few blocks"
                 self._result.checks["count"] += 1
-                self._find("count", request, begin, note, "the scheduler gave them too few blocks", cause=cause)
+                self._result.find("count", request.request_id, begin, note=note, cause=cause)
+                request.not_followed = "the scheduler gave them too few blocks"
             for index, low, high in spans(begin, min(end, len(ids) * facts.block_size), facts.block_size):
                 block, slot = self.block(ids[index], group), low % facts.block_size
                 slots = slice(slot, slot + high - low)
@@ -375,7 +366,8 @@ class EngineHistory:
             if not request.not_followed and len(request.tokens) < request.done:
                 note = f"{request.done} tokens are computed, but {len(request.tokens)} are known"
                 self._result.checks["count"] += 1
-                self._find("count", request, request.done, note, "more of their tokens are computed than are known")
+                self._result.find("count", request.request_id, request.done, note=note)
+                request.not_followed = "more of their tokens are computed than are known"
 
 
 def _distinct(parts: Iterable[Numbers]) -> Numbers:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from attncheck.harness.engine.causes import RequestCall, WrongRows
-from attncheck.harness.engine.events import CheckKind, EngineFinding, LayerFacts, LayerRows, ObserverResult
+from attncheck.harness.engine.events import CheckKind, LayerFacts, LayerRows, ObserverResult
 from attncheck.harness.engine.history import (
     ZERO_ROW,
     EngineHistory,
@@ -165,8 +165,8 @@ class Judge:
     def _find(self, kind: CheckKind, call: RequestCall, position: int, index: int | None, **more: Any) -> None:
         """Report what is wrong. ``index``: the number of the block in the request's table."""
         block_id = None if index is None else call.table[index]
-        place = call.request.request_id, position, call.tensors.layer, call.group, block_id, index
-        self._result.find(EngineFinding(kind, self._result.steps, *place, **more))
+        place = {"layer": call.tensors.layer, "group": call.group, "block_id": block_id, "block_index": index}
+        self._result.find(kind, call.request.request_id, position, **place, **more)
 
     # Pages.
 

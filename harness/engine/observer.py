@@ -16,7 +16,6 @@ from torch import Tensor
 from attncheck.harness.engine.events import (
     CheckKind,
     EngineFacts,
-    EngineFinding,
     KVGroup,
     LayerFacts,
     LayerRows,
@@ -274,15 +273,8 @@ class EngineObserver:
             self._result.checks[kind] += int(compared.sum())
             if len(wrong):
                 at = int(wrong[0])
-                finding = EngineFinding(
-                    kind=kind,
-                    step=self._result.steps,
-                    request_id=request.request_id,
-                    position=request.done + at,
-                    num_rows=len(wrong),
-                    note=f"the model is given {kind} {own[:, at].tolist()[0]}, not {right[at]}",
-                )
-                self._result.find(finding)
+                note = f"the model is given {kind} {own[:, at].tolist()[0]}, not {right[at]}"
+                self._result.find(kind, request.request_id, request.done + at, num_rows=len(wrong), note=note)
 
 
 def _with_tokens(drafts: Sequence[int], accepted: Sequence[int]) -> tuple[int, ...]:
