@@ -40,15 +40,14 @@ _TOO_MANY_BYTES = "rows of steps whose queries and outputs exceed max_row_bytes"
 class RecordedStep:
     """A step whose sampled tokens are not known yet.
 
-    number: counts the steps whose inputs were seen; 0 until then. request_ids: requests that are followed.
-    changes: requests that were added or ended before the step. rows: int64, their rows in the model's input.
-    input_ids, positions, layers: copies of these rows.
+    number: 1 for the first step. changes: requests that were added or ended before the step. request_ids: requests that
+    are followed. rows: int64, their rows in the model's input. input_ids, positions, layers: copies of these rows.
     """
 
     plan: StepPlan
     changes: Sequence[Callable[[], None]]
-    number: int = 0
-    is_judged: bool = False
+    number: int
+    is_judged: bool
     request_ids: list[str] = field(default_factory=list)
     rows: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.int64))
     input_ids: Tensor | None = None
@@ -165,7 +164,9 @@ class EngineObserver:
     def step_begins(self, plan: StepPlan) -> RecordedStep:
         """Take the scheduler's plan of the next step."""
         with self._lock:
-            step = RecordedStep(plan, self._changes)
+            self._num_begun += 1
+            is_judged = self._num_begun % self.settings.judge_every == 0
+            step = RecordedStep(plan, self._changes, self._num_begun, is_judged)
             self._changes = []
             self._steps.append(step)
             return step
@@ -179,10 +180,7 @@ class EngineObserver:
             positions: ``[T]``, or ``[3, T]`` for M-RoPE; None if positions are not compared.
         """
         with self._lock:
-            self._num_begun += 1
             step = self._running = self._steps[-1]
-            step.number = self._num_begun
-            step.is_judged = step.number % self.settings.judge_every == 0
             self._choose_rows(step, request_ids)
             if step.is_judged and len(step.rows) > self._most_judged:
                 step.is_judged = False
@@ -245,7 +243,7 @@ class EngineObserver:
             self._steps.popleft()
 
     def _observe(self, step: RecordedStep, sampled: Mapping[str, tuple[int, ...]]) -> None:
-        self._result.steps = step.number or self._result.steps
+        self._result.steps = step.number
         for change in step.changes:
             change()
         drafts = {name: _with_tokens(own, sampled.get(name, ())[:-1]) for name, own in step.plan.drafts.items()}
