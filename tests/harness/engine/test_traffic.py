@@ -22,7 +22,7 @@ from attncheck.harness.engine.traffic import (
     serve_apart,
 )
 from attncheck.harness.workers.limits import Limit
-from attncheck.harness.workers.process import RefusedError
+from attncheck.harness.workers.process import RefusedError, WorkerError
 from attncheck.reports.run_file.header import Environment
 
 VOCAB_SIZE = 512
@@ -139,3 +139,12 @@ def leave():
 def test_an_engine_that_does_not_start_is_an_error_with_the_end_of_its_output(served, act, reason):
     with pytest.raises(QuestionError, match=f"full-drafts: vLLM did not start: .*{reason}.*\nvLLM . a line of vLLM"):
         served(act, is_started=False)
+
+
+def fail():
+    raise KeyError("ours")
+
+
+def test_a_failure_of_ours_names_the_case_whose_process_it_was(served):
+    with pytest.raises(WorkerError, match="KeyError: 'ours' .in the process of full-drafts."):
+        served(fail)
