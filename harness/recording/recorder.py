@@ -198,10 +198,13 @@ def layer_spec(layer: Any, of_dtype: Any) -> LayerSpec:
         described = LayerSpec(**common, mla=mla)
     else:
         size_v = getattr(layer, "head_size_v", layer.head_size)
+        attn_type = str(getattr(layer.attn_type, "value", layer.attn_type))
+        if attn_type not in list(AttentionType):
+            raise _unsayable(f"layers of the type {attn_type}")
         described = LayerSpec(
             **common,
             head_size_v=None if size_v == layer.head_size else size_v,
-            attn_type=AttentionType(str(getattr(layer.attn_type, "value", layer.attn_type))),
+            attn_type=AttentionType(attn_type),
             **described_modifiers(layer, impl),
             attn_chunk_size=getattr(layer, "attention_chunk_size", None),
             kv_sharing=getattr(layer, "kv_sharing_target_layer_name", None) is not None,

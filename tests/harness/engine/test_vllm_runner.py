@@ -128,6 +128,7 @@ def test_the_settings_of_a_layer():
     [
         (RSWAAttention(), "layers of the class RSWAAttention"),
         (Attention(attn_type="encoder_only"), "layers of the type encoder_only"),
+        (Attention(attn_type="of_next_year"), "layers of the type of_next_year"),
         (Attention(kv_cache_dtype="nvfp4"), "layers with a cache of nvfp4"),
         (Attention({"chunk_lookback": 1}), "layers whose chunks look back"),
         (Attention(use_mm_prefix=True), "layers with prefix ranges of images"),
