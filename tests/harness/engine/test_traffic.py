@@ -146,5 +146,5 @@ def fail():
 
 
 def test_a_failure_of_ours_names_the_case_whose_process_it_was(served):
-    with pytest.raises(WorkerError, match="KeyError: 'ours' .in the process of full-drafts."):
+    with pytest.raises(WorkerError, match=r"KeyError: 'ours' \(in the process of full-drafts\)"):
         served(fail)
