@@ -84,10 +84,10 @@ class Judge:
         incomplete = _why_incomplete(facts, calls)
         if incomplete is None and key_layer != layer and key_layer not in self._keys:
             incomplete = _UNSEEN
-        if incomplete is not None:
+        if incomplete is not None and facts.row_size:
             self._never_judged.setdefault(layer, incomplete)
         not_followed = facts.not_judged or self._history.groups[group].not_followed
-        return not_followed or self._never_judged.get(layer) or self._never_judged.get(key_layer)
+        return not_followed or incomplete or self._never_judged.get(key_layer)
 
     def _keep(self, tensors: LayerRows, followed: Sequence[FollowedRequest]) -> None:
         """Keep the keys and values of a step, if the layer has its own."""
