@@ -194,7 +194,7 @@ class EngineHistory:
         """Forget a request; the contents of its blocks stay, since a prefix hit may use them."""
         self.requests.pop(request_id, None)
 
-    def begin(self, plan: StepPlan, request_ids: Sequence[str]) -> list[FollowedRequest]:
+    def begin_step(self, plan: StepPlan, request_ids: Sequence[str]) -> list[FollowedRequest]:
         """Apply the scheduler's plan of a step, number its rows, and return the requests that are followed.
 
         ``request_ids``: in the order of the rows of the model's input; rows of those that are not followed are counted.
@@ -341,16 +341,19 @@ class EngineHistory:
         Many at once, since this visits all blocks.
         """
         followed = [request for request in self.requests.values() if not request.not_followed]
-        own = _distinct(numbers for request in followed for numbers in request.numbers)
         newest_first = list(reversed(self.blocks.values()))
-        most_kept = max(len(own), self.capacity - max(needed, self.capacity // 4))
         is_kept = np.zeros(self.capacity, dtype=bool)
-        is_kept[_distinct([own, *(block.numbers for block in newest_first)])[:most_kept]] = True
+        is_kept[np.concatenate([[ZERO_ROW], *(numbers for request in followed for numbers in request.numbers)])] = True
+        held = np.concatenate([[ZERO_ROW], *(block.numbers for block in newest_first)])
+        held = held[(held >= 0) & ~is_kept[held]]
+        once = held[np.sort(np.unique(held, return_index=True)[1])]
+        most_kept = self.capacity - max(needed, self.capacity // 4) - int(is_kept.sum())
+        is_kept[once[: max(0, most_kept)]] = True
         for numbers in (numbers for block in newest_first for numbers in (block.numbers, block.earlier)):
             numbers[(numbers >= 0) & ~is_kept[numbers]] = _UNKNOWN
         self._free = np.flatnonzero(~is_kept)
 
-    def end(self, sampled: Mapping[str, tuple[int, ...]]) -> None:
+    def end_step(self, sampled: Mapping[str, tuple[int, ...]]) -> None:
         """Count computed tokens, and append the sampled ones; drafts behind them were rejected."""
         for request_id, count in self._plan.num_scheduled_tokens.items():
             request = self.requests[request_id]
@@ -368,10 +371,3 @@ class EngineHistory:
                 self._result.checks["count"] += 1
                 self._result.find("count", request.request_id, request.done, note=note)
                 request.not_followed = "more of their tokens are computed than are known"
-
-
-def _distinct(parts: Iterable[Numbers]) -> Numbers:
-    """Return the row numbers of all parts, each where it comes first, behind that of the row of zeros."""
-    rows = np.concatenate([[ZERO_ROW], *parts])
-    distinct, first = np.unique(rows[rows >= 0], return_index=True)
-    return distinct[np.argsort(first)]

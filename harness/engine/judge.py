@@ -46,7 +46,8 @@ class Judge:
 
     def __init__(self, history: EngineHistory, result: ObserverResult, max_explained: int) -> None:
         self._history, self._result, self._max_explained = history, result, max_explained
-        self._group_of = {layer: index for index, group in enumerate(history.groups) for layer in group.layers}
+        known = ((layer, index) for index, group in enumerate(history.groups) for layer in group.layers)
+        self._layers = {layer: (history.layers[layer], index) for layer, index in known if layer in history.layers}
         self._keys: dict[str, tuple[Tensor, Tensor]] = {}
         self._never_judged: dict[str, str] = {}
 
@@ -59,8 +60,7 @@ class Judge:
             return
         num_rows = sum(len(request.step_tokens) for request in followed)
         judged: list[list[RequestCall]] = []
-        known = [layer for layer in self._history.layers if layer in self._group_of]
-        for layer in dict.fromkeys([*(tensors.layer for tensors in layers), *known]):
+        for layer in dict.fromkeys([*(tensors.layer for tensors in layers), *self._layers]):
             own = [tensors for tensors in layers if tensors.layer == layer]
             why_not = self._why_not_judged(layer, own)
             if why_not is None:
@@ -77,22 +77,22 @@ class Judge:
 
     def _why_not_judged(self, layer: str, calls: Sequence[LayerRows]) -> str | None:
         """Return why a layer is not judged in a step, or None. If some of its keys are not known, it never is again."""
-        facts, group = self._history.layers.get(layer), self._group_of.get(layer)
-        if facts is None or group is None:
+        if layer not in self._layers:
             return "layers without a followed KV-cache group"
+        facts, group = self._layers[layer]
         key_layer = facts.kv_sharing_target or layer
         incomplete = _why_incomplete(facts, calls)
         if incomplete is None and key_layer != layer and key_layer not in self._keys:
             incomplete = _UNSEEN
-        if incomplete is not None:
+        if incomplete is not None and facts.row_size:
             self._never_judged.setdefault(layer, incomplete)
         not_followed = facts.not_judged or self._history.groups[group].not_followed
-        return not_followed or self._never_judged.get(layer) or self._never_judged.get(key_layer)
+        return not_followed or incomplete or self._never_judged.get(key_layer)
 
     def _keep(self, tensors: LayerRows, followed: Sequence[FollowedRequest]) -> None:
         """Keep the keys and values of a step, if the layer has its own."""
         key, value, layer = tensors.key, tensors.value, tensors.layer
-        if key is None or value is None or not self._history.layers[layer].row_size:
+        if key is None or value is None or not self._layers[layer][0].row_size:
             return
         if layer not in self._keys:  # on a CPU, memory is taken only where it is written
             kept_key, kept_value = (each.new_empty(self._history.capacity, *each.shape[1:]) for each in (key, value))
@@ -103,7 +103,7 @@ class Judge:
             kept[torch.from_numpy(numbers).to(new.device)] = torch.cat([new[each.step_rows] for each in followed])
 
     def _calls(self, tensors: LayerRows, followed: Sequence[FollowedRequest]) -> list[RequestCall]:
-        facts, group = self._history.layers[tensors.layer], self._group_of[tensors.layer]
+        facts, group = self._layers[tensors.layer]
         keys, size = self._keys[facts.kv_sharing_target or tensors.layer], self._history.groups[group].block_size
         return [RequestCall(tensors, facts, group, size, request, keys) for request in followed]
 

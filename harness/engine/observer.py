@@ -247,11 +247,11 @@ class EngineObserver:
         for change in step.changes:
             change()
         drafts = {name: _with_tokens(own, sampled.get(name, ())[:-1]) for name, own in step.plan.drafts.items()}
-        followed = self._history.begin(replace(step.plan, drafts=drafts), step.request_ids)
+        followed = self._history.begin_step(replace(step.plan, drafts=drafts), step.request_ids)
         self._compare("token", step.input_ids, len(step.rows), followed)
         self._compare("position", step.positions, len(step.rows), followed)
         self._judge.judge(followed, step.layers, is_judged=step.is_judged)
-        self._history.end(sampled)
+        self._history.end_step(sampled)
 
     def _compare(
         self, kind: CheckKind, given: Tensor | None, num_rows: int, followed: Sequence[FollowedRequest]

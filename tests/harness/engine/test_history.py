@@ -28,10 +28,10 @@ class Server:
 
     def step(self, *requests, **counts):
         self.tally.steps += 1
-        entered = self.history.begin(StepPlan(requests, counts), list(counts))
+        entered = self.history.begin_step(StepPlan(requests, counts), list(counts))
         self.rows += sum(counts.values())
         self.followed += sum(len(request.step_tokens) for request in entered)
-        self.history.end(dict.fromkeys(counts, (7,)))
+        self.history.end_step(dict.fromkeys(counts, (7,)))
 
 
 @pytest.mark.parametrize("one_of", [4, 8])

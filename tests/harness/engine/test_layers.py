@@ -182,6 +182,27 @@ def test_a_layer_that_shares_keys_is_judged_by_those_of_its_target():
     assert {finding.layer for finding in observed(layers, *calls).findings} == {"shared"}
 
 
+def test_a_layer_that_shares_keys_is_judged_after_a_step_of_which_it_computed_a_part():
+    query, key, value = drawn(ROWS, 4, 16), drawn(ROWS, 2, 16, seed=1), drawn(ROWS, 2, 16, seed=2)
+    output = attend(query, key, value, PLAIN)
+    observer = EngineObserver()
+    layers = {"own": LayerFacts(PLAIN), "shared": LayerFacts(PLAIN, kv_sharing_target="own")}
+    observer.engine_starts([KVGroup(BLOCK, tuple(layers))], layers)
+    observer.request_added("r", list(range(ROWS)))
+    for rows, starts in ((slice(0, 7), True), (slice(7, ROWS), False)):
+        table = ((1, 2, 3),) if starts else ((),)
+        plan = StepPlan((ScheduledRequest("r", table, rows.start, starts),), {"r": rows.stop - rows.start})
+        observer.step_begins(plan)
+        observer.inputs(["r"], torch.arange(ROWS)[rows], torch.arange(ROWS)[rows])
+        observer.layer_rows(LayerRows("own", query[rows], key[rows], value[rows], output[rows]))
+        part = slice(6, 7) if starts else rows
+        observer.layer_rows(LayerRows("shared", query[part], None, None, output[part]))
+        observer.step_ends({})
+    result = observer.result()
+    assert (result.findings, result.checks["output"]) == ((), ROWS + ROWS - 7)
+    assert result.not_compared["output", "layers that compute a part of the rows"] == 7
+
+
 def test_what_cannot_be_judged_is_counted_with_its_reason():
     query, key, value = drawn(ROWS, 4, 16), drawn(ROWS, 2, 16, seed=1), drawn(ROWS, 2, 16, seed=2)
     wrong = torch.zeros_like(query)
