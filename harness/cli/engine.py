@@ -2,13 +2,12 @@
 
 import tempfile
 import time
-from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
-from attncheck.errors import QuestionError, SelectionError, UnknownNameError
+from attncheck.errors import QuestionError, SelectionError
 from attncheck.harness.cli.common import (
     Color,
     ColorChoice,
@@ -22,16 +21,20 @@ from attncheck.harness.cli.common import (
 from attncheck.harness.cli.run_files import free_path, make_kept_folder, open_run, report_command, runs_folder
 from attncheck.harness.engine.plugin import PLUGIN, WatchSettings
 from attncheck.harness.host import run_with_plugin
-from attncheck.harness.run.options import RunOptions, split_commas
+from attncheck.harness.run.options import RunOptions
 from attncheck.reports.run_file.records import EXAMINED, FALLEN_SHORT
 from attncheck.reports.run_file.store import count_outcomes, now, read_run, refuse_existing
 
-if TYPE_CHECKING:
-    from attncheck.harness.engine.traffic import EngineRun
 
-
-def _count(metavar: str, help: str, least: int = 1) -> Any:  # noqa: A002 (typer's name)
+def _option(metavar: str, help: str, least: int | None = None) -> Any:  # noqa: A002 (typer's name)
     return typer.Option(metavar=metavar, help=help, min=least, show_default=False)
+
+
+_MODEL = "full, hybrid or latent: a small model with random weights; or the folder of a model. [default: all three]"
+_TRAFFIC = "shared-prefixes, chunked-prefill, preempted, drafts, mixed. [default: all]"
+_BLOCKS = "Blocks of the small pool. [default: for 1.25 requests of the greatest length]"
+_EVERY = "Judge outputs and pages of every Nth step. [default: 1; with COMMAND: 16]"
+_TIMEOUT = "For the start of an engine, and for a kind of traffic. [default: 600]"
 
 
 def engine(
@@ -41,35 +44,16 @@ def engine(
         typer.Argument(metavar="-- COMMAND...", help="A command that starts vLLM; its own requests are judged."),
     ] = None,
     *,
-    model: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="NAME|DIR,...",
-            help="full, hybrid or latent: a small model with random weights; or the folder of a model. "
-            "[default: the three small ones]",
-        ),
-    ] = None,
-    traffic: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="KIND,...",
-            help="shared-prefixes, chunked-prefill, preempted, drafts, mixed. [default: all]",
-        ),
-    ] = None,
-    seed: Annotated[int | None, _count("N", "The seed of the requests. [default: 0]", least=0)] = None,
-    requests: Annotated[int | None, _count("N", "Requests of each kind of traffic. [default: 16]")] = None,
-    blocks: Annotated[
-        int | None, _count("N", "Blocks of the small pool. [default: for 1.25 requests of the greatest length]")
-    ] = None,
-    budget: Annotated[int | None, _count("N", "Tokens of a step. [default: 128]")] = None,
-    steps: Annotated[int | None, _count("N", "End each kind of traffic after N steps.")] = None,
-    every: Annotated[
-        int | None, _count("N", "Judge outputs and pages of every Nth step. [default: 1; with COMMAND: 16]")
-    ] = None,
-    follow: Annotated[int, typer.Option(metavar="M", help="Follow one of M first blocks of prompts.", min=1)] = 1,
-    case_timeout: Annotated[
-        int | None, _count("SECONDS", "For the start of an engine, and for a kind of traffic. [default: 600]")
-    ] = None,
+    model: Annotated[list[str] | None, _option("NAME|DIR,...", _MODEL)] = None,
+    traffic: Annotated[list[str] | None, _option("KIND,...", _TRAFFIC)] = None,
+    seed: Annotated[int | None, _option("N", "The seed of the requests. [default: 0]", least=0)] = None,
+    requests: Annotated[int | None, _option("N", "Requests of each kind of traffic. [default: 16]", least=1)] = None,
+    blocks: Annotated[int | None, _option("N", _BLOCKS, least=1)] = None,
+    budget: Annotated[int | None, _option("N", "Tokens of a step. [default: 128]", least=1)] = None,
+    steps: Annotated[int | None, _option("N", "End each kind of traffic after N steps.", least=1)] = None,
+    every: Annotated[int | None, _option("N", _EVERY, least=1)] = None,
+    follow: Annotated[int, _option("M", "Follow one of M first blocks of prompts. [default: 1]", least=1)] = 1,
+    case_timeout: Annotated[int | None, _option("SECONDS", _TIMEOUT, least=1)] = None,
     output: Annotated[Path | None, typer.Option(metavar="FILE", help="The run file to write.")] = None,
     color: Color = ColorChoice.AUTO,
 ) -> int:
@@ -105,33 +89,7 @@ def engine(
     return code or 2
 
 
-def engine_runs(given: Mapping[str, Any], folder: Path) -> "list[EngineRun]":
-    """Return the runs of ``given`` options, a model after the other. ``folder``: where small models are made.
-
-    Raises:
-        QuestionError: a kind of traffic or a model is unknown, or two models have the same name.
-    """
-    from attncheck.harness.engine.models import CONFIGS
-    from attncheck.harness.engine.traffic import TRAFFIC, EngineRun
-
-    common = {name: value for name, value in given.items() if name not in ("model", "traffic", "case-timeout")}
-    kinds = split_commas(given.get("traffic", TRAFFIC))
-    for kind in kinds:
-        if kind not in TRAFFIC:
-            raise UnknownNameError("kind of traffic", kind, list(TRAFFIC))
-    runs: list[EngineRun] = []
-    for model in dict.fromkeys(split_commas(given.get("model", CONFIGS))):
-        place = folder / model if model in CONFIGS else Path(model).resolve()
-        if model not in CONFIGS and not (place / "config.json").is_file():
-            names = ", ".join(CONFIGS)
-            raise QuestionError(f"--model {model}: no folder with a config.json, and none of the small models {names}")
-        runs += [EngineRun(model=model, folder=place, traffic=kind, **common) for kind in kinds]
-    if len({run.case.id for run in runs}) < len(runs):
-        raise QuestionError("--model: two folders have the same name; judge them in two runs")
-    return runs
-
-
-def _serve(given: Mapping[str, Any], output: Path | None, words: tuple[str, ...]) -> Path:
+def _serve(given: dict[str, Any], output: Path | None, words: tuple[str, ...]) -> Path:
     """Serve each kind of traffic, write the run file, and return its path.
 
     Raises:
@@ -139,37 +97,36 @@ def _serve(given: Mapping[str, Any], output: Path | None, words: tuple[str, ...]
         WorkerError: attncheck itself failed, and nothing was served.
     """
     from attncheck.harness.engine import traffic
-    from attncheck.harness.engine.findings import STOPPED, header_of
+    from attncheck.harness.engine.findings import STOPPED, joined
     from attncheck.harness.workers.limits import Limit
     from attncheck.harness.workers.process import WorkerError
 
     started = now()
-    limit = Limit(given.get("case-timeout", 600), "--case-timeout changes it")
+    limit = Limit(given.pop("case-timeout", 600), "--case-timeout changes it")
     served, errors, failure = [], [], None
     with interruptible(), tempfile.TemporaryDirectory(prefix="attncheck-engine-") as folder:
-        runs = engine_runs(given, Path(folder))
+        runs = traffic.runs_of(given, Path(folder))
         traffic.import_vllm()
         for number, run in enumerate(runs, 1):
             began, verdict = time.monotonic(), "not served"
             try:
                 served.append(traffic.serve_apart(run, limit))
+                counts = count_outcomes(served[-1].records)
+                verdict = ", ".join(f"{count} {outcome}" for outcome, count in counts.items())
             except QuestionError as error:
                 errors.append(str(error))
             except WorkerError as error:
                 failure = error
                 errors.append(f"{run.case.id}: {STOPPED}{error}")
                 print_stderr(error.fault.traceback)
-            else:
-                counts = count_outcomes(served[-1].records)
-                verdict = ", ".join(f"{count} {outcome}" for outcome, count in counts.items())
             print_stderr(f"{number}/{len(runs)} {run.case.id}: {verdict}, {time.monotonic() - began:.1f} s")
     if not served:
         raise failure or QuestionError("\n".join(errors))
-    header = header_of(served, started, seed=given.get("seed", 0), command=words)
-    with open_run(output, runs_folder(), header, RunOptions.keep) as writer:
-        for record in (record for each in served for record in each.records):
+    whole = joined(served, started, words)
+    with open_run(output, runs_folder(), whole.header, RunOptions.keep) as writer:
+        for record in whole.records:
             writer.add(record)
-        for text in errors:
+        for text in (*whole.errors, *errors):
             writer.fail(text)
     assert writer.path is not None
     return writer.path
@@ -190,8 +147,7 @@ def _report(path: Path, color: ColorChoice, code: int = 0) -> int:
         print_foreign(f"run file: {path}; {report_command(path)} shows it again")
     if code:
         return code
-    reasons = (f"{record.case}: {record.reasons[0]}" for record in run.records if record.outcome == "unsupported")
-    for text in (*run.errors, *reasons):
+    for text in run.errors:
         if STOPPED in text:
             print_stderr(text)
             return 3

@@ -3,12 +3,13 @@
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from torch import Tensor
 
 from attncheck.harness.problem.storage import UpProjections
 from attncheck.reference import AttentionParams
+from attncheck.reports.run_file.header import BackendInfo
 
 CheckKind = Literal["output", "token", "position", "prefix_hit", "count", "write"]
 """What is compared.
@@ -101,55 +102,42 @@ class LayerFacts:
 class EngineFacts:
     """The engine that was observed.
 
-    backends: the names of the classes that served its layers. is_async: with async scheduling, so that steps begin
-    before the tokens of the step before are known.
+    backend: the classes that served its layers, as ``vllm:CPU_ATTN``, or several names joined by ``+``. shape: dtypes,
+    blocks and runner in one line. is_async: with async scheduling, so that steps begin before the tokens of the step
+    before are known.
     """
 
-    vllm_version: str = ""
-    runner: str = ""
-    backends: tuple[str, ...] = ()
+    backend: BackendInfo = field(default_factory=lambda: BackendInfo(name="vllm", ref="vllm"))
+    shape: str = ""
     dtype: str = ""
-    kv_cache_dtype: str = ""
-    block_sizes: tuple[int, ...] = ()
     is_async: bool = False
 
 
 @dataclass(frozen=True)
-class StartedRequest:
-    """A request that starts, or starts again after preemption (``resumed``).
+class ScheduledRequest:
+    """A request that the scheduler chose for a step.
 
-    block_ids: the ids of its blocks, one tuple a group. num_computed_tokens: tokens that a prefix hit maps.
+    block_ids: one tuple a group, or empty: of all its blocks if it ``starts``, else of those that it gets for this
+    step. num_computed_tokens: as the scheduler counts; of a request that starts, those that a prefix hit maps.
+    starts: it is new, or starts again after preemption (``is_resumed``).
     """
 
     request_id: str
     block_ids: tuple[tuple[int, ...], ...]
     num_computed_tokens: int
-    resumed: bool = False
-
-
-@dataclass(frozen=True)
-class ContinuedRequest:
-    """A running request.
-
-    new_block_ids: blocks that it gets for this step, one tuple a group; empty for none. num_computed_tokens: as the
-    scheduler counts.
-    """
-
-    request_id: str
-    new_block_ids: tuple[tuple[int, ...], ...]
-    num_computed_tokens: int
+    starts: bool = False
+    is_resumed: bool = False
 
 
 @dataclass(frozen=True)
 class StepPlan:
-    """What the scheduler wants of a step.
+    """What the scheduler wants of a step. Its requests are in the order in which they were scheduled.
 
-    drafts: draft tokens of a request; -1 for a draft that was dropped, or is on the device. block_copies: (source,
-    destination) of blocks that are copied before the step.
+    drafts: draft tokens of a request; -1 for a draft that was dropped, or is on the device. block_copies: the ids of
+    blocks that are copied before the step, and of those that they are copied to.
     """
 
-    started: tuple[StartedRequest, ...]
-    continued: tuple[ContinuedRequest, ...]
+    requests: tuple[ScheduledRequest, ...]
     num_scheduled_tokens: Mapping[str, int]
     drafts: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     block_copies: tuple[tuple[int, int], ...] = ()
@@ -177,7 +165,8 @@ class EngineFinding:
 
     position: of the first row or key. num_rows: rows of this request, layer and step that are wrong; of a write, pages
     of the block. block_id: the physical block; block_index: its place in the request's table. budget_share: the largest
-    error in budgets. cause: what was tried and gives the same output; None if nothing does.
+    error in budgets. cause: what was tried and gives the same output; None if nothing does. is_sought: whether causes
+    were tried.
     """
 
     kind: CheckKind
@@ -191,6 +180,7 @@ class EngineFinding:
     num_rows: int = 1
     budget_share: float | None = None
     cause: str | None = None
+    is_sought: bool = True
     note: str = ""
 
 
@@ -217,10 +207,10 @@ class ObserverResult:
     findings_left_out: int = 0
     engine: EngineFacts = field(default_factory=EngineFacts)
 
-    def find(self, finding: EngineFinding) -> None:
-        """Keep a finding, or count it if there are too many."""
+    def find(self, kind: CheckKind, request_id: str, position: int, **more: Any) -> None:
+        """Keep a finding of this step, or count it if there are too many. ``more``: its other fields."""
         if len(self.findings) < MAX_FINDINGS:
-            self.findings += (finding,)
+            self.findings += (EngineFinding(kind, self.steps, request_id, position, **more),)
         else:
             self.findings_left_out += 1
 

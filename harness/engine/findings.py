@@ -10,6 +10,7 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import get_args
 
 from attncheck.errors import BackendUnavailableError
@@ -19,7 +20,6 @@ from attncheck.harness.engine.events import (
     FOLLOW_OPTION,
     OTHER_CACHES,
     CheckKind,
-    EngineFacts,
     EngineFinding,
     ObserverResult,
 )
@@ -34,9 +34,9 @@ from attncheck.harness.run.outcomes import (
 from attncheck.reports.analysis.phrases import budgets, plural
 from attncheck.reports.analysis.repro import FIRST_STEP
 from attncheck.reports.run_file.causes import without_figures
-from attncheck.reports.run_file.header import BackendInfo, CaseInfo, Environment, RunHeader, SuiteInfo
+from attncheck.reports.run_file.header import CaseInfo, Environment, RunHeader, SuiteInfo
 from attncheck.reports.run_file.records import BUDGET_SHARE, ENGINE, Failed, Passed, Record
-from attncheck.reports.run_file.store import Run
+from attncheck.reports.run_file.store import Run, now
 from attncheck.reports.run_file.timings import RunFileValue
 
 KINDS: tuple[CheckKind, ...] = get_args(CheckKind)
@@ -75,12 +75,11 @@ class EngineCase(CaseInfo):
 
 
 class EngineRecords(RunFileValue):
-    """What one case gave: what the header of a run file states of it, and its records."""
+    """Cases of engines, as the header of a run file states them, with their records and the run's errors."""
 
-    case: CaseInfo
-    backend: BackendInfo
-    environment: Environment
+    header: RunHeader
     records: tuple[Record, ...]
+    errors: tuple[str, ...] = ()
 
 
 def records_of(
@@ -100,7 +99,7 @@ def records_of(
     exception that ended the engine, or the end of its process, which left no result.
     """
     circumstances = Circumstances(seed, environment.digest, environment.attncheck)
-    backend = BackendDescription(info=_backend_of(result.engine))
+    backend = BackendDescription(info=result.engine.backend)
     groups = grouped(result.findings)
     records: list[Record] = []
     for kind in KINDS:
@@ -112,27 +111,55 @@ def records_of(
         finding = _finding_of(kind, result, groups, unmet, ended_by)
         records.append(record_of(circumstances, case, backend, kind, finding, 0.0 if records else duration_s))
     checks = tuple(record.check for record in records)
-    header = {"shape": _shape_of(result.engine), "checks": checks, "backends": (backend.info.name,)}
-    described = case.model_copy(update=header)
-    return EngineRecords(case=described, backend=backend.info, environment=environment, records=tuple(records))
+    described = {"shape": result.engine.shape, "checks": checks, "backends": (backend.name,)}
+    header = RunHeader(
+        started=now(),
+        environment=environment,
+        suites=(SuiteInfo(name=ENGINE, ref=ENGINE, cases=1),),
+        cases=(case.model_copy(update=described),),
+        checks=checks,
+        device=environment.device,
+        seed=seed,
+        backends=(backend.info,),
+    )
+    errors = () if result.failure is None else (f"{case.suite}/{case.id}: {STOPPED}{result.failure}",)
+    return EngineRecords(header=header, records=tuple(records), errors=errors)
 
 
-def _backend_of(engine: EngineFacts) -> BackendInfo:
-    """Return the classes that served as a backend: ``vllm:CPU_ATTN``, or several names joined by ``+``.
+def joined(
+    runs: Sequence[EngineRecords | Run], started: str, command: Sequence[str] = (), notes: Sequence[str] = ()
+) -> EngineRecords:
+    """Return the cases of all ``runs`` as one run; a later case replaces an earlier one of the same id.
 
-    Without a class, since nothing was served, it is called ``vllm``.
+    ``started``: an ISO 8601 time. ``command``: the words typed. ``notes``: what the report states before its counts.
     """
-    name = ":".join(filter(None, ["vllm", "+".join(engine.backends)]))
-    facts = {"runner": engine.runner, "dtype": engine.dtype, "kv_cache_dtype": engine.kv_cache_dtype}
-    return BackendInfo(name=name, ref=name, version=engine.vllm_version, conventions=dict(facts))
+    first = runs[0].header
+    cases = {case.id: case for run in runs for case in run.header.cases}
+    records = {record.key: record for run in runs for record in run.records}
+    header = {
+        "started": started,
+        "suites": (SuiteInfo(name=ENGINE, ref=ENGINE, cases=len(cases)),),
+        "cases": tuple(cases.values()),
+        "checks": tuple(kind for kind in KINDS if any(kind in case.checks for case in cases.values())),
+        "backends": tuple({each.name: each for run in runs for each in run.header.backends}.values()),
+        "command": tuple(command),
+        "notes": (*notes, *_counted(records.values())),
+    }
+    errors = dict.fromkeys(error for run in runs for error in run.errors)
+    return EngineRecords(header=first.model_copy(update=header), records=tuple(records.values()), errors=tuple(errors))
 
 
-def _shape_of(engine: EngineFacts) -> str:
-    """Return dtypes, blocks and runner in one line; empty if no engine had its cache."""
-    if not engine.dtype:
-        return ""
-    sizes = ", ".join(map(str, dict.fromkeys(engine.block_sizes)))
-    return f"{engine.dtype}, KV cache {engine.kv_cache_dtype}, blocks of {sizes} tokens, runner {engine.runner}"
+def _counted(records: Iterable[Record]) -> list[str]:
+    """Return what the checks that have a verdict compared, and what they left out, a line each."""
+    judged = [record for record in records if isinstance(record, Passed | Failed)]
+    lines = []
+    for figure in ("compared", "not_compared", "rows_not_followed"):
+        counts: Counter[str] = Counter()
+        for record in judged:
+            counts[record.check] += int(record.figures[figure])
+        shown = ", ".join(f"{check} {count}" for check, count in counts.items() if count)
+        lines.append(f"{figure.replace('_', ' ')}: {shown or 'none'}")
+    return lines
 
 
 def _finding_of(
@@ -141,9 +168,12 @@ def _finding_of(
     """Return what the record of a check states. A finding comes before all that keeps a check from passing."""
     compared = result.checks.get(kind, 0)
     not_compared = {reason: count for (check, reason), count in result.not_compared.items() if check == kind}
-    left_out = sum(not_compared.values())
-    figures: dict[str, float | int] = {"compared": compared, "not_compared": left_out, "steps": result.steps}
-    figures["rows_not_followed"] = sum(result.not_followed.values())
+    figures: dict[str, float | int] = {
+        "compared": compared,
+        "not_compared": sum(not_compared.values()),
+        "steps": result.steps,
+        "rows_not_followed": sum(result.not_followed.values()),
+    }
     if kind == "output":
         figures[BUDGET_SHARE] = result.worst_share
     notes = [f"not followed: {reason} ({plural(count, 'row')})" for reason, count in result.not_followed.items()]
@@ -179,7 +209,9 @@ def _broken(
     kind: CheckKind, groups: Sequence["FindingGroup"], figures: Mapping[str, float | int], notes: Sequence[str]
 ) -> Broken:
     """Return what is wrong. ``groups``: those with a finding of this kind, the first step first."""
-    first, *others = sorted(_of_kind(kind, (each for group in groups for each in group.findings)), key=_when)
+    first, *others = sorted(
+        _of_kind(kind, (each for group in groups for each in group.findings)), key=attrgetter("step")
+    )
     wrong = sum(finding.num_rows for finding in (first, *others))
     are = "is" if wrong == 1 else "are"
     ways = f" in {len(groups)} ways" if len(groups) > 1 else ""
@@ -241,27 +273,30 @@ def grouped(findings: Iterable[EngineFinding]) -> tuple[FindingGroup, ...]:
     """Return the findings by what caused them, the first step first.
 
     Findings of one block at one place of a table belong together, and so do those without a block that have one kind
-    and cause. An act on several blocks is one group: their first findings have the same step, kind and cause.
+    and cause. An act on several blocks is one group: their first findings have the same step, kind and cause. An output
+    whose cause was not sought belongs to the last one before it of its request, or else of its layer.
     """
     parts: dict[tuple[object, ...], list[EngineFinding]] = {}
-    for finding in sorted(findings, key=_when):
+    last: dict[tuple[str, str], tuple[object, ...]] = {}
+    for finding in sorted(findings, key=attrgetter("step")):
         key: tuple[object, ...] = (finding.group, finding.block_id, finding.block_index)
         if finding.block_id is None:
             key = (finding.kind, without_figures(finding.cause or ""))
+        places = ("request", finding.request_id), ("layer", finding.layer)
+        if not finding.is_sought:
+            key = next((last[place] for place in places if place in last), key)
+        elif finding.kind == "output":
+            last.update(dict.fromkeys(places, key))
         parts.setdefault(key, []).append(finding)
     acts: dict[tuple[object, ...], list[EngineFinding]] = {}
     for part in parts.values():
         words = FindingGroup(tuple(part)).words
         acts.setdefault((part[0].step, part[0].kind, words), []).extend(part)
-    return tuple(FindingGroup(tuple(sorted(act, key=_when))) for act in acts.values())
+    return tuple(FindingGroup(tuple(sorted(act, key=attrgetter("step")))) for act in acts.values())
 
 
 def _of_kind(kind: CheckKind, findings: Iterable[EngineFinding]) -> list[EngineFinding]:
     return [finding for finding in findings if finding.kind == kind]
-
-
-def _when(finding: EngineFinding) -> int:
-    return finding.step
 
 
 def _place(finding: EngineFinding) -> str:
@@ -274,47 +309,3 @@ def _place(finding: EngineFinding) -> str:
         group = f" of KV-cache group {finding.group}" if finding.group else ""
         place += f", block {finding.block_id}{group}{number}"
     return place
-
-
-def engines_in(run: Run) -> list[EngineRecords]:
-    """Return what the cases of a run file of ``attncheck engine`` gave."""
-    backends = {backend.name: backend for backend in run.header.backends}
-    found = []
-    for case in run.header.cases:
-        records = tuple(record for record in run.records if record.case_id == case.id)
-        backend, environment = backends[case.backends[0]], run.header.environment
-        found.append(EngineRecords(case=case, backend=backend, environment=environment, records=records))
-    return found
-
-
-def header_of(
-    given: Sequence[EngineRecords], started: str, seed: int = 0, command: Sequence[str] = (), notes: Sequence[str] = ()
-) -> RunHeader:
-    """Return the header of a run of ``attncheck engine``. ``started``: an ISO 8601 time."""
-    environment = given[0].environment
-    cases = tuple(each.case for each in given)
-    return RunHeader(
-        started=started,
-        environment=environment,
-        suites=(SuiteInfo(name=ENGINE, ref=ENGINE, cases=len(cases)),),
-        cases=cases,
-        checks=tuple(kind for kind in KINDS if any(kind in case.checks for case in cases)),
-        device=environment.device,
-        seed=seed,
-        backends=tuple({each.backend.name: each.backend for each in given}.values()),
-        command=tuple(command),
-        notes=(*notes, *_counted([record for each in given for record in each.records])),
-    )
-
-
-def _counted(records: Sequence[Record]) -> list[str]:
-    """Return what the checks that have a verdict compared, and what they left out, a line each."""
-    lines = []
-    for figure in ("compared", "not_compared", "rows_not_followed"):
-        counts: Counter[str] = Counter()
-        for record in records:
-            if isinstance(record, Passed | Failed):
-                counts[record.check] += int(record.figures[figure])
-        shown = ", ".join(f"{check} {count}" for check, count in counts.items() if count)
-        lines.append(f"{figure.replace('_', ' ')}: {shown or 'none'}")
-    return lines

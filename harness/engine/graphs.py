@@ -41,13 +41,11 @@ class GraphCopies:
         if self._captured is None:
             self._receive(rows)
             return
-        copies = rows._replace(
-            query=self._copy(rows.layer, "query", rows.query),
-            key=None if rows.key is None else self._copy(rows.layer, "key", rows.key),
-            value=None if rows.value is None else self._copy(rows.layer, "value", rows.value),
-            output=self._copy(rows.layer, "output", rows.output),
-        )
-        self._copies[self._captured].append(copies)
+        given = {name: getattr(rows, name) for name in ("query", "key", "value", "output")}
+        copies: dict[str, Any] = {
+            name: self._copy(rows.layer, name, each) for name, each in given.items() if each is not None
+        }
+        self._copies[self._captured].append(rows._replace(**copies))
 
     def _capture_begun(self, _: Any, graph: Any, *__: Any, **___: Any) -> None:
         self._copies[graph] = []

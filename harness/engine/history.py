@@ -1,10 +1,9 @@
 """Follows the requests of an engine: tokens, positions, and which computed row is the key of each position."""
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
 from itertools import accumulate
-from typing import Any
 from zlib import crc32
 
 import numpy as np
@@ -13,13 +12,10 @@ from numpy.typing import NDArray
 
 from attncheck.harness.engine.events import (
     FOLLOW_OPTION,
-    CheckKind,
-    ContinuedRequest,
-    EngineFinding,
     KVGroup,
     LayerFacts,
     ObserverResult,
-    StartedRequest,
+    ScheduledRequest,
     StepPlan,
 )
 from attncheck.harness.problem.pages import visible_span
@@ -42,7 +38,7 @@ _NOTHING, _UNKNOWN = -1, -2
 """In a slot: nothing was written to it, or a row that is not followed or not kept."""
 
 _ANY = -1
-"""As a token: one that is not known, since a draft was dropped. As token and position: a row that is not followed."""
+"""As a token: one that is not known, since a draft was dropped."""
 
 EARLIER = "requests that were added before the observer"
 """Why a request is never followed that was not added."""
@@ -59,10 +55,10 @@ _NO_ROOM = "their keys and values exceed max_row_bytes"
 
 @dataclass(frozen=True)
 class Block:
-    """The rows of a physical block, by slot, and those that were there before. ``group``: the group that wrote it."""
+    """The row numbers of a physical block, by slot, and those that were there before. ``group``: that wrote it."""
 
     group: int
-    rows: Numbers
+    numbers: Numbers
     earlier: Numbers
 
 
@@ -71,38 +67,35 @@ class FollowedRequest:
     """A request, as it is followed.
 
     tokens: prompt and sampled tokens. chain: a hash of what its keys depend on besides tokens, and then of each prefix
-    of these. never_followed, lost: why it is not followed at all, or until it starts again. done: tokens that are
-    computed, by our own count; assumed: as many, if the drafts of its last step were all accepted. block_ids, keys: of
-    each group, its block table, and the row numbers of its positions. first, given: of the step that is followed, the
-    first of its rows among all of the model's input, and its tokens.
+    of these. never_followed: why it is not followed at all; not_followed: why it is not until it starts again.
+    done: tokens that are computed, by our own count; assumed: as many, if the drafts of its last step were all
+    accepted. block_ids, numbers: of each group, its block table, and the row numbers of its positions. first_row,
+    step_tokens: of the step that is followed, the first of its rows among all of the model's input, and its tokens.
+    reported: layers, blocks and positions of keys that pages lack.
     """
 
     request_id: str
     tokens: list[int]
     chain: list[int]
-    never_followed: str | None = None
-    lost: str | None = "it was added before the observer, or has not started"
+    never_followed: str | None
+    not_followed: str | None
     done: int = 0
     assumed: int = 0
     block_ids: list[list[int]] = field(default_factory=list)
-    keys: list[Numbers] = field(default_factory=list)
-    first: int = 0
-    given: list[int] = field(default_factory=list)
+    numbers: list[Numbers] = field(default_factory=list)
+    first_row: int = 0
+    step_tokens: list[int] = field(default_factory=list)
+    reported: set[tuple[str, int, int]] = field(default_factory=set)
 
     @property
-    def not_followed(self) -> str | None:
-        """Why it is not followed now, or None."""
-        return self.never_followed or self.lost
-
-    @property
-    def end(self) -> int:
+    def step_end(self) -> int:
         """The position behind its last row in this step; ``done`` is that of the first."""
-        return self.done + len(self.given)
+        return self.done + len(self.step_tokens)
 
     @property
-    def rows(self) -> slice:
+    def step_rows(self) -> slice:
         """Its rows among those of the model's input."""
-        return slice(self.first, self.first + len(self.given))
+        return slice(self.first_row, self.first_row + len(self.step_tokens))
 
     def chains(self, begin: int, behind: Sequence[int] = ()) -> Numbers:
         """Return a hash of each prefix that ends at position ``begin`` or later, with the tokens ``behind`` it."""
@@ -112,18 +105,6 @@ class FollowedRequest:
 
 def _chain(first: int, tokens: Sequence[int]) -> list[int]:
     return list(accumulate(tokens, lambda last, token: hash((last, token)), initial=first))[1:]
-
-
-@dataclass(frozen=True)
-class StepInputs:
-    """What the model has to be given, int64 ``[T]`` each, and the followed requests.
-
-    A token of -1 may be any. A row that is not followed has the position -1, too.
-    """
-
-    tokens: Numbers
-    positions: Numbers
-    followed: tuple[FollowedRequest, ...]
 
 
 def first_seen(params: AttentionParams, position: int) -> int:
@@ -179,7 +160,7 @@ class EngineHistory:
         self.positions, self._chains = np.zeros((2, self.capacity), dtype=np.int64)
         self._free = np.arange(1, self.capacity)
         self.layers, self._result, self._follow_one_of = layers, result, follow_one_of
-        self._plan = StepPlan((), (), {})
+        self._plan = StepPlan((), {})
 
     # What the client and the scheduler decide.
 
@@ -192,7 +173,8 @@ class EngineHistory:
         """
         known = self.requests.get(request_id)
         chain = [hash(prefix_key)] if known is None else known.chain[:1]
-        self.requests[request_id] = FollowedRequest(request_id, list(map(int, tokens)), chain, not_followed)
+        request = FollowedRequest(request_id, list(map(int, tokens)), chain, not_followed, not_followed or EARLIER)
+        self.requests[request_id] = request
 
     def reason_of(self, tokens: Sequence[int]) -> str | None:
         """Return why a request with this prompt is never followed, or None.
@@ -212,36 +194,41 @@ class EngineHistory:
         """Forget a request; the contents of its blocks stay, since a prefix hit may use them."""
         self.requests.pop(request_id, None)
 
-    def begin(self, plan: StepPlan) -> None:
-        """Apply the scheduler's plan of a step, and number its rows.
+    def begin_step(self, plan: StepPlan, request_ids: Sequence[str]) -> list[FollowedRequest]:
+        """Apply the scheduler's plan of a step, number its rows, and return the requests that are followed.
 
-        The order is that of ``num_scheduled_tokens``: a prefix hit may map blocks that a request which was scheduled
-        before it writes in the same step.
+        ``request_ids``: in the order of the rows of the model's input; rows of those that are not followed are counted.
         """
         self._plan = plan
-        for source, destination in plan.block_copies:
-            self.blocks.pop(destination, None)
-            if source in self.blocks:
-                self.blocks[destination] = deepcopy(self.blocks[source])
-        for continued in plan.continued:
-            self._continue(continued)
-        waiting = {started.request_id: started for started in plan.started}
-        self._make_room(waiting)
-        for request_id, count in plan.num_scheduled_tokens.items():
-            if request_id in waiting:
-                self._start(waiting.pop(request_id))
-            self._number_rows(self._request(request_id), count)
-        for started in waiting.values():  # they compute nothing in this step
-            self._start(started)
+        for block_id, copy_id in plan.block_copies:
+            self.blocks.pop(copy_id, None)
+            if block_id in self.blocks:
+                self.blocks[copy_id] = deepcopy(self.blocks[block_id])
+        for (
+            scheduled
+        ) in plan.requests:  # one after the other: a hit may map blocks that another one writes in this step
+            if scheduled.request_id not in self.requests:
+                self.add(scheduled.request_id, (), not_followed=EARLIER)
+            request = self.requests[scheduled.request_id]
+            if scheduled.starts:
+                self._start(request, scheduled)
+            else:
+                self._continue(request, scheduled)
+            self._number_rows(request, plan.num_scheduled_tokens[request.request_id])
+        followed, first_row = [], 0
+        for request_id in request_ids:
+            request, count = self.requests[request_id], plan.num_scheduled_tokens[request_id]
+            if request.not_followed:
+                self._result.not_followed[request.not_followed] += count
+            else:
+                request.first_row = first_row
+                followed.append(request)
+            first_row += count
+        return followed
 
-    def _request(self, request_id: str) -> FollowedRequest:
-        if request_id not in self.requests:
-            self.add(request_id, (), not_followed=EARLIER)
-        return self.requests[request_id]
-
-    def _continue(self, continued: ContinuedRequest) -> None:
-        request, counted = self._request(continued.request_id), continued.num_computed_tokens
-        for own, new in zip(request.block_ids, continued.new_block_ids, strict=False):
+    def _continue(self, request: FollowedRequest, scheduled: ScheduledRequest) -> None:
+        counted = scheduled.num_computed_tokens
+        for own, new in zip(request.block_ids, scheduled.block_ids, strict=False):
             own.extend(new)
         if request.not_followed:
             request.done = counted
@@ -250,62 +237,46 @@ class EngineHistory:
         is_assumed = self._result.engine.is_async and counted == request.assumed  # its tokens were not sampled yet
         if counted != request.done and not is_assumed:
             note = f"the scheduler counts {counted} computed tokens; {request.done} are computed"
-            self._find("count", request, request.done, note)
+            self._result.find("count", request.request_id, request.done, note=note)
 
-    def _start(self, started: StartedRequest) -> None:
-        request, hit = self._request(started.request_id), started.num_computed_tokens
-        request.block_ids = [list(ids) for ids in started.block_ids]
-        request.done, request.lost, request.keys = hit, None, []
-        self._result.counts["requests resumed after preemption"] += started.resumed
-        if request.never_followed:
+    def _start(self, request: FollowedRequest, scheduled: ScheduledRequest) -> None:
+        hit = scheduled.num_computed_tokens
+        request.block_ids = [list(ids) for ids in scheduled.block_ids]
+        request.done, request.not_followed, request.numbers = hit, request.never_followed, []
+        self._result.counts["requests resumed after preemption"] += scheduled.is_resumed
+        if request.not_followed:
             return
         self._result.counts["tokens of prefix hits"] += hit
-        if hit > len(request.tokens):
-            self._result.checks["count"] += 1
-            self._find("count", request, hit, f"a prefix hit of {hit} tokens; {len(request.tokens)} are known")
-            request.lost = "their prefix hit is longer than their tokens"
-            return
-        request.keys = [self._rows_of_hit(request, group, hit) for group in range(len(self.groups))]
+        request.numbers = [self._numbers_of_hit(request, group, hit) for group in range(len(self.groups))]
 
-    def _rows_of_hit(self, request: FollowedRequest, group: int, hit: int) -> Numbers:
-        """Return the rows of the blocks that a prefix hit maps; the request is lost if one is wrong or not known."""
-        facts, rows = self.groups[group], np.full(hit, ZERO_ROW)
+    def _numbers_of_hit(self, request: FollowedRequest, group: int, hit: int) -> Numbers:
+        """Return the rows of the blocks that a prefix hit maps; one that is wrong or not known loses the request."""
+        facts, numbers = self.groups[group], np.full(hit, ZERO_ROW)
         if facts.not_followed:
-            return rows
-        table, chains = request.block_ids[group], request.chains(0)
+            return numbers
+        table = request.block_ids[group]
+        chains = np.append(request.chains(0), np.zeros(hit, dtype=np.int64))  # no row has 0
         params = [self.layers[layer].params for layer in facts.layers if layer in self.layers]
         unseen = min((first_seen(each, hit) for each in params), default=0)  # no later row sees a key before
         for index, low, high in spans(0, hit, facts.block_size):
             block_id = table[index] if index < len(table) else NULL_BLOCK
             if block_id == NULL_BLOCK and high <= unseen:
                 continue
-            held = self.block(block_id, group).rows[: high - low]
+            held = self.block(block_id, group).numbers[: high - low]
             if (held == _UNKNOWN).any():
-                request.lost = "their prefix hit maps blocks whose keys are not kept"
+                request.not_followed = "their prefix hit maps blocks whose keys are not kept"
                 continue
             self._result.checks["prefix_hit"] += 1
             wrong = np.flatnonzero((held < 0) | (self._chains[held] != chains[low:high]))
             if len(wrong):
                 note = f"the prefix hit maps block {block_id}, which holds {self.contents(block_id)}"
                 place = {"group": group, "block_id": block_id, "block_index": index}
-                self._find("prefix_hit", request, low + int(wrong[0]), note, **place)
-                held = self._rows_of(chains[low:high])
+                self._result.find("prefix_hit", request.request_id, low + int(wrong[0]), note=note, **place)
+                request.not_followed = "their prefix hit maps a wrong block"
             else:
                 self.blocks[block_id] = self.blocks.pop(block_id)
-            if (held < 0).any():
-                request.lost = "their prefix hit maps a wrong block, and no other has its tokens"
-            rows[low:high] = held
-        return rows
-
-    def _rows_of(self, chains: Numbers) -> Numbers:
-        """Return rows that were computed for the same tokens, -1 where there is none."""
-        some = np.flatnonzero(np.isin(self._chains, chains))
-        known = dict(zip(self._chains[some].tolist(), some.tolist(), strict=True))
-        return np.array([known.get(chain, _NOTHING) for chain in chains.tolist()])
-
-    def _find(self, kind: CheckKind, request: FollowedRequest, position: int, note: str, **more: Any) -> None:
-        """Report what is wrong in the step that begins. ``more``: other fields of the finding."""
-        self._result.find(EngineFinding(kind, self._result.steps, request.request_id, position, note=note, **more))
+                numbers[low:high] = held
+        return numbers
 
     def block(self, block_id: int, group: int) -> Block:
         """Return a block of the group; an empty one if the group did not write it."""
@@ -317,120 +288,86 @@ class EngineHistory:
     def contents(self, block_id: int) -> str:
         """Return in words what was last written to a block."""
         block = self.blocks.get(block_id)
-        rows = [] if block is None else block.rows[block.rows >= 0].tolist()
-        if not rows:
+        numbers = [] if block is None else block.numbers[block.numbers >= 0].tolist()
+        if not numbers:
             return "nothing that was written"
-        positions = np.unique(self.positions[rows]).tolist()
-        return f"keys of {requests_in_words(self.owners[rows])}, {positions_in_words(positions)}"
+        positions = np.unique(self.positions[numbers]).tolist()
+        return f"keys of {requests_in_words(self.owners[numbers])}, {positions_in_words(positions)}"
 
     # Rows of a step.
 
     def _number_rows(self, request: FollowedRequest, count: int) -> None:
-        """Give a number to each row of a request, and write the numbers to its blocks; it may be lost by that."""
-        begin, end = request.done, request.done + count
-        for group, (facts, ids) in enumerate(zip(self.groups, request.block_ids, strict=False)):
-            is_followed = not (facts.not_followed or request.not_followed)
-            if is_followed and -(-end // facts.block_size) > len(ids):
-                note = f"{len(ids)} blocks of group {group} for {end} tokens"
-                self._result.checks["count"] += 1
-                self._find("count", request, begin, note, cause="the scheduler gives a request too few blocks")
-                request.lost = "the scheduler gave them too few blocks"
+        """Give a number to each row of a request, and write the numbers to its blocks, unless it is not followed."""
+        begin = request.done
         if not request.not_followed and count > len(self._free):
-            request.lost = _NO_ROOM
+            self._make_room(count)
+            request.not_followed = _NO_ROOM if count > len(self._free) else None
         if request.not_followed:
-            self._write(request, begin, np.full(count, _UNKNOWN))
+            self._write(request, np.full(count, _UNKNOWN))
             return
-        numbers, self._free = self._free[:count], self._free[count:]
-        known = request.tokens[begin:end]
+        new, self._free = self._free[:count], self._free[count:]
+        known = request.tokens[begin : begin + count]
         drafts = [*self._plan.drafts.get(request.request_id, ()), *[_ANY] * count][: count - len(known)]
-        request.given = known + drafts
-        self.owners[numbers] = request.request_id
-        self.positions[numbers] = np.arange(begin, end)
-        self._chains[numbers] = request.chains(begin, drafts)[:count]
-        request.keys = [np.concatenate([keys[:begin], numbers]) for keys in request.keys]
-        self._write(request, begin, numbers)
+        request.step_tokens = known + drafts
+        self.owners[new] = request.request_id
+        self.positions[new] = np.arange(begin, begin + count)
+        self._chains[new] = request.chains(begin, drafts)[:count]
+        request.numbers = [np.concatenate([numbers[:begin], new]) for numbers in request.numbers]
+        self._write(request, new)
 
-    def _write(self, request: FollowedRequest, begin: int, numbers: Numbers) -> None:
-        """Write row numbers to the slots of positions from ``begin`` on, in each group."""
+    def _write(self, request: FollowedRequest, new: Numbers) -> None:
+        """Write the numbers of the step's rows to their slots, in each group."""
+        begin, end = request.done, request.done + len(new)
         for group, (facts, ids) in enumerate(zip(self.groups, request.block_ids, strict=False)):
-            for index, low, high in spans(begin, begin + len(numbers), facts.block_size):
-                if index >= len(ids) or facts.not_followed:
-                    break
+            if facts.not_followed:
+                continue
+            if -(-end // facts.block_size) > len(ids) and not request.not_followed:
+                note = f"{len(ids)} blocks of group {group} for {end} tokens"
+                cause = "the scheduler gives a request too few blocks"
+                self._result.checks["count"] += 1
+                self._result.find("count", request.request_id, begin, note=note, cause=cause)
+                request.not_followed = "the scheduler gave them too few blocks"
+            for index, low, high in spans(begin, min(end, len(ids) * facts.block_size), facts.block_size):
                 block, slot = self.block(ids[index], group), low % facts.block_size
                 slots = slice(slot, slot + high - low)
-                block.earlier[slots] = block.rows[slots]
-                block.rows[slots] = numbers[low - begin : high - begin]
+                block.earlier[slots] = block.numbers[slots]
+                block.numbers[slots] = new[low - begin : high - begin]
                 self.blocks.pop(ids[index], None)
                 self.blocks[ids[index]] = block
 
-    def _make_room(self, starting: Collection[str]) -> None:
-        """Free row numbers for a step if too few are left, many at once, since this visits all blocks.
+    def _make_room(self, needed: int) -> None:
+        """Free row numbers that no request has, those of blocks that were written or mapped longest ago first.
 
-        Rows of requests are kept first, the oldest before others; then those in blocks that only a prefix hit can use,
-        written or mapped last before others; then the earlier contents of blocks, which only explain findings.
+        Many at once, since this visits all blocks.
         """
-        needed = 0
-        for request_id, count in self._plan.num_scheduled_tokens.items():
-            request = self._request(request_id)
-            is_lost = request.lost is not None and request_id not in starting
-            needed += 0 if request.never_followed or is_lost else count
-        if needed <= len(self._free):
-            return
         followed = [request for request in self.requests.values() if not request.not_followed]
         newest_first = list(reversed(self.blocks.values()))
-        own = _distinct(keys for request in followed for keys in request.keys)
-        by_need = _distinct([own, *(block.rows for block in newest_first), *(block.earlier for block in newest_first)])
-        limit = self.capacity - max(needed, self.capacity // 4)
-        limit = max(limit, min(len(own), self.capacity - self.capacity // 8))
         is_kept = np.zeros(self.capacity, dtype=bool)
-        is_kept[by_need[:limit]] = True
-        for request in followed:
-            if not all(is_kept[keys].all() for keys in request.keys):
-                request.lost = _NO_ROOM
-        for rows in (rows for block in newest_first for rows in (block.rows, block.earlier)):
-            rows[(rows >= 0) & ~is_kept[rows]] = _UNKNOWN
+        is_kept[np.concatenate([[ZERO_ROW], *(numbers for request in followed for numbers in request.numbers)])] = True
+        held = np.concatenate([[ZERO_ROW], *(block.numbers for block in newest_first)])
+        held = held[(held >= 0) & ~is_kept[held]]
+        once = held[np.sort(np.unique(held, return_index=True)[1])]
+        most_kept = self.capacity - max(needed, self.capacity // 4) - int(is_kept.sum())
+        is_kept[once[: max(0, most_kept)]] = True
+        for numbers in (numbers for block in newest_first for numbers in (block.numbers, block.earlier)):
+            numbers[(numbers >= 0) & ~is_kept[numbers]] = _UNKNOWN
         self._free = np.flatnonzero(~is_kept)
-        self._chains[self._free] = 0
 
-    def enter(self, request_ids: Sequence[str]) -> StepInputs:
-        """Return what the model has to be given in this step, for requests in the order of its rows."""
-        counts = [self._plan.num_scheduled_tokens[request_id] for request_id in request_ids]
-        tokens, positions = np.full((2, sum(counts)), _ANY)
-        followed = []
-        for request_id, first, count in zip(request_ids, accumulate(counts, initial=0), counts, strict=False):
-            request = self._request(request_id)
-            if request.not_followed:
-                self._result.not_followed[request.not_followed] += count
-                continue
-            request.first = first
-            followed.append(request)
-            tokens[request.rows] = request.given
-            positions[request.rows] = np.arange(request.done, request.end)
-        return StepInputs(tokens, positions, tuple(followed))
-
-    def end(self, sampled: Mapping[str, tuple[int, ...]]) -> None:
+    def end_step(self, sampled: Mapping[str, tuple[int, ...]]) -> None:
         """Count computed tokens, and append the sampled ones; drafts behind them were rejected."""
         for request_id, count in self._plan.num_scheduled_tokens.items():
-            request = self.requests.get(request_id)
-            if request is None:
-                continue
+            request = self.requests[request_id]
             new = list(map(int, sampled.get(request_id, ())))
             drafts = len(self._plan.drafts.get(request_id, ()))
             rejected = drafts + 1 - len(new) if drafts and new else 0
             request.assumed = request.done + count
             request.done += count - rejected
             request.tokens += new
+            request.step_tokens = []
             self._result.counts["drafts"] += drafts
             self._result.counts["drafts accepted"] += drafts - rejected if new else 0
             if not request.not_followed and len(request.tokens) < request.done:
                 note = f"{request.done} tokens are computed, but {len(request.tokens)} are known"
                 self._result.checks["count"] += 1
-                self._find("count", request, request.done, note)
-                request.lost = "more of their tokens are computed than are known"
-
-
-def _distinct(parts: Iterable[Numbers]) -> Numbers:
-    """Return the row numbers of all parts, each where it comes first, behind that of the row of zeros."""
-    rows = np.concatenate([[ZERO_ROW], *parts])
-    distinct, first = np.unique(rows[rows >= 0], return_index=True)
-    return distinct[np.argsort(first)]
+                self._result.find("count", request.request_id, request.done, note=note)
+                request.not_followed = "more of their tokens are computed than are known"

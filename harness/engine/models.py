@@ -12,8 +12,6 @@ from typing import Any
 import torch
 
 VOCAB_SIZE = 512
-WINDOW = 48
-"""Keys that a row of a layer with a window sees; no multiple of a block, so that its edge is inside one."""
 
 _COMMON = {
     "hidden_size": 256,
@@ -24,7 +22,6 @@ _COMMON = {
     "dtype": "bfloat16",
 }
 _GROUPED = _COMMON | {"model_type": "llama", "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 64}
-_LATENT_LAYERS = 2
 
 CONFIGS: Mapping[str, Mapping[str, Any]] = {
     "full": _GROUPED | {"num_hidden_layers": 2},
@@ -32,14 +29,14 @@ CONFIGS: Mapping[str, Mapping[str, Any]] = {
     | {
         "num_hidden_layers": 4,
         "layer_types": ["full_attention", "sliding_attention"] * 2,
-        "sliding_window": WINDOW,
+        "sliding_window": 48,  # no multiple of a block, so that its edge is inside one
     },
     # vLLM's CPU kernel for latent caches takes rows of 512 + 64 values only. All layers are dense.
     "latent": _COMMON
     | {
         "model_type": "deepseek_v2",
-        "num_hidden_layers": _LATENT_LAYERS,
-        "first_k_dense_replace": _LATENT_LAYERS,
+        "num_hidden_layers": 2,
+        "first_k_dense_replace": 2,
         "num_attention_heads": 4,
         "num_key_value_heads": 4,
         "q_lora_rank": None,

@@ -16,7 +16,6 @@ from torch import Tensor
 from attncheck.harness.engine.events import (
     CheckKind,
     EngineFacts,
-    EngineFinding,
     KVGroup,
     LayerFacts,
     LayerRows,
@@ -24,7 +23,7 @@ from attncheck.harness.engine.events import (
     ObserverSettings,
     StepPlan,
 )
-from attncheck.harness.engine.history import EARLIER, EngineHistory, StepInputs
+from attncheck.harness.engine.history import EARLIER, EngineHistory, FollowedRequest
 from attncheck.harness.engine.judge import Judge
 
 # With async scheduling, an engine starts a step before it has the tokens that the step before sampled, and the number
@@ -41,20 +40,19 @@ _TOO_MANY_BYTES = "rows of steps whose queries and outputs exceed max_row_bytes"
 class RecordedStep:
     """A step whose sampled tokens are not known yet.
 
-    number: counts the steps whose inputs were seen; 0 until then. request_ids: requests that are followed.
-    rows: int64, their rows in the model's input. input_ids, positions, layers: copies of these rows.
-    changes: requests that were added or ended after the step began.
+    number: 1 for the first step. changes: requests that were added or ended before the step. request_ids: requests that
+    are followed. rows: int64, their rows in the model's input. input_ids, positions, layers: copies of these rows.
     """
 
     plan: StepPlan
-    number: int = 0
-    is_judged: bool = False
+    changes: Sequence[Callable[[], None]]
+    number: int
+    is_judged: bool
     request_ids: list[str] = field(default_factory=list)
     rows: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.int64))
     input_ids: Tensor | None = None
     positions: Tensor | None = None
     layers: list[LayerRows] = field(default_factory=list)
-    changes: list[Callable[[], None]] = field(default_factory=list)
 
     def copied(self, given: LayerRows) -> LayerRows:
         """Return copies of the rows of a layer: query and output only if the step is judged."""
@@ -85,6 +83,7 @@ class EngineObserver:
         self.settings = settings or ObserverSettings()
         self._result = ObserverResult()
         self._reasons: dict[str, str | None] = {}  # why a request is not followed
+        self._changes: list[Callable[[], None]] = []  # of requests, before the step that begins next
         self._steps: deque[RecordedStep] = deque()
         self._running: RecordedStep | None = None  # whose forward runs
         self._num_begun = 0
@@ -107,6 +106,7 @@ class EngineObserver:
             self._result.failure = f"{type(error).__name__}: {error}"
             if self.is_started:
                 del self._history, self._judge  # keys and values are freed
+            self._changes.clear()
             self._steps.clear()
             self._running = None
         LOGGER.error("attncheck stops watching this engine, which is not affected", exc_info=error)
@@ -133,7 +133,7 @@ class EngineObserver:
         self._history = EngineHistory(groups, layers, self._result, capacity, self.settings.follow_one_of)
         self._judge = Judge(self._history, self._result, self.settings.max_explained)
 
-    # Requests change after the steps that have begun.
+    # Requests change before the step that begins next.
 
     def request_added(
         self,
@@ -151,27 +151,23 @@ class EngineObserver:
             if request_id not in self._reasons:
                 self._reasons[request_id] = self._history.reason_of(prompt_token_ids)
             reason = self._reasons[request_id] = not_followed or self._reasons[request_id]
-            self._change(partial(self._history.add, request_id, prompt_token_ids, prefix_key, reason))
+            self._changes.append(partial(self._history.add, request_id, prompt_token_ids, prefix_key, reason))
 
     def request_finished(self, request_id: str) -> None:
         """Forget a request that ended or was aborted."""
         with self._lock:
             self._reasons.pop(request_id, None)
-            self._change(partial(self._history.finish, request_id))
-            self._change(partial(self._judge.forget, request_id))
-
-    def _change(self, change: Callable[[], None]) -> None:
-        if self._steps:
-            self._steps[-1].changes.append(change)
-        else:
-            change()
+            self._changes.append(partial(self._history.finish, request_id))
 
     # A step is copied.
 
     def step_begins(self, plan: StepPlan) -> RecordedStep:
         """Take the scheduler's plan of the next step."""
         with self._lock:
-            step = RecordedStep(plan)
+            self._num_begun += 1
+            is_judged = self._num_begun % self.settings.judge_every == 0
+            step = RecordedStep(plan, self._changes, self._num_begun, is_judged)
+            self._changes = []
             self._steps.append(step)
             return step
 
@@ -184,10 +180,7 @@ class EngineObserver:
             positions: ``[T]``, or ``[3, T]`` for M-RoPE; None if positions are not compared.
         """
         with self._lock:
-            self._num_begun += 1
             step = self._running = self._steps[-1]
-            step.number = self._num_begun
-            step.is_judged = step.number % self.settings.judge_every == 0
             self._choose_rows(step, request_ids)
             if step.is_judged and len(step.rows) > self._most_judged:
                 step.is_judged = False
@@ -248,45 +241,38 @@ class EngineObserver:
                 self._running = None
             self._observe(first, sampled)
             self._steps.popleft()
-            for change in first.changes:
-                change()
 
     def _observe(self, step: RecordedStep, sampled: Mapping[str, tuple[int, ...]]) -> None:
-        self._result.steps = step.number or self._result.steps
+        self._result.steps = step.number
+        for change in step.changes:
+            change()
         drafts = {name: _with_tokens(own, sampled.get(name, ())[:-1]) for name, own in step.plan.drafts.items()}
-        self._history.begin(replace(step.plan, drafts=drafts))
-        if step.number:
-            due = self._history.enter(step.request_ids)
-            self._compare("token", due, step.input_ids, due.tokens)
-            self._compare("position", due, step.positions, due.positions)
-            self._judge.judge(due, step.layers, is_judged=step.is_judged)
-        self._history.end(sampled)
+        followed = self._history.begin_step(replace(step.plan, drafts=drafts), step.request_ids)
+        self._compare("token", step.input_ids, len(step.rows), followed)
+        self._compare("position", step.positions, len(step.rows), followed)
+        self._judge.judge(followed, step.layers, is_judged=step.is_judged)
+        self._history.end_step(sampled)
 
-    def _compare(self, kind: CheckKind, due: StepInputs, given: Tensor | None, right: np.ndarray) -> None:
+    def _compare(
+        self, kind: CheckKind, given: Tensor | None, num_rows: int, followed: Sequence[FollowedRequest]
+    ) -> None:
         """Compare what the model is given with what is right, row by row."""
-        compared = right >= 0  # -1: of a request that is not followed, or a draft that was rejected
         if given is None:
             reason = f"the {kind}s of rows that the model is given in another form"
-            self._result.not_compared[kind, reason] += len(right)
+            self._result.not_compared[kind, reason] += num_rows
             return
-        if not compared.any():
-            return
-        self._result.checks[kind] += int(compared.sum())
-        rows = given.reshape(-1, len(right)).cpu().numpy()
-        is_wrong = compared & (rows != right).any(axis=0)
-        for request in due.followed:
-            wrong = np.flatnonzero(is_wrong[request.rows])
+        rows = given.cpu().numpy()
+        for request in followed:
+            is_token = kind == "token"
+            right = np.array(request.step_tokens if is_token else range(request.done, request.step_end))
+            compared = right >= 0  # -1: a draft that was rejected
+            own = rows[..., request.step_rows].reshape(-1, len(right))
+            wrong = np.flatnonzero(compared & (own != right).any(axis=0))
+            self._result.checks[kind] += int(compared.sum())
             if len(wrong):
-                at = request.first + int(wrong[0])
-                finding = EngineFinding(
-                    kind=kind,
-                    step=self._result.steps,
-                    request_id=request.request_id,
-                    position=int(due.positions[at]),
-                    num_rows=len(wrong),
-                    note=f"the model is given {kind} {rows[:, at].tolist()[0]}, not {right[at]}",
-                )
-                self._result.find(finding)
+                at = int(wrong[0])
+                note = f"the model is given {kind} {own[:, at].tolist()[0]}, not {right[at]}"
+                self._result.find(kind, request.request_id, request.done + at, num_rows=len(wrong), note=note)
 
 
 def _with_tokens(drafts: Sequence[int], accepted: Sequence[int]) -> tuple[int, ...]:

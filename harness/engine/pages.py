@@ -15,46 +15,36 @@ from attncheck.harness.engine.history import Numbers
 _SCRATCH_BYTES = 2**26
 """Bytes of scratch pages at once, if each key needs a page of its own."""
 
+Mask = NDArray[np.bool_]
 
-def lacking(
-    write: WritePages, page_size: int, pages: Numbers, slots: Numbers, kept: tuple[Tensor, Tensor], kv_cache: Tensor
-) -> Numbers:
+
+def lacking(write: WritePages, page_size: int, slots: Numbers, kept: tuple[Tensor, Tensor], kv_cache: Tensor) -> Mask:
     """Return which of the ``kept`` keys and values ``[N, ...]`` the cache lacks.
 
-    ``write``: that of the layer. ``page_size``: keys of a page. ``slots``: of the keys. ``pages``: a number for each
-    key, equal for neighbours that are compared in one page.
+    ``write``: that of the layer. ``page_size``: keys of a page. ``slots``: of the keys, increasing within a request.
     """
 
-    def differ(pages: Numbers, some: Numbers) -> NDArray[np.bool_]:
-        """Return which pages lack bytes of some keys. ``pages``: 0, 1, ... of each."""
+    def differ(some: Numbers, pages: Numbers) -> Mask:
+        """Return which scratch pages differ from the cache. ``pages``: 0, 1, ... of some keys."""
         first = np.unique(pages, return_index=True)[1]
         held = kv_cache[torch.from_numpy(slots[some[first]] // page_size).to(kv_cache.device)]
         inverted = held.view(torch.uint8).bitwise_not()
-        scratch = _scratch(kv_cache, len(held))
-        written = scratch.view(torch.uint8)
-        written.copy_(inverted)
+        written = inverted.clone()  # its axes have the order in memory of those of the cache
         own_slots = torch.from_numpy(pages * page_size + slots[some] % page_size).to(kv_cache.device)
         key, value = (each[torch.from_numpy(some).to(each.device)] for each in kept)
-        write(key, value, scratch, own_slots)
+        write(key, value, written.view(kv_cache.dtype), own_slots)
         is_wrong = (written != held.view(torch.uint8)) & (written != inverted)
-        found: NDArray[np.bool_] = is_wrong.flatten(1).any(dim=1).cpu().numpy()
+        found: Mask = is_wrong.flatten(1).any(dim=1).cpu().numpy()
         return found
 
-    at_once = max(1, _SCRATCH_BYTES // max(1, kv_cache[:1].numel() * kv_cache.element_size()))
-    found = [np.zeros(0, dtype=np.int64)]
+    at_once = max(1, _SCRATCH_BYTES // (kv_cache[:1].numel() * kv_cache.element_size()))
+    is_lacking = np.zeros(len(slots), dtype=bool)
     for begin in range(0, len(slots), at_once):
         some = np.arange(begin, min(begin + at_once, len(slots)))
-        together = (np.diff(pages[some], prepend=-1) != 0).cumsum() - 1
-        suspects = some[differ(together, some)[together]]
+        # A page that two requests have is compared for each.
+        begins = (np.diff(slots[some] // page_size, prepend=-1) != 0) | (np.diff(slots[some], prepend=-1) <= 0)
+        pages = begins.cumsum() - 1
+        suspects = some[differ(some, pages)[pages]]
         if len(suspects):  # seldom: each key in a page of its own, to find which ones are wrong
-            suspects = suspects[differ(np.arange(len(suspects)), suspects)]
-        found.append(suspects)
-    return np.concatenate(found)
-
-
-def _scratch(kv_cache: Tensor, count: int) -> Tensor:
-    """Return pages whose axes have the same order in memory as those of the cache."""
-    strides = kv_cache.stride()
-    order = sorted(range(1, kv_cache.dim()), key=lambda axis: -strides[axis])
-    made = kv_cache.new_empty(count, *(kv_cache.shape[axis] for axis in order))
-    return made.permute(0, *(1 + order.index(axis) for axis in range(1, kv_cache.dim())))
+            is_lacking[suspects] = differ(suspects, np.arange(len(suspects)))
+    return is_lacking

@@ -10,7 +10,7 @@ from typing import Any
 
 from attncheck.harness.device import collect_environment
 from attncheck.harness.engine.events import ObserverResult, ObserverSettings
-from attncheck.harness.engine.findings import STOPPED, EngineCase, engines_in, header_of, records_of
+from attncheck.harness.engine.findings import EngineCase, joined, records_of
 from attncheck.harness.engine.observer import EngineObserver
 from attncheck.harness.engine.plugin import WatchSettings
 from attncheck.harness.engine.vllm_runner import EngineHooks, watch_workers
@@ -36,17 +36,12 @@ class ServedEngine:
 
     def __init__(self, settings: WatchSettings, worker: Any) -> None:
         self._settings, self._worker = settings, worker
-        self._observer = EngineObserver(
-            ObserverSettings(judge_every=settings.judge_every, follow_one_of=settings.follow_one_of)
-        )
-        self.hooks = EngineHooks(self._observer)
+        observed = ObserverSettings(judge_every=settings.judge_every, follow_one_of=settings.follow_one_of)
+        self.hooks = EngineHooks(EngineObserver(observed))
         self._started, self._began_s = now(), time.monotonic()
-        self._notes = [f"outputs and pages of one in {settings.judge_every} steps were judged"]
-        if settings.follow_one_of > 1:
-            self._notes.append(f"one of {settings.follow_one_of} first blocks of prompts was followed")
-        self._written: tuple[int, str | None] = (0, None)
-        self._case_id: str | None = None  # until it is written
         self._environment = collect_environment(str(worker.model_runner.device))
+        self._written: tuple[int, str | None] = (0, None)
+        self._case_id = ""  # until it is written
 
     def start(self) -> None:
         """Watch the worker, and write the run file from now on."""
@@ -55,7 +50,7 @@ class ServedEngine:
 
     def write(self) -> None:
         """Write what was observed so far, unless it is written already. No file is written before the first step."""
-        result = self._observer.result()
+        result = self.hooks.observer.result()
         state = (result.steps, result.failure)
         if state == self._written:
             return
@@ -66,22 +61,22 @@ class ServedEngine:
     def _write(self, result: ObserverResult) -> None:
         """Write a case of this engine, beside those of the command's other engines."""
         path = self._settings.path
-        errors = [] if result.failure is None else [f"{STOPPED}{result.failure}"]
-        engines, started = [], self._started
-        if path.exists():
-            run = read_run(path)
-            engines, started, errors = engines_in(run), run.header.started, [*run.errors, *errors]
-        case_id = self._case_id or (f"{SERVED.id}-{len(engines) + 1}" if engines else SERVED.id)
+        earlier = [read_run(path)] if path.exists() else []
+        if not self._case_id:
+            num_others = sum(len(run.header.cases) for run in earlier)
+            self._case_id = f"{SERVED.id}-{num_others + 1}" if num_others else SERVED.id
         description = f"{SERVED.description}, up to step {result.steps} at {now()}"
-        case = SERVED.model_copy(update={"id": case_id, "description": description})
+        case = SERVED.model_copy(update={"id": self._case_id, "description": description})
         own = records_of(case, result, self._environment, duration_s=time.monotonic() - self._began_s)
-        engines = [*(each for each in engines if each.case.id != case_id), own]
-        header = header_of(engines, started, command=self._settings.command, notes=self._notes)
+        notes = [f"outputs and pages of one in {self._settings.judge_every} steps were judged"]
+        if self._settings.follow_one_of > 1:
+            notes.append(f"one of {self._settings.follow_one_of} first blocks of prompts was followed")
+        started = min([self._started, *(run.header.started for run in earlier)])
+        run = joined([*earlier, own], started, self._settings.command, notes)
         aside = path.with_name(f"{path.stem}.{os.getpid()}.jsonl")
         aside.unlink(missing_ok=True)
-        write_run(aside, header, [record for each in engines for record in each.records], dict.fromkeys(errors))
+        write_run(aside, run.header, run.records, run.errors)
         aside.replace(path)
-        self._case_id = case_id
 
 
 @contextmanager

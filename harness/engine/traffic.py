@@ -10,13 +10,12 @@ import random
 import time
 import traceback
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from attncheck.errors import QuestionError
+from attncheck.errors import QuestionError, UnknownNameError
 from attncheck.harness.device import collect_environment
 from attncheck.harness.driver.observation import capture_exception
 from attncheck.harness.engine.events import ObserverResult, ObserverSettings
@@ -24,6 +23,7 @@ from attncheck.harness.engine.findings import KINDS, EngineCase, EngineRecords, 
 from attncheck.harness.engine.models import CONFIGS, make_model
 from attncheck.harness.engine.observer import EngineObserver
 from attncheck.harness.engine.vllm_runner import EngineHooks, watch_workers
+from attncheck.harness.run.options import split_commas
 from attncheck.harness.workers.limits import Limit
 from attncheck.harness.workers.process import ProcessEndedError, RefusedError, WorkerProcess
 from attncheck.harness.workers.protocol import Message
@@ -44,8 +44,7 @@ _NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3
 """A drafter without a model: it proposes what followed the same tokens earlier in the request."""
 
 
-@dataclass(frozen=True)
-class TrafficKind:
+class TrafficKind(NamedTuple):
     """What requests have in common. ``does``: what an engine that is set up for them does."""
 
     description: str
@@ -88,25 +87,42 @@ class EngineRun(Message):
     follow: int = 1
 
     @property
-    def kind(self) -> TrafficKind:
-        """What its requests have in common."""
-        return TRAFFIC[self.traffic]
-
-    @property
     def case(self) -> EngineCase:
         """Its case, such as ``hybrid-preempted``: the name of the model or of its folder, and the kind of traffic."""
-        name = self.model if self.model in CONFIGS else self.folder.name
+        kind, name = TRAFFIC[self.traffic], self.model if self.model in CONFIGS else self.folder.name
         options = self.model_dump(exclude={"folder", "seed", "steps"}, exclude_defaults=True)
         keys = {f"{ENGINE_OPTION}{option}": value for option, value in options.items()}
-        due = tuple(kind for kind in KINDS if kind != "prefix_hit" or PREFIX_HITS in self.kind.shown_by)
-        return EngineCase(id=f"{name}-{self.traffic}", description=self.kind.description, checks=due, keys=keys)
+        due = tuple(check for check in KINDS if check != "prefix_hit" or PREFIX_HITS in kind.shown_by)
+        return EngineCase(id=f"{name}-{self.traffic}", description=kind.description, checks=due, keys=keys)
+
+
+def runs_of(given: Mapping[str, Any], folder: Path) -> list[EngineRun]:
+    """Return the runs of ``given`` options, a model after the other. ``folder``: where small models are made.
+
+    Raises:
+        QuestionError: a kind of traffic or a model is unknown, or two models have the same name.
+    """
+    common = {name: value for name, value in given.items() if name not in ("model", "traffic")}
+    kinds = split_commas(given.get("traffic", TRAFFIC))
+    for kind in kinds:
+        if kind not in TRAFFIC:
+            raise UnknownNameError("kind of traffic", kind, list(TRAFFIC))
+    runs: list[EngineRun] = []
+    for model in dict.fromkeys(split_commas(given.get("model", CONFIGS))):
+        place = folder / model if model in CONFIGS else Path(model).resolve()
+        if model not in CONFIGS and not (place / "config.json").is_file():
+            names = ", ".join(CONFIGS)
+            raise QuestionError(f"--model {model}: no folder with a config.json, and none of the small models {names}")
+        runs += [EngineRun(model=model, folder=place, traffic=kind, **common) for kind in kinds]
+    if len({run.case.id for run in runs}) < len(runs):
+        raise QuestionError("--model: two folders have the same name; judge them in two runs")
+    return runs
 
 
 # Requests.
 
 
-@dataclass(frozen=True)
-class TrafficRequest:
+class TrafficRequest(NamedTuple):
     """A request: it arrives at the step ``arrival``, and ends after ``max_tokens`` tokens."""
 
     request_id: str
@@ -148,8 +164,7 @@ def draw_requests(kind: TrafficKind, seed: int, count: int, vocab_size: int) -> 
 def engine_options(run: EngineRun, *, on_cpu: bool) -> dict[str, Any]:
     """Return the arguments of vLLM's ``LLM`` for a run."""
     config = json.loads((run.folder / "config.json").read_text())
-    text_config = config.get("text_config", config)
-    is_latent = "kv_lora_rank" in text_config
+    is_latent = "kv_lora_rank" in config.get("text_config", config)
     options: dict[str, Any] = {
         "model": str(run.folder),
         "skip_tokenizer_init": True,
@@ -161,17 +176,16 @@ def engine_options(run: EngineRun, *, on_cpu: bool) -> dict[str, Any]:
         "enable_chunked_prefill": True,
         "enable_prefix_caching": True,
     }
-    block_size = (16 if is_latent else 32) if on_cpu else (64 if is_latent else 16)
+    block_size = 64 if is_latent else 16
     if on_cpu:
-        options["block_size"] = block_size
+        block_size = options["block_size"] = 16 if is_latent else 32
         options["enforce_eager"] = True  # vLLM compiles for the CPU otherwise, which takes minutes
-        options["max_num_batched_tokens"] = MAX_MODEL_LEN if is_latent else run.budget  # no chunks there
-    per_request = -(-MAX_MODEL_LEN // block_size)
-    if RESUMED in run.kind.does:
-        options["num_gpu_blocks_override"] = run.blocks or per_request * 5 // 4
-    elif on_cpu:
-        options["num_gpu_blocks_override"] = per_request * MAX_NUM_SEQS
-    if DRAFTS in run.kind.does:
+        options["num_gpu_blocks_override"] = MAX_MODEL_LEN // block_size * MAX_NUM_SEQS
+        if is_latent:
+            options["max_num_batched_tokens"] = MAX_MODEL_LEN  # no chunks there
+    if RESUMED in TRAFFIC[run.traffic].does:
+        options["num_gpu_blocks_override"] = run.blocks or MAX_MODEL_LEN // block_size * 5 // 4
+    if DRAFTS in TRAFFIC[run.traffic].does:
         options["speculative_config"] = dict(_NGRAM)
     return options
 
@@ -218,6 +232,7 @@ def serve_apart(run: EngineRun, limit: Limit) -> EngineRecords:
     """
     serve = partial(serve_calls, make=lambda _: TrafficServer())
     with WorkerProcess(start=lambda _: fork_worker(serve)) as process:
+        process.ref = run.case.id
         process.send(TrafficServer.serve, run)
         try:
             environment: Environment = process.receive(limit)
@@ -266,18 +281,16 @@ class TrafficServer(Server):
         )
 
 
-def _serve_requests(engine: Any, run: EngineRun, observer: Any) -> None:
+def _serve_requests(engine: Any, run: EngineRun, observer: EngineObserver) -> None:
     """Add each request at its step, and run the engine until all have ended, or for the steps of ``run``."""
-    params = import_module("vllm").SamplingParams
-    vocab_size = engine.model_config.get_vocab_size()
-    waiting = list(draw_requests(run.kind, run.seed, run.requests, vocab_size))
+    params, vocab_size = import_module("vllm").SamplingParams, engine.model_config.get_vocab_size()
+    waiting = list(draw_requests(TRAFFIC[run.traffic], run.seed, run.requests, vocab_size))
     step = 0
     while waiting or engine.has_unfinished_requests():
         while waiting and (waiting[0].arrival <= step or not engine.has_unfinished_requests()):
             request = waiting.pop(0)
             sampling = params(max_tokens=request.max_tokens, temperature=0, ignore_eos=True, detokenize=False)
-            prompt = {"prompt_token_ids": list(request.prompt_token_ids)}
-            engine.add_request(request.request_id, prompt, sampling)
+            engine.add_request(request.request_id, {"prompt_token_ids": list(request.prompt_token_ids)}, sampling)
         engine.step()
         step += 1
         is_over = run.steps is not None and observer.result().steps >= run.steps
@@ -291,7 +304,7 @@ def _unmet(run: EngineRun, counts: Mapping[str, int], config: Any) -> str:
         PREFIX_HITS: config.cache_config.enable_prefix_caching,
         PARTS: config.scheduler_config.enable_chunked_prefill,
     }
-    for name in run.kind.shown_by:
+    for name in TRAFFIC[run.traffic].shown_by:
         if not is_on.get(name, True):
             return f"the engine had no {name}: vLLM has switched this off for the model and platform"
         if name != PARTS and not counts.get(name):

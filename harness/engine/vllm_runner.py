@@ -1,7 +1,6 @@
 """Gives an observer what a worker of vLLM does, with model runner V1 or V2."""
 
 import functools
-import logging
 from collections.abc import Callable
 from importlib import import_module
 from inspect import signature
@@ -13,7 +12,7 @@ from torch import Tensor
 from attncheck.errors import QuestionError
 from attncheck.harness.engine.events import LayerRows
 from attncheck.harness.engine.graphs import GraphCopies
-from attncheck.harness.engine.observer import EngineObserver, RecordedStep
+from attncheck.harness.engine.observer import LOGGER, EngineObserver, RecordedStep
 from attncheck.harness.engine.vllm_facts import (
     added_request,
     engine_facts,
@@ -25,8 +24,6 @@ from attncheck.harness.engine.vllm_facts import (
     sampled_tokens,
     step_plan,
 )
-
-LOGGER = logging.getLogger("attncheck")
 
 Watch = Callable[..., None] | None
 """What is called before or after a method, if anything."""
@@ -211,11 +208,11 @@ class EngineHooks:
         step, self._step = self._step, None
         if step is None:
             return
-        step_ends = functools.partial(self._step_ends, step)
         if hasattr(output, "get_output"):  # the tokens are copied from the device meanwhile
+            step_ends = functools.partial(self._step_ends, step)
             output.get_output = self._around(output.get_output, before=None, after=step_ends)
         else:
-            step_ends(output)
+            self._step_ends(step, output)
 
     def _step_ends(self, step: RecordedStep, model_runner_output: Any) -> None:
         self.observer.step_ends(sampled_tokens(step.plan, model_runner_output), step)
@@ -239,7 +236,7 @@ def watch_workers(start: Callable[[Any], None]) -> None:
             parallel = wrapper.worker.vllm_config.parallel_config
             if not wrapper.worker.rank and not parallel.data_parallel_rank:  # other ranks get the same batches
                 start(wrapper.worker)
-        except Exception:
+        except Exception:  # noqa: BLE001 (it must not stop the engine)
             LOGGER.exception("attncheck cannot watch this engine, which is not affected")
         return made
 

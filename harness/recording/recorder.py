@@ -145,15 +145,6 @@ _NO_LAYER_WORD = {
 """Attributes of a layer that change the correct result in a way that the truth cannot express."""
 
 
-def reason_against(layer: Any) -> str | None:
-    """Return why the truth cannot express a layer of vLLM, such as ``layers with chosen keys``, or None."""
-    name = type(layer).__name__
-    if name not in _KNOWN_LAYERS:
-        return f"layers of the class {name}"
-    found = (words for attribute, words in _NO_LAYER_WORD.items() if getattr(layer, attribute, None))
-    return next((f"layers with {words}" for words in found), None)
-
-
 def layer_kinds(
     layers: Iterable[Any], config: Any, block_size: int
 ) -> tuple[tuple[tuple[LayerKind, int], ...], dict[str, int]]:
@@ -172,15 +163,27 @@ def layer_kinds(
 
 
 def _kind(layer: Any, config: Any, block_size: int) -> LayerKind:
-    """Return the kind of one layer.
+    described = layer_spec(layer, config.model_config.dtype)
+    return LayerKind(described, _cache(layer, config, block_size, has_cache=described.has_cache))
+
+
+NOT_DESCRIBED = "no case describes "
+"""Begins the reason of a layer that no case describes."""
+
+
+def layer_spec(layer: Any, of_dtype: Any) -> LayerSpec:
+    """Return what a case states of a layer of vLLM, whose queries are ``of_dtype``, one of torch.
 
     Raises:
         SpecError: no case can describe the layer.
     """
-    reason = reason_against(layer)
-    if reason is not None:
-        raise _unsayable(reason)
-    dtype = str(config.model_config.dtype).removeprefix("torch.")
+    name = type(layer).__name__
+    if name not in _KNOWN_LAYERS:
+        raise _unsayable(f"layers of the class {name}")
+    for attribute, words in _NO_LAYER_WORD.items():
+        if getattr(layer, attribute, None):
+            raise _unsayable(f"layers with {words}")
+    dtype = str(of_dtype).removeprefix("torch.")
     if dtype not in get_args(DType):
         raise _unsayable(f"layers of dtype {dtype}")
     impl, sizes = layer.impl, {"num_heads": layer.num_heads, "num_kv_heads": layer.num_kv_heads}
@@ -195,10 +198,13 @@ def _kind(layer: Any, config: Any, block_size: int) -> LayerKind:
         described = LayerSpec(**common, mla=mla)
     else:
         size_v = getattr(layer, "head_size_v", layer.head_size)
+        attn_type = str(getattr(layer.attn_type, "value", layer.attn_type))
+        if attn_type not in list(AttentionType):
+            raise _unsayable(f"layers of the type {attn_type}")
         described = LayerSpec(
             **common,
             head_size_v=None if size_v == layer.head_size else size_v,
-            attn_type=AttentionType(str(getattr(layer.attn_type, "value", layer.attn_type))),
+            attn_type=AttentionType(attn_type),
             **described_modifiers(layer, impl),
             attn_chunk_size=getattr(layer, "attention_chunk_size", None),
             kv_sharing=getattr(layer, "kv_sharing_target_layer_name", None) is not None,
@@ -206,7 +212,7 @@ def _kind(layer: Any, config: Any, block_size: int) -> LayerKind:
     scale = float(getattr(layer, "scale", getattr(impl, "scale", described.softmax_scale)))
     if abs(scale / described.softmax_scale - 1) > 1e-6:
         described = LayerSpec(**{**vars(described), "scale": scale})
-    return LayerKind(described, _cache(layer, config, block_size, has_cache=described.has_cache))
+    return described
 
 
 def described_modifiers(layer: Any, impl: Any) -> dict[str, Any]:
@@ -233,7 +239,7 @@ def _cache(layer: Any, config: Any, block_size: int, *, has_cache: bool) -> Cach
 
 
 def _unsayable(what: str) -> SpecError:
-    return SpecError(f"no case describes {what}", field="layer", value=what, allowed="other layers")
+    return SpecError(f"{NOT_DESCRIBED}{what}", field="layer", value=what, allowed="other layers")
 
 
 # Keeps as many batches of an engine as a time limit allows, and counts them many at once.

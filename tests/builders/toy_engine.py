@@ -10,13 +10,12 @@ from dataclasses import dataclass, field
 import torch
 
 from attncheck.harness.engine.events import (
-    ContinuedRequest,
     EngineFacts,
     KVGroup,
     LayerFacts,
     LayerRows,
     ObserverSettings,
-    StartedRequest,
+    ScheduledRequest,
     StepPlan,
 )
 from attncheck.harness.engine.observer import EngineObserver
@@ -164,8 +163,8 @@ class ToyEngine:
         self.forget_unseen(request)
 
     def schedule(self):
-        """Return the started and continued requests, and the number of rows of each."""
-        left, counts, started, continued, has_preempted = self.budget, {}, [], [], False
+        """Return the plan of a step: running requests first."""
+        left, counts, chosen, has_preempted = self.budget, {}, [], False
         for request in list(self.running):
             rows = min(left, len(request.tokens) + len(request.drafts) - request.done)
             if rows <= 0 or request not in self.running:
@@ -177,12 +176,12 @@ class ToyEngine:
                 self.waiting.insert(0, victim)
                 victim.is_resumed = has_preempted = True
                 counts.pop(victim.name, None)
-                continued = [each for each in continued if each.request_id != victim.name]
+                chosen = [each for each in chosen if each.request_id != victim.name]
                 if victim is request:
                     break
             else:
                 counts[request.name], left = rows, left - rows
-                continued.append(ContinuedRequest(request.name, tuple(map(tuple, new)), request.done))
+                chosen.append(ScheduledRequest(request.name, tuple(map(tuple, new)), request.done))
         while self.waiting and left > 0 and not has_preempted:
             request = self.waiting[0]
             self.map_prefix(request)
@@ -194,8 +193,8 @@ class ToyEngine:
             self.running.append(request)
             counts[request.name], left = rows, left - rows
             table = tuple(map(tuple, request.table))
-            started.append(StartedRequest(request.name, table, request.done, resumed=request.is_resumed))
-        return StepPlan(tuple(started), tuple(continued), counts, self.drafts_of(counts))
+            chosen.append(ScheduledRequest(request.name, table, request.done, True, request.is_resumed))
+        return StepPlan(tuple(chosen), counts, self.drafts_of(counts))
 
     def drafts_of(self, counts):
         return {each.name: tuple(each.drafts) for each in self.running if each.name in counts and each.drafts}

@@ -41,7 +41,7 @@ def serve(folder, watched, fault, options):
         "tokens": [list(each.outputs[0].token_ids) for each in made], "checks": result.checks,
         "findings": [dataclasses.asdict(each) for each in result.findings], "counts": result.counts,
         "left_out": [*result.not_followed, *result.not_compared], "failure": result.failure, "worst_share": result.worst_share,
-        "backends": result.engine.backends,
+        "backend": result.engine.backend.name,
     }), flush=True)
 
 for arguments in json.loads(sys.argv[1]):
@@ -112,12 +112,12 @@ def test_an_engine_without_a_fault_has_no_finding(results, engine):
 
 def test_what_the_traffic_did(results):
     _, full, hybrid, latent, _ = results
-    assert full["backends"] == ["CPU_ATTN"]
+    assert full["backend"] == "vllm:CPU_ATTN"
     assert full["checks"]["prefix_hit"] > 0
     assert full["counts"]["requests resumed after preemption"] > 0
-    assert hybrid["backends"] == ["CPU_ATTN"]
+    assert hybrid["backend"] == "vllm:CPU_ATTN"
     assert hybrid["counts"]["drafts"] > hybrid["counts"]["drafts accepted"] > 0
-    assert latent["backends"][0].endswith("MLA")
+    assert latent["backend"].endswith("MLA")
 
 
 def test_watching_changes_no_token(results):

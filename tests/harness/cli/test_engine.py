@@ -9,15 +9,16 @@ from attncheck.errors import QuestionError
 from attncheck.harness.device import collect_environment
 from attncheck.harness.engine import traffic
 from attncheck.harness.engine.events import EngineFacts, EngineFinding, ObserverResult
-from attncheck.harness.engine.findings import header_of, records_of
+from attncheck.harness.engine.findings import joined, records_of
 from attncheck.harness.engine.traffic import TRAFFIC, EngineRun
 from attncheck.harness.run.outcomes import ProcessEnd
 from attncheck.harness.workers.process import WorkerError
 from attncheck.harness.workers.protocol import HarnessFailure
 from attncheck.reports.analysis.repro import repro_command
+from attncheck.reports.run_file.header import BackendInfo
 from attncheck.reports.run_file.store import now, read_run, write_run
 
-FACTS = EngineFacts(vllm_version="0.32.0", runner="V1", backends=("CPU_ATTN",), dtype="bfloat16")
+FACTS = EngineFacts(BackendInfo(name="vllm:CPU_ATTN", ref="vllm:CPU_ATTN", version="0.32.0"))
 CHECKS = {"output": 40, "token": 20, "position": 20, "prefix_hit": 2, "count": 3, "write": 5}
 WRONG = EngineFinding("output", 13, "3", 64, "model.layers.0", block_id=17, num_rows=2, cause="block 17 is stale")
 ENVIRONMENT = collect_environment("cpu")
@@ -183,7 +184,7 @@ def test_what_a_watched_command_did_is_shown_and_its_own_exit_code_comes_first(t
         f"path.write_bytes(pathlib.Path('served.jsonl').read_bytes()); sys.exit({code})"
     )
     served = observed(EngineRun(model="full", folder=tmp_path, traffic="mixed"), WRONG)
-    write_run(tmp_path / "served.jsonl", header_of([served], now()), served.records, ())
+    write_run(tmp_path / "served.jsonl", joined([served], now()).header, served.records, ())
     monkeypatch.chdir(tmp_path)
     done = typed("engine --output run.jsonl --", sys.executable, "-c", command)
     assert done.code == (code or 1)

@@ -14,7 +14,7 @@ from attncheck.harness.engine.events import (
     LayerFacts,
     LayerRows,
     ObserverSettings,
-    StartedRequest,
+    ScheduledRequest,
     StepPlan,
 )
 from attncheck.harness.engine.observer import EngineObserver
@@ -35,12 +35,14 @@ class Async:
 
     def step_begins(self, plan):
         self.take_early()
-        continued = tuple(
+        requests = tuple(
             replace(each, num_computed_tokens=each.num_computed_tokens + self.rejected.get(each.request_id, 0))
-            for each in plan.continued
+            if not each.starts
+            else each
+            for each in plan.requests
         )
         drafts = {name: (-1,) * len(ids) for name, ids in plan.drafts.items()}
-        step = self.observer.step_begins(replace(plan, continued=continued, drafts=drafts))
+        step = self.observer.step_begins(replace(plan, requests=requests, drafts=drafts))
         self.step, self.plan = step, plan
 
     def step_ends(self, sampled):
@@ -124,11 +126,11 @@ class CountsOneMore(ToyEngine):
 
     def schedule(self):
         plan = super().schedule()
-        first = plan.continued[0] if plan.continued else None
-        if self.act is None and self.step > 5 and first is not None and not first.new_block_ids[0]:
+        first = plan.requests[0]
+        if self.act is None and self.step > 5 and not first.starts and not first.block_ids[0]:
             self.act = (self.step, first.request_id)
             wrong = replace(first, num_computed_tokens=first.num_computed_tokens + 3)  # two drafts may be rejected
-            plan = replace(plan, continued=(wrong, *plan.continued[1:]))
+            plan = replace(plan, requests=(wrong, *plan.requests[1:]))
         return plan
 
 
@@ -169,7 +171,9 @@ def observer():
 def begin(observer, *names):
     """Begin a step in which each request is given one row; the last row is padding. Return it and its query."""
     step = observer.step_begins(
-        StepPlan(tuple(StartedRequest(name, ((ord(name),),), 0) for name in names), (), dict.fromkeys(names, 1))
+        StepPlan(
+            tuple(ScheduledRequest(name, ((ord(name),),), 0, starts=True) for name in names), dict.fromkeys(names, 1)
+        )
     )
     rows = torch.arange(len(names) + 1)
     observer.inputs(names, rows, torch.zeros_like(rows))
@@ -210,8 +214,8 @@ def test_a_drafter_behind_the_forward_is_ignored(observer):
 
 
 def test_tokens_out_of_order_are_refused(observer):
-    observer.step_begins(StepPlan((), (), {}))
-    second = observer.step_begins(StepPlan((), (), {}))
+    observer.step_begins(StepPlan((), {}))
+    second = observer.step_begins(StepPlan((), {}))
     with pytest.raises(ValueError, match="those of an earlier one"):
         observer.step_ends({}, second)
 
@@ -231,7 +235,7 @@ def test_a_step_that_ends_in_another_thread_is_judged_on_the_stream_of_the_model
     monkeypatch.setattr(torch.cuda, "stream", stream)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: threading.current_thread().name)
     observer.request_added("a", [0])
-    step = observer.step_begins(StepPlan((StartedRequest("a", ((1,),), 0),), (), {"a": 1}))
+    step = observer.step_begins(StepPlan((ScheduledRequest("a", ((1,),), 0, starts=True),), {"a": 1}))
     observer.inputs(["a"], torch.zeros(1), torch.zeros(1).as_subclass(OnGPU))
     thread = threading.Thread(target=observer.step_ends, args=({"a": (5,)}, step))
     thread.start()

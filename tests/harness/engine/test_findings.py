@@ -7,11 +7,11 @@ from inline_snapshot import snapshot
 
 from attncheck.harness.driver.observation import Raised
 from attncheck.harness.engine.events import EngineFacts, EngineFinding, ObserverResult
-from attncheck.harness.engine.findings import KINDS, STOPPED, EngineCase, grouped, header_of, records_of
+from attncheck.harness.engine.findings import KINDS, STOPPED, EngineCase, grouped, joined, records_of
 from attncheck.reference.spec import CHECKS as CHECKS_OF_ALL
 from attncheck.reports.analysis.findings import findings
 from attncheck.reports.analysis.repro import repro_command
-from attncheck.reports.run_file.header import Environment
+from attncheck.reports.run_file.header import BackendInfo, Environment
 from attncheck.reports.run_file.records import ENGINE_CHECKS
 from attncheck.reports.run_file.store import Run
 from attncheck.reports.terminal import run as terminal
@@ -19,12 +19,8 @@ from attncheck.reports.terminal import run as terminal
 LAYER = "model.layers.{}.self_attn.attn"
 CHECKS = {"output": 4000, "token": 2000, "position": 2000, "prefix_hit": 20, "count": 300, "write": 500}
 FACTS = EngineFacts(
-    vllm_version="0.32.0",
-    runner="CPUModelRunner V1",
-    backends=("CPU_ATTN",),
-    dtype="bfloat16",
-    kv_cache_dtype="auto",
-    block_sizes=(32, 32),
+    BackendInfo(name="vllm:CPU_ATTN", ref="vllm:CPU_ATTN", version="0.32.0"),
+    shape="bfloat16, KV cache auto, blocks of 32 tokens, runner CPUModelRunner V1",
 )
 ENVIRONMENT = Environment(
     attncheck="0.1.0",
@@ -84,7 +80,7 @@ def recorded(result, case=SHARED, **changes):
 
 def run_of(result, case=SHARED, command=()):
     served = records_of(case, result, ENVIRONMENT, seed=7)
-    return Run("run.jsonl", header_of([served], "2026-01-01T00:00:00+00:00", seed=7, command=command), served.records)
+    return Run("run.jsonl", joined([served], "2026-01-01T00:00:00+00:00", command).header, served.records)
 
 
 def test_the_rows_layers_requests_and_steps_of_one_bad_block_are_one_finding():
@@ -104,6 +100,17 @@ def test_findings_without_a_block_are_grouped_by_cause_whatever_its_figures():
     assert [len(group.findings) for group in grouped([*SHORT, other])] == [2, 1]
     same_id = EngineFinding("output", 21, "20", 91, LAYER.format(1), group=1, block_id=17)
     assert len(grouped([*BAD_BLOCK, same_id])) == 2, "block 17 of another KV-cache group is another block"
+
+
+def test_an_output_whose_cause_was_not_sought_belongs_to_the_act_before_it_of_its_request_or_layer():
+    def wrong(step, request, layer, cause=None, is_sought=True):
+        return EngineFinding("output", step, request, 9, layer, group=0, cause=cause, is_sought=is_sought)
+
+    sought = [wrong(3, "1", "first", "no window"), wrong(3, "2", "second", "1 key too few")]
+    others = [wrong(4, "1", "third", is_sought=False), wrong(4, "3", "second", is_sought=False)]
+    unlike = wrong(4, "3", "third", is_sought=False)
+    groups = [group.findings for group in grouped([*sought, *others, unlike])]
+    assert groups == [(sought[0], others[0]), (sought[1], others[1]), (unlike,)]
 
 
 def lacking(step, request, block_id, block_index):
@@ -239,8 +246,3 @@ def test_no_command_repeats_a_finding_in_a_server():
 
 def test_the_checks_of_engines_have_the_same_names_everywhere():
     assert {name for name, info in CHECKS_OF_ALL.items() if info.applies_to == "engine"} == set(KINDS) == ENGINE_CHECKS
-
-
-def test_several_classes_that_serve_are_one_backend():
-    facts = EngineFacts(backends=("FLASH_ATTN", "FLASHMLA"))
-    assert recorded(observed(engine=facts))["output"].backend == "vllm:FLASH_ATTN+FLASHMLA"

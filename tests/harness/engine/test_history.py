@@ -5,11 +5,10 @@ import random
 import pytest
 
 from attncheck.harness.engine.events import (
-    ContinuedRequest,
     KVGroup,
     LayerFacts,
     ObserverResult,
-    StartedRequest,
+    ScheduledRequest,
     StepPlan,
 )
 from attncheck.harness.engine.history import EngineHistory
@@ -27,13 +26,12 @@ class Server:
         self.history = EngineHistory([KVGroup(SIZE, ("layer",))], {"layer": LayerFacts(PARAMS)}, self.tally, **options)
         self.rows = self.followed = 0
 
-    def step(self, started=(), continued=(), **counts):
+    def step(self, *requests, **counts):
         self.tally.steps += 1
-        self.history.begin(StepPlan(tuple(started), tuple(continued), counts))
-        entered = self.history.enter(list(counts))
-        self.history.end(dict.fromkeys(counts, (7,)))
+        entered = self.history.begin_step(StepPlan(requests, counts), list(counts))
         self.rows += sum(counts.values())
-        self.followed += sum(len(each.given) for each in entered.followed)
+        self.followed += sum(len(request.step_tokens) for request in entered)
+        self.history.end_step(dict.fromkeys(counts, (7,)))
 
 
 @pytest.mark.parametrize("one_of", [4, 8])
@@ -51,8 +49,8 @@ def test_the_turns_of_a_conversation_are_followed_together(one_of):
         cached[chat] = [*cached[chat], *new]
         reason = server.history.reason_of(tokens[chat])
         server.history.add(f"r{number}", tokens[chat], not_followed=reason)
-        started = StartedRequest(f"r{number}", (tuple(cached[chat]),), hit * SIZE)
-        server.step([started], **{f"r{number}": length - hit * SIZE})
+        started = ScheduledRequest(f"r{number}", (tuple(cached[chat]),), hit * SIZE, starts=True)
+        server.step(started, **{f"r{number}": length - hit * SIZE})
         server.history.finish(f"r{number}")
     assert server.tally.findings == ()
     assert set(server.tally.not_followed) == {f"--follow {one_of} leaves out the first block of their prompt"}
@@ -66,19 +64,19 @@ def serve_unlike(server, *, num_steps, running=8, prompt=40, until=72):
         for name in [name for name, (done, _) in requests.items() if done >= until]:
             server.history.finish(name)
             free += requests.pop(name)[1]
-        counts, started, continued = {}, [], []
+        counts, scheduled = {}, []
         for name, (done, table) in requests.items():
             new = [free.pop(0)] if done % SIZE == 0 else []
             table.extend(new)
-            continued.append(ContinuedRequest(name, (tuple(new),), done))
+            scheduled.append(ScheduledRequest(name, (tuple(new),), done))
             counts[name] = 1
         if len(requests) < running:
             name, table = f"r{step}", [free.pop(0) for _ in range(-(-prompt // SIZE))]
             server.history.add(name, [draw.randrange(1000) for _ in range(prompt)])
-            started.append(StartedRequest(name, (tuple(table),), 0))
+            scheduled.append(ScheduledRequest(name, (tuple(table),), 0, starts=True))
             requests[name] = (0, table)
             counts[name] = prompt
-        server.step(started, continued, **counts)
+        server.step(*scheduled, **counts)
         requests = {name: (done + counts[name], table) for name, (done, table) in requests.items()}
 
 
@@ -90,7 +88,7 @@ def test_new_requests_are_followed_though_ended_ones_left_rows_in_blocks():
     assert server.followed == server.rows > 4000
 
 
-def test_if_the_running_requests_do_not_fit_the_latest_are_not_followed():
+def test_if_the_running_requests_do_not_fit_some_are_not_followed():
     server = Server(capacity=256)  # of 576 that eight requests have at most
     serve_unlike(server, num_steps=600)
     assert server.tally.findings == ()
@@ -103,13 +101,13 @@ def test_a_hit_on_blocks_that_were_dropped_is_counted_and_no_finding():
     for number in range(40):
         server.history.add(f"r{number}", [number] * 20)
         table = 2 * number + 1, 2 * number + 2
-        server.step([StartedRequest(f"r{number}", (table,), 0)], **{f"r{number}": 20})
+        server.step(ScheduledRequest(f"r{number}", (table,), 0, starts=True), **{f"r{number}": 20})
         server.history.finish(f"r{number}")
     assert server.followed == 800
     for name, number in (("late", 39), ("early", 0)):
         server.history.add(name, [number] * 20)
-        started = StartedRequest(name, ((2 * number + 1, 101 + number),), SIZE)
-        server.step([started], **{name: 4})
+        started = ScheduledRequest(name, ((2 * number + 1, 101 + number),), SIZE, starts=True)
+        server.step(started, **{name: 4})
         assert server.followed == 804, name
     assert server.tally.findings == ()
     assert server.tally.not_followed == {"their prefix hit maps blocks whose keys are not kept": 4}
@@ -119,7 +117,7 @@ def compute(server, name, tokens, table, hit=0):
     """Serve one request of these tokens in one step; return whether it is followed."""
     before = server.followed
     server.history.add(name, tokens)
-    server.step([StartedRequest(name, (table,), hit)], **{name: len(tokens) - hit})
+    server.step(ScheduledRequest(name, (table,), hit, starts=True), **{name: len(tokens) - hit})
     return server.followed > before
 
 
@@ -136,9 +134,8 @@ def test_a_prompt_that_does_not_fit_leaves_running_requests_followed():
     server = Server(capacity=256)
     assert compute(server, "running", [1] * 100, tuple(range(1, 8)))
     assert not compute(server, "long", [2] * 200, tuple(range(10, 23)))
-    continued = ContinuedRequest("running", ((),), 100)
     before = server.followed
-    server.step(continued=[continued], running=1)
+    server.step(ScheduledRequest("running", ((),), 100), running=1)
     assert server.followed == before + 1
     assert server.tally.not_followed == {"their keys and values exceed max_row_bytes": 200}
 
@@ -147,19 +144,19 @@ def test_a_request_whose_rows_are_dropped_is_not_followed_from_then_on():
     server, table = Server(capacity=64), {"old": (1, 2, 3), "new": (4, 5, 6)}
     assert compute(server, "old", [1] * 30, table["old"])
     assert compute(server, "new", [2] * 28, table["new"])
-    for step in range(4):  # from the third on, 63 rows are too few, and the eighth part of 64 is freed
-        continued = [ContinuedRequest("old", ((),), 30 + step), ContinuedRequest("new", ((),), 28 + step)]
-        server.step(continued=continued, old=1, new=1)
+    for step in range(4):  # from the third on, 63 rows are too few
+        running = ScheduledRequest("old", ((),), 30 + step), ScheduledRequest("new", ((),), 28 + step)
+        server.step(*running, old=1, new=1)
     assert server.followed == 58 + 2 + 2 + 1 + 1
     assert server.tally.not_followed == {"their keys and values exceed max_row_bytes": 2}
 
 
-def test_a_wrong_prefix_hit_is_replaced_by_rows_of_its_tokens_if_these_are_kept():
-    server = Server(capacity=256)
-    for number in range(8):  # 255 rows
-        assert compute(server, f"r{number}", [number] * (32 - number // 7), (2 * number + 1, 2 * number + 2))
-        server.history.finish(f"r{number}")
-    assert compute(server, "new", [6] * 17, (98, 97), hit=SIZE)  # the 64 oldest rows are dropped, and one is used again
-    assert not compute(server, "old", [1] * 17, (96, 95), hit=SIZE)
-    assert [finding.block_id for finding in server.tally.findings] == [98, 96]
-    assert server.tally.not_followed == {"their prefix hit maps a wrong block, and no other has its tokens": 1}
+def test_a_request_whose_prefix_hit_is_wrong_is_not_followed():
+    server = Server()
+    assert compute(server, "old", [1] * 32, (1, 2))
+    assert not compute(server, "new", [2] * 17, (1, 3), hit=SIZE)
+    assert compute(server, "newer", [3] * 17, (4, 5))
+    assert [(finding.kind, finding.position, finding.block_id) for finding in server.tally.findings] == [
+        ("prefix_hit", 0, 1)
+    ]
+    assert server.tally.not_followed == {"their prefix hit maps a wrong block": 1}

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from attncheck.backends.caches.codecs import Coding
-from attncheck.harness.engine.events import ContinuedRequest, KVGroup, LayerFacts, LayerRows, StartedRequest, StepPlan
+from attncheck.harness.engine.events import KVGroup, LayerFacts, LayerRows, ScheduledRequest, StepPlan
 from attncheck.harness.engine.findings import grouped
 from attncheck.harness.engine.observer import EngineObserver
 from attncheck.harness.problem.storage import UpProjections
@@ -32,7 +32,7 @@ def observed(layers, *calls):
     observer = EngineObserver()
     observer.engine_starts([KVGroup(BLOCK, tuple(layers))], layers)
     observer.request_added("r", list(range(ROWS)))
-    observer.step_begins(StepPlan((StartedRequest("r", ((1, 2, 3),), 0),), (), {"r": ROWS}))
+    observer.step_begins(StepPlan((ScheduledRequest("r", ((1, 2, 3),), 0, starts=True),), {"r": ROWS}))
     observer.inputs(["r"], torch.arange(ROWS), torch.arange(ROWS))
     for call in calls:
         observer.layer_rows(LayerRows(*call))
@@ -79,8 +79,8 @@ def test_chunks_are_counted_from_the_first_key_of_the_request_though_a_window_hi
     observer.engine_starts([KVGroup(BLOCK, ("own",))], {"own": LayerFacts(params)})
     observer.request_added("r", list(range(ROWS)))
     plans = [
-        StepPlan((StartedRequest("r", ((1, 2, 3),), 0),), (), {"r": 7}),
-        StepPlan((), (ContinuedRequest("r", ((),), 7),), {"r": ROWS - 7}),  # the first row sees key 5 at the earliest
+        StepPlan((ScheduledRequest("r", ((1, 2, 3),), 0, starts=True),), {"r": 7}),
+        StepPlan((ScheduledRequest("r", ((),), 7),), {"r": ROWS - 7}),  # the first row sees key 5 at the earliest
     ]
     for rows, plan in zip((slice(0, 7), slice(7, ROWS)), plans, strict=True):
         observer.step_begins(plan)
@@ -180,6 +180,27 @@ def test_a_layer_that_shares_keys_is_judged_by_those_of_its_target():
     assert result.checks["output"] == 2 * ROWS
     calls[1] = ("shared", other, None, None, attend(other, value, key, PLAIN))
     assert {finding.layer for finding in observed(layers, *calls).findings} == {"shared"}
+
+
+def test_a_layer_that_shares_keys_is_judged_after_a_step_of_which_it_computed_a_part():
+    query, key, value = drawn(ROWS, 4, 16), drawn(ROWS, 2, 16, seed=1), drawn(ROWS, 2, 16, seed=2)
+    output = attend(query, key, value, PLAIN)
+    observer = EngineObserver()
+    layers = {"own": LayerFacts(PLAIN), "shared": LayerFacts(PLAIN, kv_sharing_target="own")}
+    observer.engine_starts([KVGroup(BLOCK, tuple(layers))], layers)
+    observer.request_added("r", list(range(ROWS)))
+    for rows, starts in ((slice(0, 7), True), (slice(7, ROWS), False)):
+        table = ((1, 2, 3),) if starts else ((),)
+        plan = StepPlan((ScheduledRequest("r", table, rows.start, starts),), {"r": rows.stop - rows.start})
+        observer.step_begins(plan)
+        observer.inputs(["r"], torch.arange(ROWS)[rows], torch.arange(ROWS)[rows])
+        observer.layer_rows(LayerRows("own", query[rows], key[rows], value[rows], output[rows]))
+        part = slice(6, 7) if starts else rows
+        observer.layer_rows(LayerRows("shared", query[part], None, None, output[part]))
+        observer.step_ends({})
+    result = observer.result()
+    assert (result.findings, result.checks["output"]) == ((), ROWS + ROWS - 7)
+    assert result.not_compared["output", "layers that compute a part of the rows"] == 7
 
 
 def test_what_cannot_be_judged_is_counted_with_its_reason():

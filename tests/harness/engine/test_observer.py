@@ -212,9 +212,8 @@ def test_a_prefix_hit_one_block_too_long_is_found_when_it_is_mapped():
     assert (first.block_id, first.block_index, first.position) == (engine.block, index, index * BLOCK)
     assert first.note.startswith(f"the prefix hit maps block {engine.block}, which holds keys of request")
     assert first.note.endswith(", positions 0 to 3")
-    assert {finding.kind for finding in result.findings} <= {"prefix_hit", "output"}
-    if result.not_followed:  # no block holds its tokens, so that its keys are not known
-        assert set(result.not_followed) == {"their prefix hit maps a wrong block, and no other has its tokens"}
+    assert {finding.kind for finding in result.findings} == {"prefix_hit"}
+    assert set(result.not_followed) == {"their prefix hit maps a wrong block"}
 
 
 class ReusesCachedBlock(ToyEngine):
@@ -285,7 +284,7 @@ def test_requests_are_chosen_by_their_first_block_whatever_their_order_and_rest(
         names = [str(first), f"{first} later"]
         observer.request_added(names[0], [first, 1, 2, 3, *range(first % 7)])
         observer.request_added(names[1], [first, 1, 2, 3, 9, 9])
-        step = observer.step_begins(StepPlan((), (), dict.fromkeys(names, 1)))
+        step = observer.step_begins(StepPlan((), dict.fromkeys(names, 1)))
         observer.inputs(names, None, None)
         assert step.request_ids in ([], names)
         assert step.request_ids == chosen.setdefault(first, step.request_ids)
@@ -318,8 +317,8 @@ def test_memory_is_bounded_and_what_does_not_fit_is_counted():
 class GivesTooFewBlocks(ToyEngine):
     def schedule(self):
         plan = super().schedule()
-        few = tuple(replace(each, block_ids=tuple(ids[:-1] for ids in each.block_ids)) for each in plan.started)
-        return replace(plan, started=few) if self.step == 1 else plan
+        few = tuple(replace(each, block_ids=tuple(ids[:-1] for ids in each.block_ids)) for each in plan.requests)
+        return replace(plan, requests=few) if self.step == 1 else plan
 
 
 def test_too_few_blocks_are_named_and_counted_as_compared():
@@ -355,9 +354,9 @@ class WithRings(EngineObserver):
         super().engine_starts([*groups, KVGroup(BLOCK, ("ring",), "rings")], layers, engine)
 
     def step_begins(self, plan):
-        started = tuple(replace(each, block_ids=(*each.block_ids, (99,))) for each in plan.started)
-        continued = tuple(replace(each, new_block_ids=(*each.new_block_ids, ())) for each in plan.continued)
-        return super().step_begins(replace(plan, started=started, continued=continued))
+        rings = {True: (99,), False: ()}
+        requests = tuple(replace(each, block_ids=(*each.block_ids, rings[each.starts])) for each in plan.requests)
+        return super().step_begins(replace(plan, requests=requests))
 
 
 def test_a_group_that_is_not_followed_may_have_one_block_for_each_request():
@@ -372,6 +371,7 @@ def test_a_finding_whose_cause_is_not_sought_states_that():
     assert first.cause == "the row sees 1 key too few"
     assert others
     assert {(each.cause, each.note) for each in others} == {(None, "its cause was not sought: max_explained is 1")}
+    assert len(grouped(result.findings)) == 1
 
 
 class LeavesLayersOut(ToyEngine):

@@ -37,7 +37,7 @@ class Impl:
 class Attention:
     num_heads = num_kv_heads = 1
     head_size = SIZE
-    sliding_window, kv_cache_dtype = None, "auto"
+    sliding_window, kv_cache_dtype, attn_type = None, "auto", "decoder"
 
     def __init__(self):
         self.impl = Impl()
@@ -431,7 +431,9 @@ def test_a_failure_of_ours_ends_the_watching_alone(serve, settings, monkeypatch,
     assert torch.equal(outputs, drive(Worker(runner_class())))
     assert engine.hooks.observer.result().failure == "RuntimeError: ours"
     run = read_run(settings.path)
-    assert run.errors == ("attncheck itself failed, and stopped watching the engine: RuntimeError: ours",)
+    assert run.errors == (
+        "engine/served: attncheck itself failed, and stopped watching the engine: RuntimeError: ours",
+    )
     assert not any(record.outcome == "passed" for record in run.records)
 
 

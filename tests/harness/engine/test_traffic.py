@@ -22,7 +22,7 @@ from attncheck.harness.engine.traffic import (
     serve_apart,
 )
 from attncheck.harness.workers.limits import Limit
-from attncheck.harness.workers.process import RefusedError
+from attncheck.harness.workers.process import RefusedError, WorkerError
 from attncheck.reports.run_file.header import Environment
 
 VOCAB_SIZE = 512
@@ -119,7 +119,7 @@ def crash():
 )
 def test_an_engine_that_ends_while_it_serves_has_a_record_of_each_check(served, act, limit_s, outcome, cause):
     found = served(act, limit_s=limit_s)
-    assert found.case.id == "full-drafts"
+    assert [case.id for case in found.header.cases] == ["full-drafts"]
     assert {record.check for record in found.records} == {"output", "token", "position", "count", "write"}
     for record in found.records:
         assert (record.outcome, record.stage, record.seed) == (outcome, "serving", 3)
@@ -139,3 +139,12 @@ def leave():
 def test_an_engine_that_does_not_start_is_an_error_with_the_end_of_its_output(served, act, reason):
     with pytest.raises(QuestionError, match=f"full-drafts: vLLM did not start: .*{reason}.*\nvLLM . a line of vLLM"):
         served(act, is_started=False)
+
+
+def fail():
+    raise KeyError("ours")
+
+
+def test_a_failure_of_ours_names_the_case_whose_process_it_was(served):
+    with pytest.raises(WorkerError, match=r"KeyError: 'ours' \(in the process of full-drafts\)"):
+        served(fail)

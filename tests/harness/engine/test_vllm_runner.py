@@ -1,13 +1,15 @@
 """What the objects of vLLM mean to an observer, from objects with the same attributes."""
 
+import sys
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from attncheck.harness.engine.events import ContinuedRequest, KVGroup, StartedRequest
+from attncheck.harness.engine.events import KVGroup, ScheduledRequest
 from attncheck.harness.engine.vllm_facts import (
     added_request,
+    engine_facts,
     kv_groups,
     layer_facts,
     page_sizes,
@@ -36,7 +38,7 @@ def test_a_request_is_followed_or_its_reason_is_given(given, key, reason):
     assert added_request(request(**given)) == ("r", [1, 2], key, reason)
 
 
-def test_a_plan_has_resumed_requests_among_the_started_ones():
+def test_a_plan_has_requests_that_start_start_again_or_go_on():
     cached = SimpleNamespace(
         req_ids=["a", "b"], resumed_req_ids={"b"}, new_block_ids=[None, ([7], [8])], num_computed_tokens=[5, 4]
     )
@@ -49,11 +51,11 @@ def test_a_plan_has_resumed_requests_among_the_started_ones():
         kv_cache_block_copies=[(1, 2)],
     )
     plan = step_plan(output, {"b"})
-    assert plan.started == (
-        StartedRequest("c", ((1, 2), (3,)), 32),
-        StartedRequest("b", ((7,), (8,)), 4, resumed=True),
+    assert plan.requests == (
+        ScheduledRequest("a", (), 5),
+        ScheduledRequest("b", ((7,), (8,)), 4, starts=True, is_resumed=True),
+        ScheduledRequest("c", ((1, 2), (3,)), 32, starts=True),
     )
-    assert plan.continued == (ContinuedRequest("a", (), 5),)
     assert plan.drafts == {"a": (4, -1)}
     assert plan.block_copies == ((1, 2),)
     made = SimpleNamespace(sampled_token_ids=[[9], [], [5, 6]], req_id_to_index={"b": 0, "c": 1, "a": 2})
@@ -116,9 +118,7 @@ class RSWAAttention(Attention):
 
 def test_the_settings_of_a_layer():
     layer = Attention({"sinks": torch.ones(4).bfloat16(), "logits_soft_cap": 30.0}, sliding_window=48)
-    expected = AttentionParams(
-        4, 2, 16, 16, scale=0.25, window=(47, 0), logits_soft_cap=30.0, sinks=(1.0, 1.0, 1.0, 1.0)
-    )
+    expected = AttentionParams(4, 2, 16, scale=0.25, window=(47, 0), logits_soft_cap=30.0, sinks=(1.0, 1.0, 1.0, 1.0))
     facts = layer_facts(layer, torch.bfloat16, 32)
     assert (facts.params, facts.page_size, facts.not_judged) == (expected, 32, None)
 
@@ -128,6 +128,7 @@ def test_the_settings_of_a_layer():
     [
         (RSWAAttention(), "layers of the class RSWAAttention"),
         (Attention(attn_type="encoder_only"), "layers of the type encoder_only"),
+        (Attention(attn_type="of_next_year"), "layers of the type of_next_year"),
         (Attention(kv_cache_dtype="nvfp4"), "layers with a cache of nvfp4"),
         (Attention({"chunk_lookback": 1}), "layers whose chunks look back"),
         (Attention(use_mm_prefix=True), "layers with prefix ranges of images"),
@@ -166,3 +167,27 @@ def test_fp8_codes_of_no_known_rule_are_not_judged():
     layer = written_by(nearest_code)
     layer._k_scale_float = 0.3
     assert layer_facts(layer, torch.bfloat16).not_judged == unknown
+
+
+def test_several_classes_that_serve_are_one_backend(monkeypatch):
+    monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(__version__="0.32.0"))
+    classes = {"a": "FLASH_ATTN", "b": "FLASHMLA", "c": "FLASH_ATTN"}
+    layers = {
+        layer: SimpleNamespace(get_attn_backend=lambda name=name: SimpleNamespace(get_name=lambda: name))
+        for layer, name in classes.items()
+    }
+    groups = [
+        SimpleNamespace(layer_names=[*names], kv_cache_spec=SimpleNamespace(block_size=16)) for names in ("ab", "c")
+    ]
+    facts = engine_facts(
+        SimpleNamespace(
+            kv_cache_config=SimpleNamespace(kv_cache_groups=groups),
+            compilation_config=SimpleNamespace(static_forward_context=layers),
+            model_config=SimpleNamespace(dtype=torch.bfloat16),
+            cache_config=SimpleNamespace(cache_dtype="auto"),
+            vllm_config=SimpleNamespace(scheduler_config=SimpleNamespace(async_scheduling=True)),
+        )
+    )
+    assert (facts.backend.name, facts.backend.version) == ("vllm:FLASH_ATTN+FLASHMLA", "0.32.0")
+    assert facts.shape == "bfloat16, KV cache auto, blocks of 16 tokens, runner SimpleNamespace V2"
+    assert (facts.dtype, facts.is_async) == ("bfloat16", True)

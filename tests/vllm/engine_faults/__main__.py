@@ -10,7 +10,7 @@ import random
 import sys
 import time
 import traceback
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 
@@ -65,7 +65,7 @@ def serve(engine, plant):
     acts = Acts(worker.model_runner)
     observer = EngineObserver(ObserverSettings(max_explained=2))
     _follow(acts, plant)
-    _judge_near(acts, observer.settings, SELDOM if plant is None else 10**9)
+    _judge_near(acts, SELDOM if plant is None else 10**9)
     tokens, raised = {}, ""
     began = time.perf_counter()
     hooks = EngineHooks(observer)
@@ -111,11 +111,12 @@ def _follow(acts, plant):
     around(GPUModelRunner, "execute_model", execute)
 
 
-def _judge_near(acts, settings, seldom):
-    """Judge the steps near the act, and of the others one in ``seldom``."""
+def _judge_near(acts, seldom):
+    """Judge the steps near the act, and of the others one in ``seldom``. A fault may act after the step has begun."""
 
     def inputs_given(original, observer, *args):
-        observer.settings = settings if acts.is_near else replace(settings, judge_every=seldom)
+        step = observer._steps[-1]
+        step.is_judged = acts.is_near or step.number % seldom == 0
         return original(observer, *args)
 
     around(EngineObserver, "inputs", inputs_given)
