@@ -319,6 +319,21 @@ def test_what_is_kept_from_an_earlier_call_is_one_cause(state_case):
     assert {check: record.meaning for check, record in records.items()} == dict.fromkeys(checks, kept)
 
 
+def test_other_bits_of_a_wrong_step_have_no_cause_of_their_own(state_case):
+    """An output that grows with each call."""
+
+    def forward(self, layer, inputs, states, attn_metadata, output):
+        TorchStateImpl.forward(self, layer, inputs, states, attn_metadata, output)
+        self.calls = vars(self).get("calls", 0) + 1
+        output[0] += self.calls
+
+    record = examine(changed(forward=forward), state_case("gdn", *MIXED), checks=("determinism",))["determinism"]
+    assert record.summary == snapshot(
+        "1 of 38 rows, the first is row 0 (request 0, position 19): other bits when the step is repeated on the same impl"
+    )
+    assert record.meaning == snapshot("not known; the first step has wrong rows or states, too")
+
+
 def test_equal_bits_do_not_depend_on_the_batch(state_case, monkeypatch):
     """The truth of a request alone allows less here, so that the bits of the batch are wrong alone."""
 
