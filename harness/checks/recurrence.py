@@ -119,7 +119,7 @@ class _Judged:
         if not bool(torch.isfinite(self.seen.out).all()) or bool(self.seen.unwritten.any()):
             return None
         for mistake in (*mistakes(self.problem), *wrong_orders(self.problem)):
-            wrong = computed(self.problem, mistake)
+            wrong = computed(self.problem, mistake, self.wrong_requests)
             if not bool((self.truth.shares(wrong) > 1).any()):
                 continue  # this result is right, so it explains nothing
             if is_answer(self.computed.judged_out, wrong.judged_out, self.truth.budget, self.problem.dtype):
@@ -133,7 +133,7 @@ class _Judged:
             return "the new state is not stored"
         budget, dtype = self.truth.state_budget, DTYPES[self.problem.options.state_dtype]
         for mistake in (*mistakes(self.problem), *wrong_orders(self.problem)):
-            stored = computed(self.problem, mistake)
+            stored = computed(self.problem, mistake, self.wrong_requests)
             if not bool((self.truth.state_shares(stored) > 1).any()):
                 continue
             if is_answer(self.computed.judged_states, stored.judged_states, budget, dtype):

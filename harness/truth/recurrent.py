@@ -169,7 +169,7 @@ class Mistake:
     """A fault of a layer. ``meaning``: in words.
 
     ``rows``, ``state``: what it takes for those of a request. ``stored``: the rows whose states it stores. ``loop``:
-    its form of :func:`recurrence`.
+    its form of :func:`recurrence`. ``is_of_some``: whether it may act on some requests of a step alone.
     """
 
     meaning: str
@@ -177,22 +177,24 @@ class Mistake:
     state: Callable[[RecurrentProblem, StateRequest], Tensor | None] = state_of
     stored: Callable[[StateRequest], list[int]] = stored_after
     loop: Callable[[RecurrentRows, Tensor | None, list[int]], tuple[Tensor, dict[int, Tensor]]] = recurrence
+    is_of_some: bool = False
 
 
 _NONE = Mistake("")
 
 
-def computed(problem: RecurrentProblem, mistake: Mistake = _NONE) -> Computed:
-    """Return the exact result of a layer with a fault, or without."""
-    return _joined(
-        [
-            _looped(
-                mistake.loop(mistake.rows(problem, request), mistake.state(problem, request), mistake.stored(request)),
-                mistake.stored(request),
-            )
-            for request in problem.requests
-        ]
-    )
+def computed(problem: RecurrentProblem, mistake: Mistake = _NONE, requests: Collection[int] | None = None) -> Computed:
+    """Return the exact result of a layer with a fault, or without.
+
+    ``requests``: the numbers of those on which the fault acts, if it is one of some requests. Otherwise it acts on all.
+    """
+    parts = []
+    for request in problem.requests:
+        acts = not mistake.is_of_some or requests is None or request.number in requests
+        made = mistake if acts else _NONE
+        stored = made.stored(request)
+        parts.append(_looped(made.loop(made.rows(problem, request), made.state(problem, request), stored), stored))
+    return _joined(parts)
 
 
 def _loop(stored: list[int], rows: RecurrentRows, state: Tensor | None) -> Computed:
@@ -356,7 +358,7 @@ def mistakes(problem: RecurrentProblem) -> Iterator[Mistake]:
     yield Mistake("the decay is missing", rows=_without_decay)
     yield Mistake("the initial state is ignored", state=_no_state)
     yield Mistake("the state before a prompt's first row has not decayed", state=_undecayed_state)
-    yield Mistake("states are used where has_initial_states is False", state=_stale_state)
+    yield Mistake("states are used where has_initial_states is False", state=_stale_state, is_of_some=True)
     yield Mistake("the state of another request is read", state=_state_of_next)
     if options.num_speculative_tokens:
         yield Mistake("the state is read from column 0, not num_accepted_tokens - 1", state=_state_of_first_column)

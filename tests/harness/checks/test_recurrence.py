@@ -284,6 +284,20 @@ def test_a_change_of_the_whole_cache_is_named(state_case):
     assert record.meaning == "all slots of no request were written, as by an operation on the whole cache"
 
 
+def test_a_prompt_of_one_row_that_counts_as_a_decode_is_named(state_case):
+    """As in vLLM's linear attention: the other prompts begin with zeros."""
+
+    def forward(self, layer, inputs, states, attn_metadata, output):
+        has_one = attn_metadata.query_start_loc.diff() == 1
+        metadata = replace(attn_metadata, has_initial_states=attn_metadata.has_initial_states | has_one)
+        TorchStateImpl.forward(self, layer, inputs, states, metadata, output)
+
+    records = examine(changed(forward=forward), state_case("linear", *MIXED), checks=("numerics", "cache_write"))
+    assert records["numerics"].figures["rows_wrong"] == 1
+    words = "states are used where has_initial_states is False"
+    assert [record.meaning for record in records.values()] == [words, words]
+
+
 def test_a_result_that_is_right_explains_no_fault(state_case):
     """In a step of decodes, the stored state is the initial one: to read it is right."""
     backend = changed(forward=off_by(1.02, lambda m: True))
