@@ -327,7 +327,8 @@ def _draw_weights(stream: RandomStream, layer: LayerSpec, options: RecurrenceOpt
         count = heads * (layer.head_size if options.rule == "mamba1" else 1)
         decay = _in_turn(_DECAYS, count) * (1 + stream.uniform(count) / 8)
         weights["A"] = -decay.view(heads, -1) if options.rule == "mamba1" else -decay
-        weights["dt_bias"] = _in_turn(_DT_BIASES, heads) + stream.uniform(heads) / 8
+        # Layers may have it in the model's dtype. Each dtype has the numbers of bfloat16 in this range.
+        weights["dt_bias"] = (_in_turn(_DT_BIASES, heads) + stream.uniform(heads) / 8).to(torch.bfloat16)
     elif options.rule == "gdn":
         weights["A_log"], weights["dt_bias"] = _in_turn(_A_LOGS, heads), _in_turn(_GATE_BIASES, heads)
     elif options.rule == "linear":
