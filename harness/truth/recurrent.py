@@ -4,6 +4,7 @@ The truth is the loop of :mod:`attncheck.reference.attention.recurrence`, reques
 of ``unpaged``. Its honest low-precision runs are:
 
 - the loop in float32;
+- with ``gdn``, the same loop whose beta is ``1 / (1 + exp(-b))``, with each result rounded to the dtype of ``b``;
 - where states have fewer bits, the same loop with the state rounded after each row of a decode. Its output comes from
   the rounded state. With ``mamba1``, this holds for the rows of prompts, too: each may be a call of the decode kernel;
 - the form in chunks of :func:`rounded_chunks`, of 1, 16 and 64 rows. Its operands, beta and intermediate results are
@@ -234,10 +235,20 @@ def _budget(allowed: tuple[Tensor, Tensor], usual: tuple[Tensor, Tensor]) -> Bud
 def _honest_runs(problem: RecurrentProblem, steps: list[tuple[StateRequest, RecurrentRows]]) -> Iterator[Computed]:
     in_float32 = [(request, rows.to(torch.float32), request.initial) for request, rows in steps]
     yield _joined([_loop(stored_after(request), rows, state) for request, rows, state in in_float32])
+    if problem.options.rule == "gdn":
+        gated = [(request, _with_rounded_beta(request, rows), state) for request, rows, state in in_float32]
+        yield _joined([_loop(stored_after(request), rows, state) for request, rows, state in gated])
     if DTYPES[problem.options.state_dtype] != torch.float32:
         yield _joined([_out_of_stored(problem, *each) for each in in_float32])
     for size in _CHUNKS:
         yield _joined([_rounded(problem, size, *each) for each in in_float32])
+
+
+def _with_rounded_beta(request: StateRequest, rows: RecurrentRows) -> RecurrentRows:
+    """Return rows whose beta is computed in the dtype of ``b``: it has three roundings, and not one."""
+    b = request.inputs["b"]
+    beta = 1 / (1 + (-b).exp())  # torch rounds each result
+    return replace(rows, beta=beta.float())
 
 
 def _out_of_stored(

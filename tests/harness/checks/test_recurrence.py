@@ -156,6 +156,20 @@ def test_an_output_of_the_stored_state_is_right(state_case, rule):
     assert outcomes(records) == dict.fromkeys(DEFAULT_CHECKS, "passed") | WITHOUT_GRAPHS
 
 
+def test_a_beta_with_three_roundings_is_far_within_the_budget():
+    """As vLLM's gates for CPUs compute it. Without a run of such a beta, a state has 0.9 of its budget here."""
+
+    def stepwise(self, query, key, value, g, beta, a, b):
+        beta = 1 / (1 + (-b.bfloat16()).exp())
+        return TorchStateImpl._rows_of_delta(self, query, key, value, g, beta.float())
+
+    (case,) = (case for case in load_suite("state").cases if case.id == "gdn-heads.4")
+    problem = build_recurrent(case, 2)
+    seen = StateSession(changed(_rows_of_delta=stepwise), problem, CPU).run(problem)
+    shares = recurrent_truth(problem).state_shares(Computed(seen.out, seen.states))
+    assert float(shares.max()) < 0.5
+
+
 @pytest.mark.parametrize("rule", RULES)
 def test_a_request_alone_has_at_least_the_budget_of_its_rows(state_case, rule):
     problem = build_recurrent(state_case(rule, *MIXED), 0)
