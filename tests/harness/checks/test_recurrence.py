@@ -464,6 +464,17 @@ def test_a_case_that_cannot_show_a_fault_is_refused(state_case):
     assert "blind to the scale is missing: no row moves by 10 times the allowed error" in str(fault)
 
 
+@pytest.mark.parametrize("rule", ["gdn", "kda"])
+@pytest.mark.parametrize("drafts", [0, 2])
+def test_a_step_of_decodes_shows_the_delta_rule(state_case, rule, drafts):
+    """Random queries of this size are nearly orthogonal to the keys of few rows."""
+    sizes = {"head_size": 128, "head_size_v": 128}
+    decodes = ((1 + drafts, 20), (1, 9), (1, 9), (1, 30))
+    for seed in range(4):
+        case = state_case(rule, *decodes, options={"num_speculative_tokens": drafts}, **sizes)
+        recurrent_truth(build_recurrent(case, seed))  # it refuses a case that cannot show a fault
+
+
 @pytest.mark.parametrize("rule", RULES)
 def test_each_mistake_of_a_rule_is_another_output(state_case, rule):
     options = {"num_speculative_tokens": 2}
