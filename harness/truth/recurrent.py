@@ -4,12 +4,12 @@ The truth is the loop of :mod:`attncheck.reference.attention.recurrence`, reques
 of ``unpaged``. Its honest low-precision runs are:
 
 - the loop in float32;
-- with ``gdn``, the same loop whose beta is ``1 / (1 + exp(-b))``, with each result rounded to the dtype of ``b``;
 - where states have fewer bits, the same loop with the state rounded after each row of a decode. Its output comes from
   the rounded state. With ``mamba1``, this holds for the rows of prompts, too: each may be a call of the decode kernel;
 - the form in chunks of :func:`rounded_chunks`, of 1, 16 and 64 rows. Its operands, beta and intermediate results are
-  rounded to the layer's dtype, as kernels for matrix units round them. The state is rounded to its dtype after each
-  chunk. For decodes, chunks have one row, because a kernel may read again the state that it stored after each row.
+  rounded to the layer's dtype, as kernels for matrix units round them. Beta of ``gdn`` is ``1 / (1 + exp(-b))``, with
+  each result rounded to the dtype of ``b``. The state is rounded to its dtype after each chunk. For decodes, chunks
+  have one row, because a kernel may read again the state that it stored after each row.
 
 An error enters the state and decays with it, in these runs as in a kernel. So no bound of its own is needed for decay.
 ``mamba1`` has no form in chunks: its kernels are loops in float32.
@@ -235,20 +235,10 @@ def _budget(allowed: tuple[Tensor, Tensor], usual: tuple[Tensor, Tensor]) -> Bud
 def _honest_runs(problem: RecurrentProblem, steps: list[tuple[StateRequest, RecurrentRows]]) -> Iterator[Computed]:
     in_float32 = [(request, rows.to(torch.float32), request.initial) for request, rows in steps]
     yield _joined([_loop(stored_after(request), rows, state) for request, rows, state in in_float32])
-    if problem.options.rule == "gdn":
-        gated = [(request, _with_rounded_beta(request, rows), state) for request, rows, state in in_float32]
-        yield _joined([_loop(stored_after(request), rows, state) for request, rows, state in gated])
     if DTYPES[problem.options.state_dtype] != torch.float32:
         yield _joined([_out_of_stored(problem, *each) for each in in_float32])
     for size in _CHUNKS:
         yield _joined([_rounded(problem, size, *each) for each in in_float32])
-
-
-def _with_rounded_beta(request: StateRequest, rows: RecurrentRows) -> RecurrentRows:
-    """Return rows whose beta is computed in the dtype of ``b``: it has three roundings, and not one."""
-    b = request.inputs["b"]
-    beta = 1 / (1 + (-b).exp())  # torch rounds each result
-    return replace(rows, beta=beta.float())
 
 
 def _out_of_stored(
@@ -283,8 +273,16 @@ def _rounded(
         after_row = stored if request.is_decode else torch.float32
         out, after = rounded_chunks(rows, state, 1, torch.float32, after_row, kept)
     else:
+        rows = _with_rounded_beta(request, rows) if problem.options.rule == "gdn" else rows
         out, after = rounded_chunks(rows, state, 1 if request.is_decode else size, problem.dtype, stored, kept)
     return Computed(out.double(), torch.stack([after[row] for row in kept]).to(stored).double())
+
+
+def _with_rounded_beta(request: StateRequest, rows: RecurrentRows) -> RecurrentRows:
+    """Return rows whose beta is computed in the dtype of ``b``: three roundings, as kernels for few heads have."""
+    b = request.inputs["b"]
+    beta = 1 / (1 + (-b).exp())  # torch rounds each result
+    return replace(rows, beta=beta.float())
 
 
 def rounded_chunks(
