@@ -251,7 +251,7 @@ class RecurrenceChecks:
             moved = _moved(first.seen, judged.seen)
             if exact and bool(moved.any()):
                 meaning = _WRONG_AT_FIRST if first.wrong_requests else _STATE_KEPT
-                return Broken(f"{self._named(moved)}: other bits {how}", {"rows_moved": int(moved.sum())}, meaning)
+                return Broken(f"other bits {how}: {self._named(moved)}", {"rows_moved": int(moved.sum())}, meaning)
             wrong = judged.wrong_output() or judged.wrong_pool()
             if wrong is not None and not first.wrong_requests:
                 return later_fault(wrong, how, _STATE_KEPT)

@@ -357,7 +357,7 @@ def test_other_bits_of_a_wrong_step_have_no_cause_of_their_own(state_case):
 
     record = examine(changed(forward=forward), state_case("gdn", *MIXED), checks=("determinism",))["determinism"]
     assert record.summary == snapshot(
-        "1 of 38 rows, the first is row 0 (request 0, position 19): other bits when the step is repeated on the same impl"
+        "other bits when the step is repeated on the same impl: 1 of 38 rows, the first is row 0 (request 0, position 19)"
     )
     assert record.meaning == snapshot("not known; the first step has wrong rows or states, too")
 
