@@ -366,7 +366,6 @@ def mistakes(problem: RecurrentProblem) -> Iterator[Mistake]:
     rule, layer, options = problem.options.rule, problem.layer, problem.options
     yield Mistake("the decay is missing", rows=_without_decay)
     yield Mistake("the initial state is ignored", state=_no_state)
-    yield Mistake("the state before a prompt's first row has not decayed", state=_undecayed_state)
     yield Mistake("states are used where has_initial_states is False", state=_stale_state, is_of_some=True)
     yield Mistake("the state of another request is read", state=_state_of_next)
     if options.num_speculative_tokens:
@@ -393,7 +392,11 @@ _Order = Literal["output first", "decay last", "undecayed", "correction first"]
 
 
 def wrong_orders(problem: RecurrentProblem) -> Iterator[Mistake]:
-    """Yield layers that do the parts of a row in a wrong order. Some change little; no case has to show them."""
+    """Yield layers that do the parts of a row in a wrong order, or lose the decay of a first row.
+
+    Some change little; no case has to show them.
+    """
+    yield Mistake("the state before a prompt's first row has not decayed", state=_undecayed_state)
     yield Mistake("the output comes from the state before the row", loop=partial(_in_order, "output first"))
     words = "the decay follows the row's key and value instead of preceding them"
     yield Mistake(words, loop=partial(_in_order, "decay last"))
