@@ -50,6 +50,7 @@ _NOT_EXAMINED = "{} of layers with a state is not examined by this version of at
 _ORDER = "the result of a request depends on what is beside it in the batch"
 _SLOTS = "the result of a request depends on the number of its slot"
 _STATE_KEPT = "something is kept from an earlier call, or the backend is not deterministic"
+_WRONG_AT_FIRST = f"{UNKNOWN}the first step has wrong rows or states, too"
 
 _Fill = tuple[float, tuple[str, ...]]
 """The poison value, and the regions that contain it."""
@@ -118,7 +119,7 @@ class _Judged:
         if not bool(torch.isfinite(self.seen.out).all()) or bool(self.seen.unwritten.any()):
             return None
         for mistake in (*mistakes(self.problem), *wrong_orders(self.problem)):
-            wrong = computed(self.problem, mistake)
+            wrong = computed(self.problem, mistake, self.wrong_requests)
             if not bool((self.truth.shares(wrong) > 1).any()):
                 continue  # this result is right, so it explains nothing
             if is_answer(self.computed.judged_out, wrong.judged_out, self.truth.budget, self.problem.dtype):
@@ -132,7 +133,7 @@ class _Judged:
             return "the new state is not stored"
         budget, dtype = self.truth.state_budget, DTYPES[self.problem.options.state_dtype]
         for mistake in (*mistakes(self.problem), *wrong_orders(self.problem)):
-            stored = computed(self.problem, mistake)
+            stored = computed(self.problem, mistake, self.wrong_requests)
             if not bool((self.truth.state_shares(stored) > 1).any()):
                 continue
             if is_answer(self.computed.judged_states, stored.judged_states, budget, dtype):
@@ -238,7 +239,7 @@ class RecurrenceChecks:
         return f"the state in {self._problem.slot_name(slot)}"
 
     def _determinism(self) -> Finding:
-        exact = self._backend.conventions.deterministic
+        exact, first = self._backend.conventions.deterministic, self._first
         again: dict[str, Callable[[], StateSession]] = {
             "when the step is repeated on the same impl": lambda: self._session,
             "when the step is repeated on a new impl and builder": partial(
@@ -247,14 +248,15 @@ class RecurrenceChecks:
         }
         for how, session in again.items():
             judged = _Judged(self._problem, self._truth, session().run(self._problem))
-            moved = _moved(self._first.seen, judged.seen)
+            moved = _moved(first.seen, judged.seen)
             if exact and bool(moved.any()):
-                return Broken(f"{self._named(moved)}: other bits {how}", {"rows_moved": int(moved.sum())}, _STATE_KEPT)
+                meaning = _WRONG_AT_FIRST if first.wrong_requests else _STATE_KEPT
+                return Broken(f"other bits {how}: {self._named(moved)}", {"rows_moved": int(moved.sum())}, meaning)
             wrong = judged.wrong_output() or judged.wrong_pool()
-            if wrong is not None and not self._first.wrong_requests:
+            if wrong is not None and not first.wrong_requests:
                 return later_fault(wrong, how, _STATE_KEPT)
         notes = () if exact else ("compared within the allowed error: the backend declares deterministic=False",)
-        return Holds({"rows": len(self._first.shares), "repeats": len(again), "bitwise": int(exact)}, notes)
+        return Holds({"rows": len(first.shares), "repeats": len(again), "bitwise": int(exact)}, notes)
 
     def _invariance(self) -> Finding:
         if not self._right.requests:
@@ -263,7 +265,7 @@ class RecurrenceChecks:
         for variation in self._variations():
             wrong = variation.wrong()
             if wrong is not None and self._first.wrong_requests:
-                return replace(wrong, meaning=f"{UNKNOWN}the first step has wrong rows or states, too")
+                return replace(wrong, meaning=_WRONG_AT_FIRST)
             if wrong is not None:
                 return wrong
             done.append(variation.what)

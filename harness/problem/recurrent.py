@@ -53,6 +53,9 @@ _LENGTHS = (1.0, 0.5, 0.75)
 _RECURS_EVERY, _RECURS_AFTER = 3, 2
 """Every third row has the key of the row two before it."""
 
+_OWN_KEY_EVERY = 2
+"""Every second row of a step of decodes has its own key as a query."""
+
 _WITHOUT_DECAY = slice(1, None, 6)
 """Rows of a delta rule whose ``g`` is 0 in all heads."""
 
@@ -223,6 +226,9 @@ def build_recurrent(case: Case, seed: int) -> RecurrentProblem:
     inputs = _draw_inputs(stream, layer, options, total)
     block_size = case.cache.block_size if options.mamba_cache_mode == "all" else 0
     columns = 1 + options.num_speculative_tokens
+    if options.rule in ("gdn", "kda") and all(spec.context_len and spec.query_len <= columns for spec in specs):
+        # In steps without prompts, a row that looks for its own key shows what the delta rule takes from the state.
+        inputs["query"][::_OWN_KEY_EVERY] = inputs["key"][::_OWN_KEY_EVERY]
     counts = [-(-spec.total_len // block_size) if block_size else columns for spec in specs]
     # The null block is the first slot, and the last one is what an index of -1 would select.
     num_slots = sum(counts) + max(counts) * (len(specs) // 2) + 4
@@ -327,7 +333,8 @@ def _draw_weights(stream: RandomStream, layer: LayerSpec, options: RecurrenceOpt
         count = heads * (layer.head_size if options.rule == "mamba1" else 1)
         decay = _in_turn(_DECAYS, count) * (1 + stream.uniform(count) / 8)
         weights["A"] = -decay.view(heads, -1) if options.rule == "mamba1" else -decay
-        weights["dt_bias"] = _in_turn(_DT_BIASES, heads) + stream.uniform(heads) / 8
+        # Layers may have it in the model's dtype. Each dtype has the numbers of bfloat16 in this range.
+        weights["dt_bias"] = (_in_turn(_DT_BIASES, heads) + stream.uniform(heads) / 8).to(torch.bfloat16)
     elif options.rule == "gdn":
         weights["A_log"], weights["dt_bias"] = _in_turn(_A_LOGS, heads), _in_turn(_GATE_BIASES, heads)
     elif options.rule == "linear":

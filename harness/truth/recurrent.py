@@ -7,8 +7,9 @@ of ``unpaged``. Its honest low-precision runs are:
 - where states have fewer bits, the same loop with the state rounded after each row of a decode. Its output comes from
   the rounded state. With ``mamba1``, this holds for the rows of prompts, too: each may be a call of the decode kernel;
 - the form in chunks of :func:`rounded_chunks`, of 1, 16 and 64 rows. Its operands, beta and intermediate results are
-  rounded to the layer's dtype, as kernels for matrix units round them. The state is rounded to its dtype after each
-  chunk. For decodes, chunks have one row, because a kernel may read again the state that it stored after each row.
+  rounded to the layer's dtype, as kernels for matrix units round them. Beta of ``gdn`` is ``1 / (1 + exp(-b))``, with
+  each result rounded to the dtype of ``b``. The state is rounded to its dtype after each chunk. For decodes, chunks
+  have one row, because a kernel may read again the state that it stored after each row.
 
 An error enters the state and decays with it, in these runs as in a kernel. So no bound of its own is needed for decay.
 ``mamba1`` has no form in chunks: its kernels are loops in float32.
@@ -169,7 +170,7 @@ class Mistake:
     """A fault of a layer. ``meaning``: in words.
 
     ``rows``, ``state``: what it takes for those of a request. ``stored``: the rows whose states it stores. ``loop``:
-    its form of :func:`recurrence`.
+    its form of :func:`recurrence`. ``is_of_some``: whether it may act on some requests of a step alone.
     """
 
     meaning: str
@@ -177,22 +178,24 @@ class Mistake:
     state: Callable[[RecurrentProblem, StateRequest], Tensor | None] = state_of
     stored: Callable[[StateRequest], list[int]] = stored_after
     loop: Callable[[RecurrentRows, Tensor | None, list[int]], tuple[Tensor, dict[int, Tensor]]] = recurrence
+    is_of_some: bool = False
 
 
 _NONE = Mistake("")
 
 
-def computed(problem: RecurrentProblem, mistake: Mistake = _NONE) -> Computed:
-    """Return the exact result of a layer with a fault, or without."""
-    return _joined(
-        [
-            _looped(
-                mistake.loop(mistake.rows(problem, request), mistake.state(problem, request), mistake.stored(request)),
-                mistake.stored(request),
-            )
-            for request in problem.requests
-        ]
-    )
+def computed(problem: RecurrentProblem, mistake: Mistake = _NONE, requests: Collection[int] | None = None) -> Computed:
+    """Return the exact result of a layer with a fault, or without.
+
+    ``requests``: the numbers of those on which the fault acts, if it is one of some requests. Otherwise it acts on all.
+    """
+    parts = []
+    for request in problem.requests:
+        acts = not mistake.is_of_some or requests is None or request.number in requests
+        made = mistake if acts else _NONE
+        stored = made.stored(request)
+        parts.append(_looped(made.loop(made.rows(problem, request), made.state(problem, request), stored), stored))
+    return _joined(parts)
 
 
 def _loop(stored: list[int], rows: RecurrentRows, state: Tensor | None) -> Computed:
@@ -270,8 +273,16 @@ def _rounded(
         after_row = stored if request.is_decode else torch.float32
         out, after = rounded_chunks(rows, state, 1, torch.float32, after_row, kept)
     else:
+        rows = _with_rounded_beta(request, rows) if problem.options.rule == "gdn" else rows
         out, after = rounded_chunks(rows, state, 1 if request.is_decode else size, problem.dtype, stored, kept)
     return Computed(out.double(), torch.stack([after[row] for row in kept]).to(stored).double())
+
+
+def _with_rounded_beta(request: StateRequest, rows: RecurrentRows) -> RecurrentRows:
+    """Return rows whose beta is computed in the dtype of ``b``: three roundings, as kernels for few heads have."""
+    b = request.inputs["b"]
+    beta = 1 / (1 + (-b).exp())  # torch rounds each result
+    return replace(rows, beta=beta.float())
 
 
 def rounded_chunks(
@@ -355,8 +366,7 @@ def mistakes(problem: RecurrentProblem) -> Iterator[Mistake]:
     rule, layer, options = problem.options.rule, problem.layer, problem.options
     yield Mistake("the decay is missing", rows=_without_decay)
     yield Mistake("the initial state is ignored", state=_no_state)
-    yield Mistake("the state before a prompt's first row has not decayed", state=_undecayed_state)
-    yield Mistake("states are used where has_initial_states is False", state=_stale_state)
+    yield Mistake("states are used where has_initial_states is False", state=_stale_state, is_of_some=True)
     yield Mistake("the state of another request is read", state=_state_of_next)
     if options.num_speculative_tokens:
         yield Mistake("the state is read from column 0, not num_accepted_tokens - 1", state=_state_of_first_column)
@@ -382,7 +392,11 @@ _Order = Literal["output first", "decay last", "undecayed", "correction first"]
 
 
 def wrong_orders(problem: RecurrentProblem) -> Iterator[Mistake]:
-    """Yield layers that do the parts of a row in a wrong order. Some change little; no case has to show them."""
+    """Yield layers that do the parts of a row in a wrong order, or lose the decay of a first row.
+
+    Some change little; no case has to show them.
+    """
+    yield Mistake("the state before a prompt's first row has not decayed", state=_undecayed_state)
     yield Mistake("the output comes from the state before the row", loop=partial(_in_order, "output first"))
     words = "the decay follows the row's key and value instead of preceding them"
     yield Mistake(words, loop=partial(_in_order, "decay last"))

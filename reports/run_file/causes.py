@@ -65,7 +65,9 @@ _ENGINE = re.compile(
     r"/(?:site|dist)-packages/(?:torch|triton)/|/lib(?:64)?/python\d[\d.]*/(?!(?:site|dist)-packages/)|^<"
 )
 _CALL_WAITED_FOR = re.compile(r'/harness/driver/foreign_code\.py", line \d+ in (?P<call>.+)$')
-_HARNESS = re.compile(r"/attncheck/(?:harness/|backends/(?:registry|caches/(?:learned_codec|packings))\.py)")
+_HARNESS = re.compile(
+    r"/attncheck/(?:harness/|backends/(?:candidates/vllm/|(?:registry|caches/(?:learned_codec|packings))\.py))"
+)
 _ATTNCHECK_INSTALLED = re.compile(r"/(?:site|dist)-packages/attncheck/")
 _THREAD = re.compile(r"(?P<current>Current )?[Tt]hread 0x[0-9a-f]+.* \(most recent call first\):")
 _FRAME = re.compile(r'File "(?P<path>[^"]+)", line (?:\d+|\?\?\?) in ')
@@ -199,7 +201,7 @@ def raised_at(traceback: str) -> str:
     """Return the innermost ``File ..., line ..., in ...`` outside installed libraries and attncheck's harness.
 
     If there is none outside, return the innermost of all, or "" without a traceback. Backends that come with attncheck
-    count as outside, even if attncheck is installed.
+    count as outside, even if attncheck is installed. Its bridge to vLLM counts as the harness.
     """
     places = [line.strip() for line in traceback.splitlines()]
     frames = [(match["path"], place) for place in places if (match := _RAISED.match(place))]

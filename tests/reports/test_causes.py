@@ -21,6 +21,7 @@ HARNESS = "/src/attncheck/harness/driver/foreign_code.py"
 TORCH = "/venv/lib/python3.12/site-packages/torch/_ops.py"
 STANDARD = "/usr/lib/python3.12/threading.py"
 WATCH = "/src/attncheck/harness/checks/cudagraph/emulation.py"
+BRIDGE = "/src/attncheck/backends/candidates/vllm/state_layers.py"
 LIBRARY64 = "/usr/lib64/python3.12/contextlib.py"
 MINE = "/home/me/mine.py"
 HOW = "--check numerics --device cpu --in-process"
@@ -185,6 +186,8 @@ def traceback(*paths):
         ((WATCH, MINE, "<string>", "<frozen importlib._bootstrap>"), 2),
         ((WATCH, "/venv/lib/python3.12/site-packages/attncheck/backends/candidates/torch_sdpa.py", TORCH), 2),
         ((WATCH, "/venv/lib/python3.12/site-packages/attncheck/harness/driver/foreign_code.py", MINE, TORCH), 3),
+        ((WATCH, BRIDGE, "/venv/lib/python3.12/site-packages/vllm/model_executor/layer.py"), 3),
+        ((WATCH, BRIDGE, MINE, TORCH), 3),
         (("/home/me/attncheck/.venv/lib/python3.12/site-packages/torch/_ops.py", "/home/me/attncheck/mine.py"), 2),
         ((MINE, "/home/me/attncheck/.venv/lib/python3.12/site-packages/torch/_ops.py"), 1),
     ],

@@ -41,6 +41,7 @@ def test_faults_of_drafts_on_a_cpu_are_found(run_vllm, tmp_path):
     assert found["gdn-drafts", "numerics"] == found["gdn-drafts", "cache_write"] == "passed"
     assert found["gdn-few-drafts", "numerics"] == "errored"
     assert found["mamba2-drafts", "numerics"] == found["mamba2-drafts", "cache_write"] == "failed"
+    assert "RuntimeError at gdn_attention.py:" in printed
     assert "The size of tensor a (6) must match the size of tensor b" in printed
 
 
@@ -56,6 +57,7 @@ def test_faults_of_linear_attention_are_found(run_vllm, tmp_path):
         ("linear-chunks", "cache_write"): "passed",
     }
     assert "the state before a prompt's first row has not decayed" in printed
+    assert "states are used where has_initial_states is False" in printed
     assert {record.backend_version for record in run.records} == {"0.32.0, interpreted"}
 
 

@@ -161,7 +161,7 @@ class Mamba2(VLLMStateImpl):
             conv_kernel_size=_WIDTH,
             activation=None,
             split_hidden_states_B_C_fn=lambda rows: rows.split([inner, of_groups, of_groups], dim=-1),
-            D=torch.zeros(self.num_heads),
+            D=torch.zeros(self.num_heads, dtype=self._dtype),
             num_spec=self._num_drafts,
             use_replayssm=False,
             is_blackwell=False,
@@ -170,7 +170,7 @@ class Mamba2(VLLMStateImpl):
 
     def run(self, layer: Any, inputs: Mapping[str, Tensor], states: Tensor, metadata: Any, output: Tensor) -> None:
         """See the base class."""
-        self._layer.A, self._layer.dt_bias = layer.A, layer.dt_bias
+        self._layer.A, self._layer.dt_bias = layer.A, layer.dt_bias.to(self._dtype)
         gate = torch.zeros_like(inputs["x"])
         projected = torch.cat([each.flatten(1) for each in (gate, *(inputs[name] for name in "xBC"), inputs["dt"])], 1)
         self._layer.conv_ssm_forward(projected, output.flatten(1))

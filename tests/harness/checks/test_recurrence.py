@@ -156,6 +156,20 @@ def test_an_output_of_the_stored_state_is_right(state_case, rule):
     assert outcomes(records) == dict.fromkeys(DEFAULT_CHECKS, "passed") | WITHOUT_GRAPHS
 
 
+def test_a_beta_with_three_roundings_is_far_within_the_budget():
+    """As vLLM's gates for CPUs compute it. Without a run of such a beta, a state has 0.9 of its budget here."""
+
+    def stepwise(self, query, key, value, g, beta, a, b):
+        beta = 1 / (1 + (-b.bfloat16()).exp())
+        return TorchStateImpl._rows_of_delta(self, query, key, value, g, beta.float())
+
+    (case,) = (case for case in load_suite("state").cases if case.id == "gdn-heads.4")
+    problem = build_recurrent(case, 2)
+    seen = StateSession(changed(_rows_of_delta=stepwise), problem, CPU).run(problem)
+    shares = recurrent_truth(problem).state_shares(Computed(seen.out, seen.states))
+    assert float(shares.max()) < 0.5
+
+
 @pytest.mark.parametrize("rule", RULES)
 def test_a_request_alone_has_at_least_the_budget_of_its_rows(state_case, rule):
     problem = build_recurrent(state_case(rule, *MIXED), 0)
@@ -284,6 +298,20 @@ def test_a_change_of_the_whole_cache_is_named(state_case):
     assert record.meaning == "all slots of no request were written, as by an operation on the whole cache"
 
 
+def test_a_prompt_of_one_row_that_counts_as_a_decode_is_named(state_case):
+    """As in vLLM's linear attention: the other prompts begin with zeros."""
+
+    def forward(self, layer, inputs, states, attn_metadata, output):
+        has_one = attn_metadata.query_start_loc.diff() == 1
+        metadata = replace(attn_metadata, has_initial_states=attn_metadata.has_initial_states | has_one)
+        TorchStateImpl.forward(self, layer, inputs, states, metadata, output)
+
+    records = examine(changed(forward=forward), state_case("linear", *MIXED), checks=("numerics", "cache_write"))
+    assert records["numerics"].figures["rows_wrong"] == 1
+    words = "states are used where has_initial_states is False"
+    assert [record.meaning for record in records.values()] == [words, words]
+
+
 def test_a_result_that_is_right_explains_no_fault(state_case):
     """In a step of decodes, the stored state is the initial one: to read it is right."""
     backend = changed(forward=off_by(1.02, lambda m: True))
@@ -317,6 +345,21 @@ def test_what_is_kept_from_an_earlier_call_is_one_cause(state_case):
     records = examine(changed(forward=forward), state_case("gdn", *MIXED), checks=checks)
     kept = "something is kept from an earlier call, or the backend is not deterministic"
     assert {check: record.meaning for check, record in records.items()} == dict.fromkeys(checks, kept)
+
+
+def test_other_bits_of_a_wrong_step_have_no_cause_of_their_own(state_case):
+    """An output that grows with each call."""
+
+    def forward(self, layer, inputs, states, attn_metadata, output):
+        TorchStateImpl.forward(self, layer, inputs, states, attn_metadata, output)
+        self.calls = vars(self).get("calls", 0) + 1
+        output[0] += self.calls
+
+    record = examine(changed(forward=forward), state_case("gdn", *MIXED), checks=("determinism",))["determinism"]
+    assert record.summary == snapshot(
+        "other bits when the step is repeated on the same impl: 1 of 38 rows, the first is row 0 (request 0, position 19)"
+    )
+    assert record.meaning == snapshot("not known; the first step has wrong rows or states, too")
 
 
 def test_equal_bits_do_not_depend_on_the_batch(state_case, monkeypatch):
@@ -419,6 +462,17 @@ def test_a_case_that_cannot_show_a_fault_is_refused(state_case):
     assert list(examiner.run()) == []
     (fault,) = examiner.blind
     assert "blind to the scale is missing: no row moves by 10 times the allowed error" in str(fault)
+
+
+@pytest.mark.parametrize("rule", ["gdn", "kda"])
+@pytest.mark.parametrize("drafts", [0, 2])
+def test_a_step_of_decodes_shows_the_delta_rule(state_case, rule, drafts):
+    """Random queries of this size are nearly orthogonal to the keys of few rows."""
+    sizes = {"head_size": 128, "head_size_v": 128}
+    decodes = ((1 + drafts, 20), (1, 9), (1, 9), (1, 30))
+    for seed in range(4):
+        case = state_case(rule, *decodes, options={"num_speculative_tokens": drafts}, **sizes)
+        recurrent_truth(build_recurrent(case, seed))  # it refuses a case that cannot show a fault
 
 
 @pytest.mark.parametrize("rule", RULES)
