@@ -1,4 +1,4 @@
-"""Checks of layers with a state: Mamba, gated delta networks, and linear attention."""
+"""Checks of layers with a state: Mamba, gated delta networks, linear attention, and short convolutions."""
 
 import math
 from collections.abc import Callable, Iterator, Mapping
@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from attncheck.backends.contract import AttentionBackend
-from attncheck.backends.dtypes import DTYPES
 from attncheck.backends.state import NULL_BLOCK_ID
 from attncheck.cases.model import Case
 from attncheck.harness.checks.again import Repeats, Variation, later_fault
@@ -22,7 +21,7 @@ from attncheck.harness.checks.numerics import differing_rows, rows_in_words, sum
 from attncheck.harness.checks.refusals import check_declared
 from attncheck.harness.driver.foreign_code import call_backend
 from attncheck.harness.driver.recurrent import StateObservation, StateSession, StateStep, without_padding
-from attncheck.harness.problem.recurrent import PADDING, RecurrentProblem, StateRequest, build_recurrent
+from attncheck.harness.problem.recurrent import PADDING, REJECTED, RecurrentProblem, StateRequest, build_recurrent
 from attncheck.harness.truth.recurrent import (
     Computed,
     RecurrentTruth,
@@ -130,7 +129,7 @@ class _Judged:
         slots = [self.problem.places[state][1] for state in wrong]
         if all(torch.equal(before[slot], after[slot]) for slot in slots):
             return "the new state is not stored"
-        budget, dtype = self.truth.state_budget, DTYPES[self.problem.options.state_dtype]
+        budget, dtype = self.truth.state_budget, self.problem.state_dtype
         for mistake in (*mistakes(self.problem), *wrong_orders(self.problem)):
             stored = computed(self.problem, mistake)
             if not bool((self.truth.state_shares(stored) > 1).any()):
@@ -218,7 +217,8 @@ class RecurrenceChecks:
 
         exact = self._backend.conventions.deterministic
         repeats: Repeats[StateObservation, _Fill] = Repeats(first.seen, run, _moved, shares, in_words, bitwise=exact)
-        regions = (*problem.regions(), *([PADDING] if problem.num_padding_rows else []))
+        parts = {PADDING: problem.num_padding_rows > 0, REJECTED: bool(problem.columns_of_rejected().any())}
+        regions = (*problem.regions(), *(name for name, is_there in parts.items() if is_there))
         poisons = {"NaN": math.nan, "Inf": math.inf, "0": 0.0}
         for name, value in poisons.items():
             moved = repeats.reached((value, regions))
@@ -489,5 +489,7 @@ def _meaning_of_strays(problem: RecurrentProblem, strays: tuple[int, ...]) -> st
         return "the last slot was written, which an index of -1 or a column behind those of a request selects"
     if not set(strays) <= owned:
         return None
+    if set(strays) <= {slot for _, slot in problem.places}:
+        return "rows of a slot that belong to no state after this step were written"
     words = "blocks that are cached" if is_cached else "columns of draft tokens that the step does not have"
     return f"{words} were written"
