@@ -9,12 +9,11 @@ under ``torch.no_grad()``::
     metadata = builder.build(common_prefix_len=0, common_attn_metadata=common, num_accepted_tokens=num_accepted_tokens)
     impl.forward(layer, inputs, states, metadata, output)
 
-``layer`` has the weights of :data:`WEIGHTS` as float32 attributes. Those of ``short_conv`` have the layer's dtype.
-``layer.bias`` is None where the case has none, and ``layer.activation`` is ``"silu"`` or None. ``inputs`` maps the names of :data:`INPUTS` to
-tensors ``[T, ...]`` of all requests, one after another, and then padding rows. ``g`` and ``beta`` are float32, all
-others are of the layer's dtype. For kernels that compute the gates, ``gdn`` also has ``a`` and ``b``:
-``g = -exp(A_log) softplus(a + dt_bias)`` and ``beta = sigmoid(b)``. ``forward`` writes the rows of all requests into
-``output``, and the new states into ``states``. It changes nothing else.
+``layer`` has the weights of :data:`WEIGHTS` as float32 attributes, but those of ``short_conv`` have the layer's dtype.
+``inputs`` maps the names of :data:`INPUTS` to tensors ``[T, ...]`` of all requests, one after another, and then padding
+rows. ``g`` and ``beta`` are float32, all others are of the layer's dtype. For kernels that compute the gates, ``gdn``
+also has ``a`` and ``b``: ``g = -exp(A_log) softplus(a + dt_bias)`` and ``beta = sigmoid(b)``. ``forward`` writes the
+rows of all requests into ``output``, and the new states into ``states``. It changes nothing else.
 
 A candidate derives from :class:`StateBackend` and :class:`StateImpl`.
 """
@@ -74,7 +73,8 @@ WEIGHTS: Mapping[RecurrenceRule, tuple[str, ...]] = MappingProxyType(
 )
 """The names of the weights of each rule. ``dt_bias`` is added to ``dt`` of Mamba, or ``a``, before softplus.
 
-``weight``: ``[D, taps]``, whose last column multiplies the row's own input. ``bias``: ``[D]``.
+``weight``: ``[D, taps]``, whose last column multiplies the row's own input. ``bias``: ``[D]``, or None without one. The
+layer of a short convolution also has ``activation``: ``"silu"``, or None.
 """
 
 
@@ -130,7 +130,7 @@ def as_matrices(rule: RecurrenceRule, stored: Tensor) -> Tensor:
 class StateSpec:
     """Description of the states that one group of layers shares; fields of vLLM's ``MambaSpec``.
 
-    ``shapes``, ``dtypes``: one each, since the state of a convolution is a layer of its own. ``num_speculative_blocks``:
+    ``shapes``, ``dtypes``: one each; a convolution is a layer of its own. ``num_speculative_blocks``:
     slots that a request has besides the first one, one for each draft token. ``block_size``: tokens of a block, at
     whose end a state is kept with ``mamba_cache_mode`` ``"all"``.
     """

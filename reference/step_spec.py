@@ -112,8 +112,8 @@ class RecurrenceOptions:
     """``recurrence``: a layer with a state for each request instead of a KV cache.
 
     The layer has ``num_heads`` heads with a state of ``head_size_v`` times ``head_size`` numbers each, and
-    ``num_kv_heads`` heads of keys. Mamba calls the latter groups, and has one head for each channel. A short convolution
-    has one head for each channel, too, and ``head_size`` taps.
+    ``num_kv_heads`` heads of keys. Mamba calls the latter groups, and has one head for each channel. A short
+    convolution has one head for each channel, too, and ``head_size`` taps.
     """
 
     __pydantic_config__: ClassVar = STRICT

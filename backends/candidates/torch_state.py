@@ -251,9 +251,7 @@ class TorchStateImpl(StateImpl):
             for row, written in metadata.destinations(request).items():
                 states[written, :past] = past_and_new[row + 1 : row + 1 + past]
 
-    def _convolve_decodes(
-        self, layer: Any, x: Tensor, states: Tensor, metadata: StateMetadata, output: Tensor
-    ) -> None:
+    def _convolve_decodes(self, layer: Any, x: Tensor, states: Tensor, metadata: StateMetadata, output: Tensor) -> None:
         """Run a short convolution of decodes alone; no value of a tensor is read on the host."""
         past = self.head_size - 1
         slots = metadata.state_indices_tensor[:, 0].long()

@@ -98,7 +98,10 @@ class _Judged:
         if self.seen.strays:
             first = self.seen.strays[0]
             slots = plural(len(self.seen.strays), "slot")
-            summary = f"{slots} that the step must leave alone changed, the first is {self.problem.slot_name(first)}"
+            is_part = set(self.seen.strays) <= {slot for _, slot in self.problem.places}
+            alone = "that the step must leave alone"
+            what = f"changed in rows {alone}" if is_part else f"{alone} changed"
+            summary = f"{slots} {what}, the first is {self.problem.slot_name(first)}"
             figures["slots_wrong"] = len(self.seen.strays)
             return Broken(summary, figures, _meaning_of_strays(self.problem, self.seen.strays))
         if self.seen.has_filled_gaps:
@@ -107,9 +110,13 @@ class _Judged:
         if not wrong:
             return None
         worst = float(self.state_shares.max())
-        amount = "NaN or infinite" if math.isinf(worst) else f"{worst:.3g} times the allowed error"
         where = self.problem.slot_name(self.problem.places[wrong[0]][1])
-        figures |= {"budget_share": worst, "states_wrong": len(wrong)}
+        figures["states_wrong"] = len(wrong)
+        if self.truth.has_exact_states:
+            summary = f"{len(wrong)} of {len(self.state_shares)} stored states are not the last inputs, bit for bit"
+            return Broken(f"{summary}; the first is in {where}", figures, self._meaning_of_states(wrong))
+        amount = "NaN or infinite" if math.isinf(worst) else f"{worst:.3g} times the allowed error"
+        figures["budget_share"] = worst
         summary = f"{len(wrong)} of {len(self.state_shares)} stored states are wrong, the first is in {where}"
         return Broken(f"{summary}; the largest error is {amount}", figures, self._meaning_of_states(wrong))
 

@@ -37,8 +37,9 @@ class StateObservation:
     """What a step returned, on the CPU.
 
     out: float64 ``[T, H, V]`` of the rows of requests. unwritten: bool ``[T]``, rows that were not written completely.
-    states: float64 ``[S, H, V, K]``, those that the step had to store, with zeros in columns that it had to leave alone.
-    pool: all, in the dtype of states. strays: slots with a change where none should be. has_filled_gaps: whether memory between the slots changed.
+    states: float64 ``[S, H, V, K]``, those that the step had to store; columns that it had to leave alone are 0.
+    pool: all, in the dtype of states. strays: slots with a change where none should be.
+    has_filled_gaps: whether memory between the slots changed.
     changed: names of arguments that changed and should not have. breached: whether memory beside the output changed.
     """
 

@@ -134,8 +134,9 @@ class StateRequest:
 class RecurrentProblem:
     """The tensors of one step on the CPU. ``requests``: in the order of the step.
 
-    weights: float32, by name; those of ``short_conv`` have the layer's dtype. padding: inputs of the padding rows. padding_requests: their number; each has one of
-    these rows, while there are any.
+    weights: float32, by name; those of ``short_conv`` have the layer's dtype.
+    padding: inputs of the padding rows. padding_requests: their number; each has one of these rows, while there
+    are any.
     stale: ``[num_slots, H, V, K]`` in the dtype of states: what slots hold that have no state of a request.
     """
 

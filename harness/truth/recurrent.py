@@ -80,6 +80,11 @@ class RecurrentTruth:
     usual: tuple[Tensor, Tensor]
     usual_of_states: tuple[Tensor, Tensor]
 
+    @property
+    def has_exact_states(self) -> bool:
+        """Whether no stored state may have an error."""
+        return not bool(self.state_budget.norm.any())
+
     def shares(self, seen: Computed) -> Tensor:
         """Return the errors of the outputs in budgets, ``[T, heads]``."""
         return share_of_budget(seen.judged_out - self.right.judged_out, self.budget)
@@ -425,7 +430,7 @@ def _mistakes_of_convolution(problem: RecurrentProblem) -> Iterator[Mistake]:
     if options.num_speculative_tokens:
         words = "the state is read from row 0 of the slot, not from row num_accepted_tokens - 1"
         yield Mistake(words, state=_state_at_start)
-        words = "the state is read from the slot in column num_accepted_tokens - 1, and all states are in that of column 0"
+        words = "the state is read from the slot in column num_accepted_tokens - 1, not from that in column 0"
         yield Mistake(words, state=_state_of_accepted_column)
     yield Mistake("the new state ends before the last row", stored=_after_row_before)
 

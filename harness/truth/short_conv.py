@@ -98,7 +98,7 @@ def runs_of(problem: RecurrentProblem, contents: Sequence[Tensor | None]) -> Con
 
 
 def stored_inputs(request: StateRequest, content: Tensor | None, row: int, columns: int) -> Tensor:
-    """Return what a step stores in a slot after ``row`` of a request, float64 ``[C, 1, columns]``: inputs up to the row.
+    """Return what a step stores in a slot after ``row`` of a request, float64 ``[C, 1, columns]``: the latest inputs.
 
     Columns that it leaves alone are 0. content: as of :func:`convolved`.
     """

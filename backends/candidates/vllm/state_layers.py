@@ -205,6 +205,35 @@ class LinearAttention(VLLMStateImpl):
         return ()
 
 
+class ShortConvolution(VLLMStateImpl):
+    """The layer of LFM2 with gates of 1."""
+
+    their_rule = "short_conv"
+
+    @classmethod
+    def refusals(cls, layer: LayerSpec, options: RecurrenceOptions) -> list[str]:
+        """See the base class; the models have no activation."""
+        return [] if options.activation is None else [f"activation {options.activation}: vLLM's layer has none"]
+
+    def made(self) -> Any:
+        """See the base class."""
+        kind = package.find("ShortConv", f"{_MAMBA}.short_conv")
+
+        def projected(x: Tensor) -> tuple[Tensor, None]:
+            gate = torch.ones_like(x)
+            return torch.cat([gate, gate, x], dim=-1), None
+
+        return _layer(kind, in_proj=projected, out_proj=lambda rows: (rows, None))
+
+    def run(self, layer: Any, inputs: Mapping[str, Tensor], states: Tensor, metadata: Any, output: Tensor) -> None:
+        """See the base class."""
+        self._layer.conv = SimpleNamespace(weight=layer.weight[:, None], bias=layer.bias)
+        self._layer.forward_native(inputs["x"], output)
+
+    def _conv_states(self, states: Tensor) -> tuple[Tensor, ...]:
+        return ()
+
+
 def _layer(kind: type[Any], **attributes: Any) -> Any:
     """Return an object of vLLM's class ``kind`` with these attributes, whose constructor would need a model."""
     made = object.__new__(kind)
@@ -252,6 +281,11 @@ def _initialise_state_update(config: Any) -> None:
 
 
 LAYERS: Mapping[str, type[VLLMStateImpl]] = MappingProxyType(
-    {"GDN_ATTN": GatedDeltaNet, "MAMBA2_ATTN": Mamba2, "LINEAR_ATTN": LinearAttention}
+    {
+        "GDN_ATTN": GatedDeltaNet,
+        "MAMBA2_ATTN": Mamba2,
+        "LINEAR_ATTN": LinearAttention,
+        "SHORT_CONV_ATTN": ShortConvolution,
+    }
 )
 """The layer by the name of its class."""
