@@ -21,7 +21,7 @@ from attncheck.harness.checks.numerics import differing_rows, rows_in_words, sum
 from attncheck.harness.checks.refusals import check_declared
 from attncheck.harness.driver.foreign_code import call_backend
 from attncheck.harness.driver.recurrent import StateObservation, StateSession, StateStep, without_padding
-from attncheck.harness.problem.recurrent import PADDING, REJECTED, RecurrentProblem, StateRequest, build_recurrent
+from attncheck.harness.problem.recurrent import PADDING, UNREAD_INPUTS, RecurrentProblem, StateRequest, build_recurrent
 from attncheck.harness.truth.recurrent import (
     Computed,
     RecurrentTruth,
@@ -224,7 +224,7 @@ class RecurrenceChecks:
 
         exact = self._backend.conventions.deterministic
         repeats: Repeats[StateObservation, _Fill] = Repeats(first.seen, run, _moved, shares, in_words, bitwise=exact)
-        parts = {PADDING: problem.num_padding_rows > 0, REJECTED: bool(problem.columns_of_rejected().any())}
+        parts = {UNREAD_INPUTS: bool(problem.unread_columns().any()), PADDING: problem.num_padding_rows > 0}
         regions = (*problem.regions(), *(name for name, is_there in parts.items() if is_there))
         poisons = {"NaN": math.nan, "Inf": math.inf, "0": 0.0}
         for name, value in poisons.items():
@@ -498,5 +498,7 @@ def _meaning_of_strays(problem: RecurrentProblem, strays: tuple[int, ...]) -> st
         return None
     if set(strays) <= {slot for _, slot in problem.places}:
         return "rows of a slot that belong to no state after this step were written"
+    if problem.options.rule == "short_conv" and not is_cached:
+        return "a column behind the first was written, and all states of a request are in the slot of column 0"
     words = "blocks that are cached" if is_cached else "columns of draft tokens that the step does not have"
     return f"{words} were written"

@@ -17,7 +17,7 @@ from attncheck.harness.driver.foreign_code import call_backend, require_memory
 from attncheck.harness.driver.outputs import GuardedBuffer, mark_unwritten
 from attncheck.harness.driver.pool import flat_bytes, same_bytes
 from attncheck.harness.problem.problem import planted_inputs
-from attncheck.harness.problem.recurrent import PADDING, REJECTED, RecurrentProblem, stored_pool
+from attncheck.harness.problem.recurrent import PADDING, UNREAD_INPUTS, RecurrentProblem, stored_pool
 from attncheck.reference.spec import AttentionCGSupport
 from attncheck.reference.step_spec import CHANNEL_RULES
 
@@ -164,8 +164,8 @@ class StateSession:
             for name, slots in problem.regions().items():
                 if name in regions:
                     step.pool.states[slots.to(self._device)] = poison
-            if REJECTED in regions:
-                unread = problem.columns_of_rejected().to(self._device)[:, None, None]
+            if UNREAD_INPUTS in regions:
+                unread = problem.unread_columns().to(self._device)[:, None, None]
                 as_matrices(problem.options.rule, step.pool.states).masked_fill_(unread, poison)
             if PADDING in regions:
                 for tensor in step.inputs.values():

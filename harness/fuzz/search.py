@@ -163,9 +163,6 @@ VALUES: Axes = MappingProxyType(
 )
 """The values of keys whose types do not enumerate them."""
 
-_TAPS = 4
-"""The head size of short convolutions."""
-
 RECURRENCES: tuple[PathSpec, ...] = tuple(
     _path("recurrence", options)
     for rule in get_args(RecurrenceRule)
@@ -473,7 +470,7 @@ def _sizes_of_rule(path: PathSpec | None) -> dict[str, int]:
         case PathSpec(options=RecurrenceOptions(rule="mamba1")):
             return {"layer.num_kv_heads": 1, "layer.head_size_v": 1}
         case PathSpec(options=RecurrenceOptions(rule="short_conv")):
-            return {"layer.num_kv_heads": 1, "layer.head_size_v": 1, "layer.head_size": _TAPS}
+            return {"layer.num_kv_heads": 1, "layer.head_size_v": 1, "layer.head_size": 4}  # taps
         case PathSpec(options=RecurrenceOptions(rule="linear")):
             return {GROUP: 1}
     return {}

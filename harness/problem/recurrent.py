@@ -27,7 +27,7 @@ from attncheck.reference.step_spec import RecurrenceOptions
 
 FOREIGN, ABSENT, UNREAD = "slots of no request", "slots of requests without a state", "slots of rejected drafts"
 CACHED = "slots of blocks that the step does not read"
-REJECTED = "inputs of rejected drafts"
+UNUSED, UNREAD_INPUTS = "slots of drafts that the layer does not use", "inputs that the step does not read"
 PADDING = "padding rows"
 
 _FLOAT32_INPUTS = ("g", "beta")
@@ -210,7 +210,9 @@ class RecurrentProblem:
         owned = {slot for request in self.requests for slot in request.slots}
         foreign = set(range(len(self.stale))) - owned
         absent = {slot for request in self.requests if request.initial is None for slot in request.slots}
-        unread = UNREAD if self.options.mamba_cache_mode == "none" else CACHED
+        unread = UNUSED if self.options.rule == "short_conv" else UNREAD
+        if self.options.mamba_cache_mode == "all":
+            unread = CACHED
         found = {FOREIGN: foreign, ABSENT: absent, unread: owned - absent - self.sources}
         return {name: torch.tensor(sorted(slots)) for name, slots in found.items() if slots}
 
@@ -221,7 +223,7 @@ class RecurrentProblem:
             mask[list(request.written), request.columns_written] = True
         return mask
 
-    def columns_of_rejected(self) -> Tensor:
+    def unread_columns(self) -> Tensor:
         """Return bool ``[num_slots, K]``: the columns of a slot with a state of ``short_conv`` that are not read."""
         mask = torch.zeros(len(self.stale), self.stale.shape[-1], dtype=torch.bool)
         for request in self.requests:
