@@ -233,9 +233,9 @@ class TorchStateImpl(StateImpl):
         keeps_blocks = metadata.num_computed_tokens is not None
         starts = metadata.query_start_loc.tolist()
         accepted = metadata.num_accepted_tokens.tolist()
-        for request, slot in enumerate(metadata.state_indices_tensor[:, 0].tolist()):
-            first, end = starts[request], starts[request + 1]
-            if slot == NULL_BLOCK_ID or first == end:
+        slots = metadata.state_indices_tensor[:, 0].tolist()
+        for request, (slot, first, end) in enumerate(zip(slots, starts[:-1], starts[1:], strict=True)):
+            if first == end or slot == NULL_BLOCK_ID:
                 continue
             before = torch.zeros_like(states[0, :past])
             if metadata.has_initial_states[request]:
