@@ -47,7 +47,7 @@ class VLLMStateImpl(StateImpl):
         """See the contract; dtype and number of drafts are those of the current config."""
         super().__init__(**sizes)
         plain = get_current_vllm_config()
-        self._config = their_config(plain)
+        self._config = their_config(plain, model=even_head_size(plain))
         self._dtype = plain.model_config.dtype
         speculative = plain.speculative_config
         self._num_drafts = 0 if speculative is None else speculative.num_speculative_tokens
@@ -232,6 +232,12 @@ class ShortConvolution(VLLMStateImpl):
 
     def _conv_states(self, states: Tensor) -> tuple[Tensor, ...]:
         return ()
+
+
+def even_head_size(plain: Any) -> dict[str, int]:
+    """Return the entry of a model's config for its head size, rounded up: vLLM refuses an odd one, as of 5 taps."""
+    size = plain.model_config.get_head_size()
+    return {"head_dim": size + size % 2}
 
 
 def _layer(kind: type[Any], **attributes: Any) -> Any:
