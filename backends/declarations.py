@@ -14,6 +14,7 @@ from attncheck.backends.claims import PREDICATES
 from attncheck.backends.conventions import CacheStrides, Conventions
 from attncheck.reference.spec import FORMS, MODIFIERS, AttentionType, LayerSpec
 from attncheck.reference.step_spec import (
+    CHANNEL_RULES,
     FP8_CACHES,
     REGISTERED,
     BatchSpec,
@@ -173,7 +174,7 @@ def needs_of(layer: LayerSpec, cache: CacheSpec, batch: BatchSpec, declared: fro
     forms = [f"{name}={getattr(spec, name)}" for spec in specs for name in FORMS if hasattr(spec, name)]
     derived = [f"group_size={layer.num_heads // layer.num_kv_heads}", f"path={batch.path.name}"]
     if isinstance(batch.path.options, RecurrenceOptions):
-        derived += [f"rule={batch.path.options.rule}", f"state_dtype={batch.path.options.state_dtype}"]
+        derived += [f"rule={batch.path.options.rule}", f"state_dtype={batch.path.options.dtype_of_states(layer.dtype)}"]
     return (*sorted(required_features(layer, cache, batch, declared)), *forms, *derived)
 
 
@@ -376,9 +377,9 @@ def _head_size_reason(backend: Declarations, layer: LayerSpec) -> str:
 
 
 def _with_sizes_of_state(layer: LayerSpec, batch: BatchSpec) -> LayerSpec:
-    """Return the layer without ``head_size_v`` where the rule determines it: values of ``mamba1`` have the size 1."""
+    """Return the layer without ``head_size_v`` where the rule determines it: values of a channel have the size 1."""
     options = batch.path.options
-    is_given = isinstance(options, RecurrenceOptions) and options.rule == "mamba1"
+    is_given = isinstance(options, RecurrenceOptions) and options.rule in CHANNEL_RULES
     return replace(layer, head_size_v=None) if is_given else layer
 
 

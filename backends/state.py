@@ -1,4 +1,4 @@
-"""The contract of backends for layers with a state: Mamba, gated delta networks, and linear attention.
+"""The contract of backends for layers with a state: Mamba, gated delta networks, linear attention, and convolutions.
 
 Such a layer has no KV cache. Each request has a state of ``num_heads`` matrices, which its rows change in order. The
 recurrence is defined in :mod:`attncheck.reference.attention.recurrence`. One step makes these calls, in this order,
@@ -9,11 +9,11 @@ under ``torch.no_grad()``::
     metadata = builder.build(common_prefix_len=0, common_attn_metadata=common, num_accepted_tokens=num_accepted_tokens)
     impl.forward(layer, inputs, states, metadata, output)
 
-``layer`` has the weights of :data:`WEIGHTS` as float32 attributes. ``inputs`` maps the names of :data:`INPUTS` to
-tensors ``[T, ...]`` of all requests, one after another, and then padding rows. ``g`` and ``beta`` are float32, all
-others are of the layer's dtype. For kernels that compute the gates, ``gdn`` also has ``a`` and ``b``:
-``g = -exp(A_log) softplus(a + dt_bias)`` and ``beta = sigmoid(b)``. ``forward`` writes the rows of all requests into
-``output``, and the new states into ``states``. It changes nothing else.
+``layer`` has the weights of :data:`WEIGHTS` as float32 attributes, but those of ``short_conv`` have the layer's dtype.
+``inputs`` maps the names of :data:`INPUTS` to tensors ``[T, ...]`` of all requests, one after another, and then padding
+rows. ``g`` and ``beta`` are float32, all others are of the layer's dtype. For kernels that compute the gates, ``gdn``
+also has ``a`` and ``b``: ``g = -exp(A_log) softplus(a + dt_bias)`` and ``beta = sigmoid(b)``. ``forward`` writes the
+rows of all requests into ``output``, and the new states into ``states``. It changes nothing else.
 
 A candidate derives from :class:`StateBackend` and :class:`StateImpl`.
 """
@@ -52,12 +52,13 @@ INPUTS: Mapping[RecurrenceRule, tuple[str, ...]] = MappingProxyType(
         "gdn": (*_ATTENDED, "g", "beta", "a", "b"),
         "kda": (*_ATTENDED, "g", "beta"),
         "linear": _ATTENDED,
+        "short_conv": ("x",),
     }
 )
 """The names of the inputs of each rule, whose shapes :func:`~attncheck.reference.attention.recurrence` documents.
 
 The sizes by the names of a case are: D or H is ``num_heads``, G or the heads of keys ``num_kv_heads``, N or K
-``head_size``, and P or V ``head_size_v``.
+``head_size``, and P or V ``head_size_v``. ``short_conv`` has ``x [T, D]``, and ``head_size`` is the number of its taps.
 """
 
 WEIGHTS: Mapping[RecurrenceRule, tuple[str, ...]] = MappingProxyType(
@@ -67,28 +68,52 @@ WEIGHTS: Mapping[RecurrenceRule, tuple[str, ...]] = MappingProxyType(
         "gdn": ("A_log", "dt_bias"),
         "kda": (),
         "linear": ("slopes",),
+        "short_conv": ("weight", "bias"),
     }
 )
-"""The names of the weights of each rule. ``dt_bias`` is added to ``dt`` of Mamba, or ``a``, before softplus."""
+"""The names of the weights of each rule. ``dt_bias`` is added to ``dt`` of Mamba, or ``a``, before softplus.
+
+``weight``: ``[D, taps]``, whose last column multiplies the row's own input. ``bias``: ``[D]``, or None without one. The
+layer of a short convolution also has ``activation``: ``"silu"``, or None.
+"""
 
 
-def state_shape(rule: RecurrenceRule, num_heads: int, head_size: int, head_size_v: int) -> tuple[int, ...]:
-    """Return the shape of a state in the cache, as vLLM's: ``[H, V, K]``, but ``[D, N]`` and ``[H, K, V]`` for some.
+def matrix_shape(
+    rule: RecurrenceRule, num_heads: int, head_size: int, head_size_v: int, num_speculative_tokens: int = 0
+) -> tuple[int, int, int]:
+    """Return the shape ``[H, V, K]`` of a state; for ``short_conv``, ``[D, 1, taps - 1 + num_speculative_tokens]``."""
+    columns = head_size - 1 + num_speculative_tokens if rule == "short_conv" else head_size
+    return num_heads, head_size_v, columns
+
+
+def state_shape(
+    rule: RecurrenceRule, num_heads: int, head_size: int, head_size_v: int, num_speculative_tokens: int = 0
+) -> tuple[int, ...]:
+    """Return the shape of a state in the cache, as vLLM's: ``[H, V, K]``, but others for some rules.
+
+    They are ``[D, N]``, ``[H, K, V]``, and ``[taps - 1 + num_speculative_tokens, D]``.
 
     >>> state_shape("mamba1", 64, 16, 1), state_shape("mamba2", 8, 128, 64), state_shape("linear", 8, 128, 64)
     ((64, 16), (8, 64, 128), (8, 128, 64))
+    >>> state_shape("short_conv", 64, 4, 1), state_shape("short_conv", 64, 4, 1, num_speculative_tokens=2)
+    ((3, 64), (5, 64))
     """
+    heads, values, columns = matrix_shape(rule, num_heads, head_size, head_size_v, num_speculative_tokens)
     if rule == "mamba1":
-        return num_heads, head_size
+        return heads, columns
     if rule == "linear":
-        return num_heads, head_size, head_size_v
-    return num_heads, head_size_v, head_size
+        return heads, columns, values
+    if rule == "short_conv":
+        return columns, heads
+    return heads, values, columns
 
 
 def as_stored(rule: RecurrenceRule, states: Tensor) -> Tensor:
     """Return states ``[..., H, V, K]`` as they are in the cache, as a view."""
     if rule == "mamba1":
         return states.squeeze(-2)
+    if rule == "short_conv":
+        return states.squeeze(-2).transpose(-1, -2)
     return states.transpose(-1, -2) if rule == "linear" else states
 
 
@@ -96,6 +121,8 @@ def as_matrices(rule: RecurrenceRule, stored: Tensor) -> Tensor:
     """Return states of the cache as ``[..., H, V, K]``, as a view."""
     if rule == "mamba1":
         return stored.unsqueeze(-2)
+    if rule == "short_conv":
+        return stored.transpose(-1, -2).unsqueeze(-2)
     return stored.transpose(-1, -2) if rule == "linear" else stored
 
 
@@ -103,7 +130,7 @@ def as_matrices(rule: RecurrenceRule, stored: Tensor) -> Tensor:
 class StateSpec:
     """Description of the states that one group of layers shares; fields of vLLM's ``MambaSpec``.
 
-    ``shapes``, ``dtypes``: one each, since the state of the convolution is not part of it. ``num_speculative_blocks``:
+    ``shapes``, ``dtypes``: one each; a convolution is a layer of its own. ``num_speculative_blocks``:
     slots that a request has besides the first one, one for each draft token. ``block_size``: tokens of a block, at
     whose end a state is kept with ``mamba_cache_mode`` ``"all"``.
     """
@@ -127,7 +154,10 @@ class StateMetadata:
 
     state_indices_tensor: ``[R, 1 + num_speculative_blocks]`` int32. A prompt reads its state from the slot in column 0,
     and writes the state after its last row there. A decode reads it from column ``num_accepted_tokens - 1``, and writes
-    the state after row ``t`` to column ``t``. The slots of padding requests are :data:`NULL_BLOCK_ID`.
+    the state after row ``t`` to column ``t``. The slots of padding requests are :data:`NULL_BLOCK_ID`. With
+    ``short_conv``, all states of a request are in the slot of column 0. Its rows are inputs, the oldest one first. A
+    decode reads ``taps - 1`` of them from row ``num_accepted_tokens - 1`` on. It writes all but the first of these, and
+    then its own inputs, to row 0 and those behind it.
 
     has_initial_states: ``[R]`` bool. Where it is False, the state before the first row is 0, whatever the slot holds.
 
@@ -262,7 +292,8 @@ class StateImpl(ABC):
 
         states: ``[num_slots, *state_shape]`` in the dtype of the states. A slot is contiguous, and the stride of the
         slots is larger than a slot, since vLLM's pages also hold the state of the convolution.
-        output: ``[T, H, V]`` in the layer's dtype; ``[T, D]`` for ``mamba1``. Padding rows may be left as they are.
+        output: ``[T, H, V]`` in the layer's dtype; ``[T, D]`` for ``mamba1`` and ``short_conv``. Padding rows may be
+            left as they are.
         """
 
 
@@ -315,7 +346,8 @@ class StateBackend(AttentionBackend):
             ("state_dtype", options.state_dtype, cls.supported_state_dtypes),
             ("mamba_cache_mode", options.mamba_cache_mode, cls.supported_mamba_cache_modes),
         ):
-            if value not in supported:
+            has_dtype_of_layer = name == "state_dtype" and options.rule == "short_conv"
+            if value not in supported and not has_dtype_of_layer:
                 reasons.append(f"{name} {value}: supported are {', '.join(supported) or 'none'}")
         most = cls.max_speculative_tokens
         if most is not None and options.num_speculative_tokens > most:

@@ -12,6 +12,7 @@ from collections.abc import Collection
 from attncheck.errors import SpecError
 from attncheck.reference.spec import MODIFIERS, AttentionType, LayerSpec
 from attncheck.reference.step_spec import (
+    CHANNEL_RULES,
     REGISTERED,
     BatchSpec,
     BlockTableSpec,
@@ -122,7 +123,7 @@ def _check_against_layer(layer: LayerSpec, path: str) -> None:
 def _check_recurrence(layer: LayerSpec, batch: BatchSpec, options: RecurrenceOptions) -> None:
     """Raise for a layer whose sizes the rule does not have, or whose features belong to attention."""
     sizes: dict[str, int] = {}
-    if options.rule == "mamba1":
+    if options.rule in CHANNEL_RULES:
         sizes = {"num_kv_heads": 1, "head_size_v": 1}
     elif options.rule == "linear":
         sizes = {"num_kv_heads": layer.num_heads}
@@ -140,7 +141,7 @@ def _check_recurrence(layer: LayerSpec, batch: BatchSpec, options: RecurrenceOpt
         head_size=layer.head_size,
         head_size_v=layer.head_size_v,
         dtype=layer.dtype,
-        scale=None if options.rule in ("mamba1", "mamba2") else layer.scale,
+        scale=None if options.rule in ("mamba1", "mamba2", "short_conv") else layer.scale,
     )
     for each in dataclasses.fields(LayerSpec):
         if getattr(layer, each.name) != getattr(plain, each.name):
@@ -150,6 +151,22 @@ def _check_recurrence(layer: LayerSpec, batch: BatchSpec, options: RecurrenceOpt
                 value=getattr(layer, each.name),
                 allowed=f"leave {each.name} out",
             )
+    default = RecurrenceOptions(rule=options.rule)
+    for option in ("state_dtype",) if options.rule == "short_conv" else ("activation", "bias"):
+        if getattr(options, option) != getattr(default, option):
+            raise SpecError(
+                f"the rule {options.rule} has no {option}",
+                field=f"path.recurrence.{option}",
+                value=getattr(options, option),
+                allowed=f"leave {option} out",
+            )
+    if options.rule == "short_conv" and layer.head_size < 2:
+        raise SpecError(
+            "a convolution with one tap has no state",
+            field="layer.head_size",
+            value=layer.head_size,
+            allowed="give 2 taps or more",
+        )
     keeps_blocks = options.mamba_cache_mode == "all"
     if keeps_blocks and options.num_speculative_tokens:
         raise SpecError(

@@ -105,9 +105,12 @@ class IndexerOptions:
     )
 
 
-RecurrenceRule = Literal["mamba1", "mamba2", "gdn", "kda", "linear"]
+RecurrenceRule = Literal["mamba1", "mamba2", "gdn", "kda", "linear", "short_conv"]
 StateDType = Literal["float32", "bfloat16"]
 MambaCacheMode = Literal["none", "all"]
+
+CHANNEL_RULES: tuple[RecurrenceRule, ...] = ("mamba1", "short_conv")
+"""Rules whose heads are channels: a value is one number."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,12 +118,13 @@ class RecurrenceOptions:
     """``recurrence``: a layer with a state for each request instead of a KV cache.
 
     The layer has ``num_heads`` heads with a state of ``head_size_v`` times ``head_size`` numbers each, and
-    ``num_kv_heads`` heads of keys. Mamba calls the latter groups, and has one head for each channel.
+    ``num_kv_heads`` heads of keys. Mamba calls the latter groups, and has one head for each channel. A short
+    convolution has one head for each channel, too, and ``head_size`` taps.
     """
 
     __pydantic_config__: ClassVar = STRICT
     rule: RecurrenceRule = field(metadata={"description": "how a row changes the state"})
-    state_dtype: StateDType = option("float32", "dtype of the states in the cache")
+    state_dtype: StateDType = option("float32", "dtype of the states in the cache; short_conv has that of the layer")
     qk_l2norm: bool = option(True, "gdn and kda: whether the layer divides queries and keys by their 2-norm")
     num_speculative_tokens: int = option(
         0, "most draft tokens of a decode; each request has a slot more for each", ge=0
@@ -128,6 +132,12 @@ class RecurrenceOptions:
     mamba_cache_mode: MambaCacheMode = option(
         "none", "all: prefix caching keeps the state at the end of each block of cache.block_size tokens"
     )
+    activation: Literal["silu"] | None = option("silu", "short_conv: activation after the convolution")
+    bias: bool = option(True, "short_conv: whether a bias is added")
+
+    def dtype_of_states(self, layer_dtype: str) -> str:
+        """Return the dtype of the states. Those of a short convolution are inputs, and have the layer's."""
+        return layer_dtype if self.rule == "short_conv" else self.state_dtype
 
 
 PathOptions = (

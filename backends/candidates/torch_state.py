@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import softplus
+from torch.nn.functional import silu, softplus
 
 from attncheck.backends.contract import AttentionCGSupport, CommonAttentionMetadata
 from attncheck.backends.state import (
@@ -94,8 +94,13 @@ class TorchStateImpl(StateImpl):
     def forward(
         self, layer: Any, inputs: Mapping[str, Tensor], states: Tensor, attn_metadata: Any, output: Tensor
     ) -> None:
+        are_decodes = not attn_metadata.num_prefills and attn_metadata.num_computed_tokens is None
+        if self.rule == "short_conv":
+            convolve = self._convolve_decodes if are_decodes else self._convolve
+            convolve(layer, inputs["x"], states, attn_metadata, output)
+            return
         pool = as_matrices(self.rule, states)
-        if not attn_metadata.num_prefills and attn_metadata.num_computed_tokens is None:
+        if are_decodes:
             self._decode(layer, inputs, pool, attn_metadata, output)
             return
         starts = attn_metadata.query_start_loc.tolist()
@@ -221,3 +226,55 @@ class TorchStateImpl(StateImpl):
         right = beta * (rows.value.transpose(0, 1) - known)
         solved: Tensor = torch.linalg.solve_triangular(system, right, upper=False, unitriangular=True)
         return solved.transpose(0, 1)
+
+    def _convolve(self, layer: Any, x: Tensor, states: Tensor, metadata: StateMetadata, output: Tensor) -> None:
+        """Run a short convolution, request by request."""
+        past = self.head_size - 1
+        keeps_blocks = metadata.num_computed_tokens is not None
+        starts = metadata.query_start_loc.tolist()
+        accepted = metadata.num_accepted_tokens.tolist()
+        slots = metadata.state_indices_tensor[:, 0].tolist()
+        for request, (slot, first, end) in enumerate(zip(slots, starts[:-1], starts[1:], strict=True)):
+            if first == end or slot == NULL_BLOCK_ID:
+                continue
+            before = torch.zeros_like(states[0, :past])
+            if metadata.has_initial_states[request]:
+                source = metadata.source(request) if keeps_blocks else slot
+                oldest = accepted[request] - 1
+                before = states[source, oldest : oldest + past]
+            past_and_new = torch.cat([before, x[first:end]])
+            output[first:end] = self._weighted(layer, past_and_new).to(output.dtype)
+            if request < metadata.num_decodes and not keeps_blocks:
+                stored = past_and_new[1:]
+                states[slot, : len(stored)] = stored
+                continue
+            for row, written in metadata.destinations(request).items():
+                states[written, :past] = past_and_new[row + 1 : row + 1 + past]
+
+    def _convolve_decodes(self, layer: Any, x: Tensor, states: Tensor, metadata: StateMetadata, output: Tensor) -> None:
+        """Run a short convolution of decodes alone; no value of a tensor is read on the host."""
+        past = self.head_size - 1
+        slots = metadata.state_indices_tensor[:, 0].long()
+        starts = metadata.query_start_loc.long()
+        columns = torch.arange(metadata.state_indices_tensor.shape[1], device=x.device)
+        has_row = (columns < starts.diff()[:, None]) & (slots != NULL_BLOCK_ID)[:, None]
+        rows = torch.where(has_row, starts[:-1, None] + columns, len(x))
+        oldest = metadata.num_accepted_tokens.long()[:, None] - 1
+        before = states[slots[:, None], oldest + torch.arange(past, device=x.device)]
+        past_and_new = torch.cat([before, x[rows.clamp(max=len(x) - 1)]], dim=1)
+        # The row behind the others takes the outputs of requests that have no more rows.
+        out = torch.zeros(len(x) + 1, x.shape[1], device=x.device)
+        out[rows] = self._weighted(layer, past_and_new)
+        output.copy_(out[:-1])
+        stored = past_and_new[:, 1:]
+        # The first of the states belongs to the first row, and each row adds one input.
+        is_stored = torch.cat([has_row[:, :1].expand(-1, past - 1), has_row], dim=1)
+        states[slots] = torch.where(is_stored[:, :, None], stored, states[slots])
+
+    def _weighted(self, layer: Any, inputs: Tensor) -> Tensor:
+        """Return the outputs ``[..., T, D]`` of inputs ``[..., taps - 1 + T, D]``."""
+        windows = inputs.float().unfold(-2, self.head_size, 1)
+        sums = torch.einsum("...tdk,dk->...td", windows, layer.weight.float())
+        if layer.bias is not None:
+            sums = sums + layer.bias.float()
+        return silu(sums) if layer.activation == "silu" else sums

@@ -7,7 +7,6 @@ from functools import cached_property
 
 import torch
 from torch import Tensor
-from torch.nn.functional import silu
 
 from attncheck.backends.contract import AttentionBackend
 from attncheck.backends.dtypes import DTYPES
@@ -19,7 +18,9 @@ from attncheck.harness.checks.numerics import rows_in_words
 from attncheck.harness.driver.pool import flat_bytes
 from attncheck.harness.problem.pages import RandomStream
 from attncheck.harness.problem.problem import planted_inputs
-from attncheck.harness.truth.unpaged import Budget, allowed_errors, float32_bracket, share_of_budget
+from attncheck.harness.problem.recurrent import draw_taps
+from attncheck.harness.truth.short_conv import ConvolutionRuns, convolution_budget
+from attncheck.harness.truth.unpaged import Budget, share_of_budget
 from attncheck.reference import Precision, causal_conv1d
 from attncheck.reference.step_spec import CausalConv1dOptions
 
@@ -36,7 +37,6 @@ _SPARE_STATE = 3
 """Columns of the state buffer that no state uses, and columns of the packed rows that a view omits."""
 
 _RUBBISH = 512.0
-_SILU_SLOPE = 1.1
 
 SPARE, FOREIGN, ABSENT = "spare columns of the state", "lines of no sequence", "lines of sequences without a state"
 
@@ -161,8 +161,7 @@ def build_conv(case: Case, seed: int) -> ConvProblem:
     size, past = options.channels, options.width - 1
     states = stream.uniform(num_lines, size, past + _SPARE_STATE) * _RUBBISH
     states[lines[remembers], :, :past] = stream.uniform(int(remembers.sum()), size, past)
-    weight = stream.uniform(size, options.width) / 2
-    bias = stream.uniform(size)
+    weight, bias = draw_taps(stream, size, options.width)
     return ConvProblem(
         case=case,
         positions=positions,
@@ -177,26 +176,14 @@ def build_conv(case: Case, seed: int) -> ConvProblem:
 
 
 def conv_truth(problem: ConvProblem, device: torch.device) -> ConvTruth:
-    """Return the right result, and the error that a correct kernel may have.
-
-    A correct kernel computes in float32 and rounds once. It may also round every product to the dtype, if it multiplies
-    the loaded values, or round the sums, as two separate functions do. ``exp`` in the activation inherits the rounding
-    of its argument.
-    """
+    """Return the right result, and the error that a correct kernel may have."""
     activation, real = problem.options.activation, len(problem.positions)
     y, states = convolve(problem, device)
     low, _ = convolve(problem, device, precision=Precision(torch.float32, None, problem.dtype))
     sums, _ = convolve(problem, device, activation=None)
     weighted, squares = (_convolve_sizes(problem, device, power)[:real] for power in (1, 2))
-    slope = 1.0 if activation is None else _SILU_SLOPE
-    products = slope * torch.finfo(problem.dtype).eps / 2 * squares.sqrt()
-    reach = torch.zeros_like(y[:, :1]) if activation is None else sums.abs().amax(dim=1, keepdim=True)
-    rounded = sums.to(problem.dtype).double()
-    twice = (rounded if activation is None else silu(rounded)).to(problem.dtype).double()
-    losses = [(low - y)[:, None], products[:, None], (twice - y)[:, None]]
-    bracket = float32_bracket(reach, problem.options.width)
-    norm, peak = allowed_errors(losses, y[:, None], bracket, slope * weighted[:, None], problem.dtype)
-    budget = Budget(norm, peak, torch.zeros_like(norm))
+    runs = ConvolutionRuns(y, low, sums, weighted, squares)
+    budget = convolution_budget(runs, activation, problem.options.width, problem.dtype)
     if problem.case.tolerance is not None:
         budget = budget.scaled(problem.case.tolerance.factor)
     return ConvTruth(y[:, None], states, budget)

@@ -1,4 +1,4 @@
-"""Checks of layers with a state: Mamba, gated delta networks, and linear attention."""
+"""Checks of layers with a state: Mamba, gated delta networks, linear attention, and short convolutions."""
 
 import math
 from collections.abc import Callable, Iterator, Mapping
@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from attncheck.backends.contract import AttentionBackend
-from attncheck.backends.dtypes import DTYPES
 from attncheck.backends.state import NULL_BLOCK_ID
 from attncheck.cases.model import Case
 from attncheck.harness.checks.again import Repeats, Variation, later_fault
@@ -22,7 +21,7 @@ from attncheck.harness.checks.numerics import differing_rows, rows_in_words, sum
 from attncheck.harness.checks.refusals import check_declared
 from attncheck.harness.driver.foreign_code import call_backend
 from attncheck.harness.driver.recurrent import StateObservation, StateSession, StateStep, without_padding
-from attncheck.harness.problem.recurrent import PADDING, RecurrentProblem, StateRequest, build_recurrent
+from attncheck.harness.problem.recurrent import PADDING, UNREAD_INPUTS, RecurrentProblem, StateRequest, build_recurrent
 from attncheck.harness.truth.recurrent import (
     Computed,
     RecurrentTruth,
@@ -100,7 +99,10 @@ class _Judged:
         if self.seen.strays:
             first = self.seen.strays[0]
             slots = plural(len(self.seen.strays), "slot")
-            summary = f"{slots} that the step must leave alone changed, the first is {self.problem.slot_name(first)}"
+            is_part = set(self.seen.strays) <= {slot for _, slot in self.problem.places}
+            alone = "that the step must leave alone"
+            what = f"changed in rows {alone}" if is_part else f"{alone} changed"
+            summary = f"{slots} {what}, the first is {self.problem.slot_name(first)}"
             figures["slots_wrong"] = len(self.seen.strays)
             return Broken(summary, figures, _meaning_of_strays(self.problem, self.seen.strays))
         if self.seen.has_filled_gaps:
@@ -109,9 +111,13 @@ class _Judged:
         if not wrong:
             return None
         worst = float(self.state_shares.max())
-        amount = "NaN or infinite" if math.isinf(worst) else f"{worst:.3g} times the allowed error"
         where = self.problem.slot_name(self.problem.places[wrong[0]][1])
-        figures |= {"budget_share": worst, "states_wrong": len(wrong)}
+        figures["states_wrong"] = len(wrong)
+        if self.truth.has_exact_states:
+            summary = f"{len(wrong)} of {len(self.state_shares)} stored states are not the last inputs, bit for bit"
+            return Broken(f"{summary}; the first is in {where}", figures, self._meaning_of_states(wrong))
+        amount = "NaN or infinite" if math.isinf(worst) else f"{worst:.3g} times the allowed error"
+        figures["budget_share"] = worst
         summary = f"{len(wrong)} of {len(self.state_shares)} stored states are wrong, the first is in {where}"
         return Broken(f"{summary}; the largest error is {amount}", figures, self._meaning_of_states(wrong))
 
@@ -131,7 +137,7 @@ class _Judged:
         slots = [self.problem.places[state][1] for state in wrong]
         if all(torch.equal(before[slot], after[slot]) for slot in slots):
             return "the new state is not stored"
-        budget, dtype = self.truth.state_budget, DTYPES[self.problem.options.state_dtype]
+        budget, dtype = self.truth.state_budget, self.problem.state_dtype
         for mistake in (*mistakes(self.problem), *wrong_orders(self.problem)):
             stored = computed(self.problem, mistake, self.wrong_requests)
             if not bool((self.truth.state_shares(stored) > 1).any()):
@@ -219,7 +225,8 @@ class RecurrenceChecks:
 
         exact = self._backend.conventions.deterministic
         repeats: Repeats[StateObservation, _Fill] = Repeats(first.seen, run, _moved, shares, in_words, bitwise=exact)
-        regions = (*problem.regions(), *([PADDING] if problem.num_padding_rows else []))
+        parts = {UNREAD_INPUTS: bool(problem.unread_columns().any()), PADDING: problem.num_padding_rows > 0}
+        regions = (*problem.regions(), *(name for name, is_there in parts.items() if is_there))
         poisons = {"NaN": math.nan, "Inf": math.inf, "0": 0.0}
         for name, value in poisons.items():
             moved = repeats.reached((value, regions))
@@ -491,5 +498,9 @@ def _meaning_of_strays(problem: RecurrentProblem, strays: tuple[int, ...]) -> st
         return "the last slot was written, which an index of -1 or a column behind those of a request selects"
     if not set(strays) <= owned:
         return None
+    if set(strays) <= {slot for _, slot in problem.places}:
+        return "rows of a slot that belong to no state after this step were written"
+    if problem.options.rule == "short_conv" and not is_cached:
+        return "a column behind the first was written, and all states of a request are in the slot of column 0"
     words = "blocks that are cached" if is_cached else "columns of draft tokens that the step does not have"
     return f"{words} were written"

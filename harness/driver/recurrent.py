@@ -10,16 +10,16 @@ import torch
 from torch import Tensor
 
 from attncheck.backends.contract import AttentionBackend, CommonAttentionMetadata
-from attncheck.backends.dtypes import DTYPES
 from attncheck.backends.impl import set_current_vllm_config
-from attncheck.backends.state import NULL_BLOCK_ID, StateSpec, as_matrices, state_shape
+from attncheck.backends.state import NULL_BLOCK_ID, WEIGHTS, StateSpec, as_matrices, state_shape
 from attncheck.harness.driver.construction import LAYER, ConfigNode, vllm_config
 from attncheck.harness.driver.foreign_code import call_backend, require_memory
 from attncheck.harness.driver.outputs import GuardedBuffer, mark_unwritten
 from attncheck.harness.driver.pool import flat_bytes, same_bytes
 from attncheck.harness.problem.problem import planted_inputs
-from attncheck.harness.problem.recurrent import PADDING, RecurrentProblem, stored_pool
+from attncheck.harness.problem.recurrent import PADDING, UNREAD_INPUTS, RecurrentProblem, stored_pool
 from attncheck.reference.spec import AttentionCGSupport
+from attncheck.reference.step_spec import CHANNEL_RULES
 
 _GAP = 64
 """Least number of elements of a page that belong to no state; half of them lie before it. A state is aligned."""
@@ -37,8 +37,9 @@ class StateObservation:
     """What a step returned, on the CPU.
 
     out: float64 ``[T, H, V]`` of the rows of requests. unwritten: bool ``[T]``, rows that were not written completely.
-    states: float64 ``[S, H, V, K]``, those that the step had to store. pool: all, in the dtype of states.
-    strays: slots that changed and should not have. has_filled_gaps: whether memory between the slots changed.
+    states: float64 ``[S, H, V, K]``, those that the step had to store; columns that it had to leave alone are 0.
+    pool: all, in the dtype of states. strays: slots with a change where none should be.
+    has_filled_gaps: whether memory between the slots changed.
     changed: names of arguments that changed and should not have. breached: whether memory beside the output changed.
     """
 
@@ -112,10 +113,10 @@ class StateSession:
         self._device = device
         layer, options, batch = problem.layer, problem.options, problem.case.batch
         sizes = layer.num_heads, layer.head_size, layer.value_head_size
-        self._layer = ConfigNode("layer", **{name: each.to(device) for name, each in problem.weights.items()})
+        self._layer = _layer_of(problem, device)
         spec = StateSpec(
-            shapes=(state_shape(options.rule, *sizes),),
-            dtypes=(DTYPES[options.state_dtype],),
+            shapes=(state_shape(options.rule, *sizes, options.num_speculative_tokens),),
+            dtypes=(problem.state_dtype,),
             mamba_type=options.rule,
             block_size=problem.case.cache.block_size,
             num_speculative_blocks=options.num_speculative_tokens,
@@ -163,6 +164,9 @@ class StateSession:
             for name, slots in problem.regions().items():
                 if name in regions:
                     step.pool.states[slots.to(self._device)] = poison
+            if UNREAD_INPUTS in regions:
+                unread = problem.unread_columns().to(self._device)[:, None, None]
+                as_matrices(problem.options.rule, step.pool.states).masked_fill_(unread, poison)
             if PADDING in regions:
                 for tensor in step.inputs.values():
                     tensor[len(problem.positions) :] = poison
@@ -208,15 +212,16 @@ class StateSession:
         for name, tensor in {**watched, "states": pool.memory, "output": output.memory}.items():
             require_memory(tensor, name, "forward")
         output.find_unwritten()
-        written = {slot for _, slot in problem.places}
-        moved = (_bits(pool.states) != _bits(states_before)).flatten(1).any(dim=1).nonzero().flatten().tolist()
-        after = as_matrices(problem.options.rule, pool.states).cpu().contiguous()
+        rule, slots = problem.options.rule, [slot for _, slot in problem.places]
+        written = problem.columns_written()[:, None, None]
+        moved = as_matrices(rule, _bits(pool.states) != _bits(states_before)).cpu()
+        after = as_matrices(rule, pool.states).cpu().contiguous()
         return StateObservation(
             out=_matrices_of(problem, output.rows[:num_rows]).cpu().double(),
             unwritten=output.unwritten[:num_rows].cpu(),
-            states=after[[slot for _, slot in problem.places]].double(),
+            states=after[slots].double().masked_fill(~written[slots], 0.0),
             pool=after,
-            strays=tuple(slot for slot in moved if slot not in written),
+            strays=tuple((moved & ~written).flatten(1).any(dim=1).nonzero().flatten().tolist()),
             has_filled_gaps=not same_bytes(pool.gaps(), gaps_before),
             changed=tuple(name for name, each in watched.items() if not same_bytes(flat_bytes(each), before[name])),
             breached=output.breached(),
@@ -269,6 +274,16 @@ def without_padding(problem: RecurrentProblem) -> RecurrentProblem:
     return replace(problem, padding=padding, padding_requests=0)
 
 
+def _layer_of(problem: RecurrentProblem, device: torch.device) -> ConfigNode:
+    """Return the layer with its weights, None for those that it has not, and its activation if the rule has one."""
+    options = problem.options
+    given: dict[str, object] = dict.fromkeys(WEIGHTS[options.rule])
+    given |= {name: tensor.to(device) for name, tensor in problem.weights.items()}
+    if options.rule == "short_conv":
+        given["activation"] = options.activation
+    return ConfigNode("layer", **given)
+
+
 def _weights(layer: ConfigNode, problem: RecurrentProblem) -> Mapping[str, Tensor]:
     return {name: getattr(layer, name) for name in problem.weights}
 
@@ -286,12 +301,12 @@ def _as_view(problem: RecurrentProblem, rows: Tensor, device: torch.device) -> T
 
 def _output_buffer(problem: RecurrentProblem, device: torch.device) -> GuardedBuffer:
     layer, num_rows = problem.layer, len(problem.positions)
-    sizes = (layer.num_heads,) if problem.options.rule == "mamba1" else (layer.num_heads, layer.value_head_size)
+    sizes = (layer.num_heads,) if problem.options.rule in CHANNEL_RULES else (layer.num_heads, layer.value_head_size)
     return GuardedBuffer((num_rows + problem.num_padding_rows, *sizes), num_rows, problem.dtype, device)
 
 
 def _matrices_of(problem: RecurrentProblem, output: Tensor) -> Tensor:
-    return output[:, :, None] if problem.options.rule == "mamba1" else output
+    return output[:, :, None] if problem.options.rule in CHANNEL_RULES else output
 
 
 def _bits(states: Tensor) -> Tensor:

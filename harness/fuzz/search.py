@@ -172,8 +172,11 @@ RECURRENCES: tuple[PathSpec, ...] = tuple(
         RecurrenceOptions(rule=rule, num_speculative_tokens=3),
         RecurrenceOptions(rule=rule, mamba_cache_mode="all"),
         RecurrenceOptions(rule=rule, qk_l2norm=False),
+        RecurrenceOptions(rule=rule, activation=None, bias=False),
     )
     if options.qk_l2norm or rule in ("gdn", "kda")  # other rules do not normalise
+    if options.bias or rule == "short_conv"
+    if options.state_dtype == "float32" or rule != "short_conv"  # whose states have the layer's dtype
 )
 """The values of ``path`` for backends of layers with a state, which declare no other path."""
 
@@ -466,6 +469,8 @@ def _sizes_of_rule(path: PathSpec | None) -> dict[str, int]:
     match path:
         case PathSpec(options=RecurrenceOptions(rule="mamba1")):
             return {"layer.num_kv_heads": 1, "layer.head_size_v": 1}
+        case PathSpec(options=RecurrenceOptions(rule="short_conv")):
+            return {"layer.num_kv_heads": 1, "layer.head_size_v": 1, "layer.head_size": 4}  # taps
         case PathSpec(options=RecurrenceOptions(rule="linear")):
             return {GROUP: 1}
     return {}

@@ -3,7 +3,7 @@
 The requests are those of the batch, decodes first. A request with context has a state. It has one slot of the pool, and
 one more for each draft token. With ``mamba_cache_mode: all``, it has one for each block of its tokens, and requests
 with a common prefix share the slots of that prefix. All other slots hold stale states, as do those of requests without
-a state.
+a state. A short convolution has its states of drafts in one slot, so that the others of a request are not used.
 
 The numbers are such that each part of a rule decides: heads forget within a row, or hardly in the whole prompt; betas
 reach 0 and 1, and keys recur, so that the delta rule has something to correct; some gates are 0 exactly; states are as
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from attncheck.backends.dtypes import DTYPES
-from attncheck.backends.state import INPUTS, NULL_BLOCK_ID, as_stored
+from attncheck.backends.state import INPUTS, NULL_BLOCK_ID, as_stored, matrix_shape
 from attncheck.cases.model import Case
 from attncheck.errors import InternalError
 from attncheck.harness.problem.pages import RandomStream
@@ -27,6 +27,7 @@ from attncheck.reference.step_spec import RecurrenceOptions
 
 FOREIGN, ABSENT, UNREAD = "slots of no request", "slots of requests without a state", "slots of rejected drafts"
 CACHED = "slots of blocks that the step does not read"
+UNUSED, UNREAD_INPUTS = "slots of drafts that the layer does not use", "inputs that the step does not read"
 PADDING = "padding rows"
 
 _FLOAT32_INPUTS = ("g", "beta")
@@ -69,6 +70,8 @@ class StateRequest:
     slots: its slots in the pool. accepted: the state is in ``slots[accepted - 1]``.
     block_size: with ``mamba_cache_mode: all``, the tokens of each slot, and the state is in that of the last token
     before the first row. 0 without.
+    past: with ``short_conv``, the number of inputs that a state has. All states are in ``slots[0]``, each one column
+    behind that before it. 0 with other rules.
     """
 
     number: int
@@ -78,6 +81,7 @@ class StateRequest:
     slots: tuple[int, ...]
     accepted: int = 1
     block_size: int = 0
+    past: int = 0
 
     @property
     def num_rows(self) -> int:
@@ -99,7 +103,7 @@ class StateRequest:
         """The slot of the state before the first row, whether the request has a state or not."""
         if self.block_size:
             return self.slots[max(self.position - 1, 0) // self.block_size]
-        return self.slots[self.accepted - 1]
+        return self.slots[0 if self.past else self.accepted - 1]
 
     @property
     def written(self) -> dict[int, int]:
@@ -107,9 +111,21 @@ class StateRequest:
         if self.block_size:
             # Of several rows in a block, the last one counts: that at its end, or the last row of the request.
             return {self.slots[(self.position + row) // self.block_size]: row for row in range(self.num_rows)}
-        if self.is_decode:
+        if self.is_decode and not self.past:
             return dict(zip(self.slots, range(self.num_rows), strict=False))
         return {self.slots[0]: self.num_rows - 1}
+
+    @property
+    def columns_read(self) -> slice:
+        """The columns of the matrices in the slot that are the state before the first row."""
+        return slice(self.accepted - 1, self.accepted - 1 + self.past) if self.past else slice(None)
+
+    @property
+    def columns_written(self) -> slice:
+        """The columns of the matrices that each state has which the step stores."""
+        if not self.past:
+            return slice(None)
+        return slice(0, self.past + (self.num_rows - 1 if self.is_decode else 0))
 
     def rows(self, first: int, end: int) -> "StateRequest":
         """Return the request with some of its rows alone; its state is the one before ``first``."""
@@ -121,8 +137,9 @@ class StateRequest:
 class RecurrentProblem:
     """The tensors of one step on the CPU. ``requests``: in the order of the step.
 
-    weights: float32, by name. padding: inputs of the padding rows. padding_requests: their number; each has one of
-    these rows, while there are any.
+    weights: float32, by name; those of ``short_conv`` have the layer's dtype.
+    padding: inputs of the padding rows. padding_requests: their number; each has one of these rows, while there
+    are any.
     stale: ``[num_slots, H, V, K]`` in the dtype of states: what slots hold that have no state of a request.
     """
 
@@ -147,6 +164,11 @@ class RecurrentProblem:
     def dtype(self) -> torch.dtype:
         """The layer's dtype."""
         return DTYPES[self.layer.dtype]
+
+    @property
+    def state_dtype(self) -> torch.dtype:
+        """The dtype of states."""
+        return self.stale.dtype
 
     @property
     def num_padding_rows(self) -> int:
@@ -191,9 +213,27 @@ class RecurrentProblem:
         owned = {slot for request in self.requests for slot in request.slots}
         foreign = set(range(len(self.stale))) - owned
         absent = {slot for request in self.requests if request.initial is None for slot in request.slots}
-        unread = UNREAD if self.options.mamba_cache_mode == "none" else CACHED
+        unread = UNUSED if self.options.rule == "short_conv" else UNREAD
+        if self.options.mamba_cache_mode == "all":
+            unread = CACHED
         found = {FOREIGN: foreign, ABSENT: absent, unread: owned - absent - self.sources}
         return {name: torch.tensor(sorted(slots)) for name, slots in found.items() if slots}
+
+    def columns_written(self) -> Tensor:
+        """Return bool ``[num_slots, K]``: the columns of the matrices that the step stores."""
+        mask = torch.zeros(len(self.stale), self.stale.shape[-1], dtype=torch.bool)
+        for request in self.requests:
+            mask[list(request.written), request.columns_written] = True
+        return mask
+
+    def unread_columns(self) -> Tensor:
+        """Return bool ``[num_slots, K]``: the columns of a slot with a state of ``short_conv`` that are not read."""
+        mask = torch.zeros(len(self.stale), self.stale.shape[-1], dtype=torch.bool)
+        for request in self.requests:
+            if request.initial is not None:
+                mask[request.source] = True
+                mask[request.source, request.columns_read] = False
+        return mask
 
     def pool(self) -> Tensor:
         """Return the states before the step, ``[num_slots, H, V, K]``."""
@@ -234,9 +274,11 @@ def build_recurrent(case: Case, seed: int) -> RecurrentProblem:
     num_slots = sum(counts) + max(counts) * (len(specs) // 2) + 4
     drawn = iter((stream.permutation(num_slots - 2) + 1).tolist())
     slots = [tuple(islice(drawn, count)) for count in counts]
-    shape = layer.num_heads, layer.value_head_size, layer.head_size
-    stale = _states(stream, options, num_slots, shape)
-    initial = _states(stream, options, len(specs), shape)
+    sizes = layer.num_heads, layer.head_size, layer.value_head_size
+    shape = matrix_shape(options.rule, *sizes, options.num_speculative_tokens)
+    dtype = DTYPES[options.dtype_of_states(layer.dtype)]
+    stale = _states(stream, dtype, num_slots, shape)
+    initial = _states(stream, dtype, len(specs), shape)
     accepted = _accepted(columns)
     sharer = max(range(len(specs)), key=lambda number: specs[number].shared_prefix)
     requests = []
@@ -250,6 +292,7 @@ def build_recurrent(case: Case, seed: int) -> RecurrentProblem:
             initial=initial[sharer if spec.context_len == spec.shared_prefix else number] if spec.context_len else None,
             slots=slots[sharer][:shared] + slots[number][shared:],
             block_size=block_size,
+            past=layer.head_size - 1 if options.rule == "short_conv" else 0,
         )
         requests.append(replace(request, accepted=next(accepted)) if request.is_decode else request)
     problem = RecurrentProblem(
@@ -274,8 +317,8 @@ def _accepted(columns: int) -> Iterator[int]:
     return cycle(order[:columns])
 
 
-def _states(stream: RandomStream, options: RecurrenceOptions, count: int, shape: tuple[int, ...]) -> Tensor:
-    return (stream.uniform(count, *shape) / 2).to(DTYPES[options.state_dtype])
+def _states(stream: RandomStream, dtype: torch.dtype, count: int, shape: tuple[int, ...]) -> Tensor:
+    return (stream.uniform(count, *shape) / 2).to(dtype)
 
 
 def _draw_inputs(stream: RandomStream, layer: LayerSpec, options: RecurrenceOptions, total: int) -> dict[str, Tensor]:
@@ -288,6 +331,9 @@ def _inputs_of(stream: RandomStream, layer: LayerSpec, options: RecurrenceOption
     """Yield the inputs of the rule in float64, in the order of :data:`INPUTS`."""
     heads, groups, size = layer.num_heads, layer.num_kv_heads, layer.head_size
     rule = options.rule
+    if rule == "short_conv":
+        yield stream.uniform(total, heads)
+        return
     if rule in ("mamba1", "mamba2"):
         values = () if rule == "mamba1" else (layer.value_head_size,)
         keys = (size,) if rule == "mamba1" else (groups, size)
@@ -329,6 +375,10 @@ def _inputs_of(stream: RandomStream, layer: LayerSpec, options: RecurrenceOption
 def _draw_weights(stream: RandomStream, layer: LayerSpec, options: RecurrenceOptions) -> dict[str, Tensor]:
     heads = layer.num_heads
     weights: dict[str, Tensor] = {}
+    if options.rule == "short_conv":
+        weight, bias = draw_taps(stream, heads, layer.head_size)
+        taps = {"weight": weight, "bias": bias} if options.bias else {"weight": weight}
+        return {name: tensor.to(DTYPES[layer.dtype]) for name, tensor in taps.items()}
     if options.rule in ("mamba1", "mamba2"):
         count = heads * (layer.head_size if options.rule == "mamba1" else 1)
         decay = _in_turn(_DECAYS, count) * (1 + stream.uniform(count) / 8)
@@ -340,6 +390,11 @@ def _draw_weights(stream: RandomStream, layer: LayerSpec, options: RecurrenceOpt
     elif options.rule == "linear":
         weights["slopes"] = _in_turn(_LOG_DECAYS, heads) * (1 + stream.uniform(heads) / 8)
     return {name: tensor.float() for name, tensor in weights.items()}
+
+
+def draw_taps(stream: RandomStream, channels: int, taps: int) -> tuple[Tensor, Tensor]:
+    """Return the weight ``[C, taps]`` and the bias ``[C]`` of a short convolution, float64."""
+    return stream.uniform(channels, taps) / 2, stream.uniform(channels)
 
 
 def _in_turn(values: Sequence[float], count: int) -> Tensor:

@@ -115,7 +115,8 @@ def needed_bytes(case: Case, *, reserves: bool = False) -> int:
         if batch.path.options.mamba_cache_mode == "all":
             of_request = -(-batch.max_seq_len // cache.block_size)
         slots = 2 * batch.num_requests * of_request + 4
-        states = slots * layer.num_heads * layer.head_size * layer.value_head_size
+        columns = layer.head_size + batch.path.options.num_speculative_tokens
+        states = slots * layer.num_heads * columns * layer.value_head_size
         rows = (batch.num_tokens + batch.padding.tokens) * layer.num_heads * (layer.head_size + layer.value_head_size)
         chunk = _LARGEST_CHUNK**2 * layer.num_heads * layer.head_size
         return (_ROW_COPIES * (states + 2 * rows) + chunk) * 8

@@ -15,19 +15,21 @@ An error enters the state and decays with it, in these runs as in a kernel. So n
 ``mamba1`` has no form in chunks: its kernels are loops in float32.
 
 A stored state has the same budget in the dtype of states: each row of its matrix counts as one head of an output.
+
+A short convolution is no recurrence: :mod:`short_conv` has its rows and its budget, and its states are exact.
 """
 
-from collections.abc import Callable, Collection, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Literal
 
 import torch
 from torch import Tensor
 
-from attncheck.backends.dtypes import DTYPES
 from attncheck.errors import BlindCaseError
 from attncheck.harness.problem.recurrent import RecurrentProblem, StateRequest
+from attncheck.harness.truth.short_conv import convolution_budget, convolved, runs_of, stored_inputs
 from attncheck.harness.truth.truth import NOTICEABLE
 from attncheck.harness.truth.unpaged import (
     ROUNDINGS,
@@ -79,6 +81,11 @@ class RecurrentTruth:
     usual: tuple[Tensor, Tensor]
     usual_of_states: tuple[Tensor, Tensor]
 
+    @property
+    def has_exact_states(self) -> bool:
+        """Whether no stored state may have an error."""
+        return not bool(self.state_budget.norm.any())
+
     def shares(self, seen: Computed) -> Tensor:
         """Return the errors of the outputs in budgets, ``[T, heads]``."""
         return share_of_budget(seen.judged_out - self.right.judged_out, self.budget)
@@ -98,6 +105,28 @@ def recurrent_truth(problem: RecurrentProblem, first: RecurrentTruth | None = No
     Raises:
         BlindCaseError: a fault of :func:`mistakes` changes the outputs, but by less than a kernel may err.
     """
+    truth = _truth_of_convolution(problem) if problem.options.rule == "short_conv" else _truth_of_loop(problem, first)
+    if problem.case.tolerance is not None:
+        budget, state_budget = (
+            each.scaled(problem.case.tolerance.factor) for each in (truth.budget, truth.state_budget)
+        )
+        truth = replace(truth, budget=budget, state_budget=state_budget)
+    if first is None:
+        _refuse_blindness(problem, truth)
+    return truth
+
+
+def _truth_of_convolution(problem: RecurrentProblem) -> RecurrentTruth:
+    right = computed(problem)
+    runs = runs_of(problem, [state_of(problem, request) for request in problem.requests])
+    budget = convolution_budget(runs, problem.options.activation, problem.layer.head_size, problem.dtype)
+    none = torch.zeros_like(right.judged_states[:, :, 0])
+    exact = Budget(none, none, none)
+    unused = none[:1], none[:1]
+    return RecurrentTruth(right, budget, exact, unused, unused)
+
+
+def _truth_of_loop(problem: RecurrentProblem, first: RecurrentTruth | None) -> RecurrentTruth:
     right = computed(problem)
     steps = [(request, rows_of(problem, request)) for request in problem.requests]
     runs = list(_honest_runs(problem, steps))
@@ -130,16 +159,11 @@ def recurrent_truth(problem: RecurrentProblem, first: RecurrentTruth | None = No
             right.judged_states,
             of_state.repeat_interleave(right.states.shape[2], dim=0),
             weighted.judged_states,
-            DTYPES[problem.options.state_dtype],
+            problem.state_dtype,
         ),
         usual_errors(usual_of_states, spread.judged_states.sqrt()),
     )
-    if problem.case.tolerance is not None:
-        budget, state_budget = (each.scaled(problem.case.tolerance.factor) for each in (budget, state_budget))
-    truth = RecurrentTruth(right, budget, state_budget, usual, usual_of_states)
-    if first is None:
-        _refuse_blindness(problem, truth)
-    return truth
+    return RecurrentTruth(right, budget, state_budget, usual, usual_of_states)
 
 
 def rows_of(problem: RecurrentProblem, request: StateRequest, **changes: object) -> RecurrentRows:
@@ -170,7 +194,8 @@ class Mistake:
     """A fault of a layer. ``meaning``: in words.
 
     ``rows``, ``state``: what it takes for those of a request. ``stored``: the rows whose states it stores. ``loop``:
-    its form of :func:`recurrence`. ``is_of_some``: whether it may act on some requests of a step alone.
+    its form of :func:`recurrence`. ``arguments``: those of a short convolution, which has no ``rows`` and ``loop``.
+    ``is_of_some``: whether it may act on some requests of a step alone.
     """
 
     meaning: str
@@ -178,6 +203,7 @@ class Mistake:
     state: Callable[[RecurrentProblem, StateRequest], Tensor | None] = state_of
     stored: Callable[[StateRequest], list[int]] = stored_after
     loop: Callable[[RecurrentRows, Tensor | None, list[int]], tuple[Tensor, dict[int, Tensor]]] = recurrence
+    arguments: Mapping[str, object] = field(default_factory=dict)
     is_of_some: bool = False
 
 
@@ -189,12 +215,22 @@ def computed(problem: RecurrentProblem, mistake: Mistake = _NONE, requests: Coll
 
     ``requests``: the numbers of those on which the fault acts, if it is one of some requests. Otherwise it acts on all.
     """
+    everyone = {request.number for request in problem.requests}
+    faulty = requests if requests is not None and mistake.is_of_some else everyone
+    made = [(request, mistake if request.number in faulty else _NONE) for request in problem.requests]
+    if problem.options.rule == "short_conv":
+        contents = [each.state(problem, request) for request, each in made]
+        columns = problem.stale.shape[-1]
+        states = [
+            stored_inputs(request, content, row, columns)
+            for (request, each), content in zip(made, contents, strict=True)
+            for row in each.stored(request)
+        ]
+        return Computed(convolved(problem, contents, **mistake.arguments)[:, :, None], torch.stack(states))
     parts = []
-    for request in problem.requests:
-        acts = not mistake.is_of_some or requests is None or request.number in requests
-        made = mistake if acts else _NONE
-        stored = made.stored(request)
-        parts.append(_looped(made.loop(made.rows(problem, request), made.state(problem, request), stored), stored))
+    for request, each in made:
+        stored = each.stored(request)
+        parts.append(_looped(each.loop(each.rows(problem, request), each.state(problem, request), stored), stored))
     return _joined(parts)
 
 
@@ -235,7 +271,7 @@ def _budget(allowed: tuple[Tensor, Tensor], usual: tuple[Tensor, Tensor]) -> Bud
 def _honest_runs(problem: RecurrentProblem, steps: list[tuple[StateRequest, RecurrentRows]]) -> Iterator[Computed]:
     in_float32 = [(request, rows.to(torch.float32), request.initial) for request, rows in steps]
     yield _joined([_loop(stored_after(request), rows, state) for request, rows, state in in_float32])
-    if DTYPES[problem.options.state_dtype] != torch.float32:
+    if problem.state_dtype != torch.float32:
         yield _joined([_out_of_stored(problem, *each) for each in in_float32])
     for size in _CHUNKS:
         yield _joined([_rounded(problem, size, *each) for each in in_float32])
@@ -247,7 +283,7 @@ def _out_of_stored(
     """Return the loop whose outputs come from the rounded state; the plain loop for prompts but those of ``mamba1``."""
     if not request.is_decode and problem.options.rule != "mamba1":
         return _loop(stored_after(request), rows, state)
-    stored = DTYPES[problem.options.state_dtype]
+    stored = problem.state_dtype
     outputs, states = [], []
     for t in range(request.num_rows):
         _, after = recurrence(_row(rows, t), state, keep=[0])
@@ -267,7 +303,7 @@ def _row(rows: RecurrentRows, t: int) -> RecurrentRows:
 def _rounded(
     problem: RecurrentProblem, size: int, request: StateRequest, rows: RecurrentRows, state: Tensor | None
 ) -> Computed:
-    stored = DTYPES[problem.options.state_dtype]
+    stored = problem.state_dtype
     kept = stored_after(request)
     if problem.options.rule == "mamba1":
         after_row = stored if request.is_decode else torch.float32
@@ -364,11 +400,13 @@ def _reach(rows: RecurrentRows) -> Tensor:
 def mistakes(problem: RecurrentProblem) -> Iterator[Mistake]:
     """Yield the commonest faults that the rule of the problem can have."""
     rule, layer, options = problem.options.rule, problem.layer, problem.options
-    yield Mistake("the decay is missing", rows=_without_decay)
+    is_loop = rule != "short_conv"
+    if is_loop:
+        yield Mistake("the decay is missing", rows=_without_decay)
     yield Mistake("the initial state is ignored", state=_no_state)
     yield Mistake("states are used where has_initial_states is False", state=_stale_state, is_of_some=True)
     yield Mistake("the state of another request is read", state=_state_of_next)
-    if options.num_speculative_tokens:
+    if options.num_speculative_tokens and is_loop:
         yield Mistake("the state is read from column 0, not num_accepted_tokens - 1", state=_state_of_first_column)
     if options.mamba_cache_mode == "all":
         words = "the state is read from the block of the last new token, not of the last computed one"
@@ -376,6 +414,8 @@ def mistakes(problem: RecurrentProblem) -> Iterator[Mistake]:
         yield Mistake("all blocks of a request get the state after its last row", stored=_after_last_row)
     if rule in ("mamba1", "mamba2"):
         yield Mistake("dt_bias is missing", rows=_without_dt_bias)
+    elif rule == "short_conv":
+        yield from _mistakes_of_convolution(problem)
     else:
         yield Mistake("the scale is missing", rows=partial(rows_of, scale=1.0))
     if rule in ("gdn", "kda"):
@@ -388,6 +428,24 @@ def mistakes(problem: RecurrentProblem) -> Iterator[Mistake]:
         yield Mistake("head h reads the keys of head h % num_kv_heads", rows=_keys_in_turn)
 
 
+def _mistakes_of_convolution(problem: RecurrentProblem) -> Iterator[Mistake]:
+    options, weight = problem.options, problem.weights["weight"].double()
+    words = "the taps are in reverse order: the last one belongs to the newest row"
+    yield Mistake(words, arguments={"weight": weight.flip(1)})
+    if options.activation is None:
+        yield Mistake("an activation is applied, and the case has none", arguments={"activation": "silu"})
+    else:
+        yield Mistake("the activation is missing", arguments={"activation": None})
+    if options.bias:
+        yield Mistake("the bias is missing", arguments={"bias": None})
+    if options.num_speculative_tokens:
+        words = "the state is read from row 0 of the slot, not from row num_accepted_tokens - 1"
+        yield Mistake(words, state=_state_at_start)
+        words = "the state is read from the slot in column num_accepted_tokens - 1, not from that in column 0"
+        yield Mistake(words, state=_state_of_accepted_column)
+    yield Mistake("the new state ends before the last row", stored=_after_row_before)
+
+
 _Order = Literal["output first", "decay last", "undecayed", "correction first"]
 
 
@@ -396,6 +454,8 @@ def wrong_orders(problem: RecurrentProblem) -> Iterator[Mistake]:
 
     Some change little; no case has to show them.
     """
+    if problem.options.rule == "short_conv":
+        return
     yield Mistake("the state before a prompt's first row has not decayed", state=_undecayed_state)
     yield Mistake("the output comes from the state before the row", loop=partial(_in_order, "output first"))
     words = "the decay follows the row's key and value instead of preceding them"
@@ -493,12 +553,25 @@ def _state_of_first_column(problem: RecurrentProblem, request: StateRequest) -> 
     return None if request.initial is None else problem.pool()[request.slots[0]].double()
 
 
+def _state_at_start(problem: RecurrentProblem, request: StateRequest) -> Tensor | None:
+    state = state_of(problem, request)
+    return None if state is None else state.roll(request.accepted - 1, dims=-1)
+
+
+def _state_of_accepted_column(problem: RecurrentProblem, request: StateRequest) -> Tensor | None:
+    return None if request.initial is None else problem.pool()[request.slots[request.accepted - 1]].double()
+
+
 def _state_of_last_block(problem: RecurrentProblem, request: StateRequest) -> Tensor | None:
     return None if request.initial is None else problem.pool()[list(request.written)[-1]].double()
 
 
 def _after_last_row(request: StateRequest) -> list[int]:
     return [request.num_rows - 1] * len(request.written)
+
+
+def _after_row_before(request: StateRequest) -> list[int]:
+    return [row - 1 for row in stored_after(request)]
 
 
 def _refuse_blindness(problem: RecurrentProblem, truth: RecurrentTruth) -> None:

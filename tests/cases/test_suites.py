@@ -45,12 +45,12 @@ SUITES = {
     "sparse": "70d355d0b427",
     "spec_decode": "940261f330ca",
     "split_kv": "1c252c8b0ab1",
-    "state": "ae118ea18b83",
+    "state": "7143a49d8e15",
     "strides": "d29a9a830529",
     "tables": "683d57d58395",
     "vllm_interpreted": "2d314583afa1",
     "vllm_latent": "552378198733",
-    "vllm_state": "d4fe2759dc41",
+    "vllm_state": "278f50de6f5f",
     "xformers": "8df251944f73",
 }
 CHEAP = [name for name in SUITES if name != "named_batches"]

@@ -11,6 +11,7 @@ from attncheck.harness.checks.recurrence import RecurrenceChecks
 pytestmark = [pytest.mark.vllm, pytest.mark.filterwarnings("default")]
 
 GDN, MAMBA2 = ("--backend", "vllm:GDN_ATTN"), ("--backend", "vllm:MAMBA2")
+SHORT_CONV = ("--backend", "vllm:SHORT_CONV")
 SUITE = ("--suite", "vllm_state")
 
 
@@ -25,23 +26,27 @@ def outcomes(run):
 
 
 def test_the_layers_of_a_cpu_are_right_without_drafts(run_vllm, tmp_path):
-    cases = selected("gdn-mixed.float32", "gdn-large", "mamba2-mixed.bfloat16", "mamba2-prompts")
+    cases = selected(
+        "gdn-mixed.float32", "gdn-large", "mamba2-mixed.bfloat16", "mamba2-prompts", "short_conv-mixed.true"
+    )
     checks = ("--check", "numerics,cache_write,containment,determinism")
-    run, _ = run_vllm(tmp_path / "run.jsonl", *GDN, *MAMBA2, *SUITE, *cases, *checks)
-    assert len(outcomes(run)) == 16
+    run, _ = run_vllm(tmp_path / "run.jsonl", *GDN, *MAMBA2, *SHORT_CONV, *SUITE, *cases, *checks)
+    assert len(outcomes(run)) == 20
     assert set(outcomes(run).values()) == {"passed"}
 
 
 def test_faults_of_drafts_on_a_cpu_are_found(run_vllm, tmp_path):
-    cases = selected("gdn-drafts", "gdn-few-drafts", "mamba2-drafts")
+    cases = selected("gdn-drafts", "gdn-few-drafts", "mamba2-drafts", "short_conv-drafts")
     run, printed = run_vllm(
-        tmp_path / "run.jsonl", *GDN, *MAMBA2, *SUITE, *cases, "--check", "numerics,cache_write", code=1
+        tmp_path / "run.jsonl", *GDN, *MAMBA2, *SHORT_CONV, *SUITE, *cases, "--check", "numerics,cache_write", code=1
     )
     found = outcomes(run)
     assert found["gdn-drafts", "numerics"] == found["gdn-drafts", "cache_write"] == "passed"
     assert found["gdn-few-drafts", "numerics"] == "errored"
     assert found["mamba2-drafts", "numerics"] == found["mamba2-drafts", "cache_write"] == "failed"
     assert "RuntimeError at gdn_attention.py:" in printed
+    assert found["short_conv-drafts", "numerics"] == found["short_conv-drafts", "cache_write"] == "failed"
+    assert "a column behind the first was written" in printed
     assert "The size of tensor a (6) must match the size of tensor b" in printed
 
 

@@ -12,7 +12,7 @@ from attncheck.backends.candidates.vllm import interpreted, package
 from attncheck.backends.candidates.vllm.builder import VLLMBuilder
 from attncheck.backends.candidates.vllm.config import their_config
 from attncheck.backends.candidates.vllm.selection import named_after
-from attncheck.backends.candidates.vllm.state_layers import LAYERS, VLLMStateImpl
+from attncheck.backends.candidates.vllm.state_layers import LAYERS, VLLMStateImpl, even_head_size
 from attncheck.backends.candidates.vllm.trial import names_missing_parts
 from attncheck.backends.contract import CommonAttentionMetadata
 from attncheck.backends.state import StateBackend, StateSpec
@@ -26,7 +26,7 @@ class StateSpaceBuilder(VLLMBuilder):
     @classmethod
     def their_config(cls, plain: Any, layers: Mapping[str, Any], spec: Any) -> Any:
         """Return the config of a model with the usual chunks of Mamba-2."""
-        return their_config(plain, layers, model={"mamba_chunk_size": 256})
+        return their_config(plain, layers, model={"mamba_chunk_size": 256, **even_head_size(plain)})
 
     @classmethod
     def spec_of(cls, layer: Any, config: Any, spec: Any) -> Any:

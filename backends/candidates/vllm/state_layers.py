@@ -47,7 +47,7 @@ class VLLMStateImpl(StateImpl):
         """See the contract; dtype and number of drafts are those of the current config."""
         super().__init__(**sizes)
         plain = get_current_vllm_config()
-        self._config = their_config(plain)
+        self._config = their_config(plain, model=even_head_size(plain))
         self._dtype = plain.model_config.dtype
         speculative = plain.speculative_config
         self._num_drafts = 0 if speculative is None else speculative.num_speculative_tokens
@@ -205,6 +205,41 @@ class LinearAttention(VLLMStateImpl):
         return ()
 
 
+class ShortConvolution(VLLMStateImpl):
+    """The layer of LFM2 with gates of 1."""
+
+    their_rule = "short_conv"
+
+    @classmethod
+    def refusals(cls, layer: LayerSpec, options: RecurrenceOptions) -> list[str]:
+        """See the base class; the models have no activation."""
+        return [] if options.activation is None else [f"activation {options.activation}: vLLM's layer has none"]
+
+    def made(self) -> Any:
+        """See the base class."""
+        kind = package.find("ShortConv", f"{_MAMBA}.short_conv")
+
+        def projected(x: Tensor) -> tuple[Tensor, None]:
+            gate = torch.ones_like(x)
+            return torch.cat([gate, gate, x], dim=-1), None
+
+        return _layer(kind, in_proj=projected, out_proj=lambda rows: (rows, None))
+
+    def run(self, layer: Any, inputs: Mapping[str, Tensor], states: Tensor, metadata: Any, output: Tensor) -> None:
+        """See the base class."""
+        self._layer.conv = SimpleNamespace(weight=layer.weight[:, None], bias=layer.bias)
+        self._layer.forward_native(inputs["x"], output)
+
+    def _conv_states(self, states: Tensor) -> tuple[Tensor, ...]:
+        return ()
+
+
+def even_head_size(plain: Any) -> dict[str, int]:
+    """Return the entry of a model's config for its head size, rounded up: vLLM refuses an odd one, as of 5 taps."""
+    size = plain.model_config.get_head_size()
+    return {"head_dim": size + size % 2}
+
+
 def _layer(kind: type[Any], **attributes: Any) -> Any:
     """Return an object of vLLM's class ``kind`` with these attributes, whose constructor would need a model."""
     made = object.__new__(kind)
@@ -252,6 +287,11 @@ def _initialise_state_update(config: Any) -> None:
 
 
 LAYERS: Mapping[str, type[VLLMStateImpl]] = MappingProxyType(
-    {"GDN_ATTN": GatedDeltaNet, "MAMBA2_ATTN": Mamba2, "LINEAR_ATTN": LinearAttention}
+    {
+        "GDN_ATTN": GatedDeltaNet,
+        "MAMBA2_ATTN": Mamba2,
+        "LINEAR_ATTN": LinearAttention,
+        "SHORT_CONV_ATTN": ShortConvolution,
+    }
 )
 """The layer by the name of its class."""
