@@ -1,7 +1,7 @@
 """What a run of attncheck costs, beside yardsticks of the same machine.
 
     python benchmarks/cost.py [--only NAME ...] [--source DIR] [--append docs/cost.jsonl]
-    python benchmarks/cost.py --only smoke-on-gpu --limit-s 600 --folder out
+    python benchmarks/cost.py --only smoke-on-gpu --limit-s 600 --folder out [--rows WORD ...]
     python benchmarks/cost.py --show docs/cost.jsonl
 
 Each cost is divided by a yardstick measured on the same machine, so that ratios can be compared between machines.
@@ -9,7 +9,8 @@ Each cost is divided by a yardstick measured on the same machine, so that ratios
 to a file as a line of JSON. ``--show`` prints such a file as a Markdown table. Run it on an otherwise idle machine.
 
 ``smoke-on-gpu`` is for a machine with a GPU. Each cost is printed once it is known. After ``--limit-s`` seconds, what
-runs is stopped, and its row has the number of cases so far. ``--folder`` keeps the run files.
+runs is stopped, and its row has the number of cases so far. ``--folder`` keeps the run files. ``--rows xformers vllm``
+measures only the rows whose names have one of these words, since all of them take about a quarter of an hour.
 """
 
 import argparse
@@ -67,9 +68,9 @@ Costs = dict[str, Cost]
 class Checkout:
     """A checkout of attncheck to measure, and an empty folder for the files its commands write."""
 
-    def __init__(self, source: Path, folder: Path, limit_s: float = math.inf) -> None:
-        """``limit_s``: seconds after which commands on a GPU are stopped."""
-        self.source, self.folder, self.deadline = source, folder, time.monotonic() + limit_s
+    def __init__(self, source: Path, folder: Path, limit_s: float = math.inf, rows: Sequence[str] = ("",)) -> None:
+        """``limit_s``: seconds after which commands on a GPU are stopped. ``rows``: words in the names of those."""
+        self.source, self.folder, self.deadline, self.rows = source, folder, time.monotonic() + limit_s, rows
         self.yardsticks: dict[str, float] = {}
         paths = os.pathsep.join([str(source / "src"), *filter(None, [os.environ.get("PYTHONPATH")])])
         self.environment = os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"} | caches_in(folder)
@@ -101,7 +102,7 @@ class Checkout:
                 running.wait(limit_s)
             except subprocess.TimeoutExpired:
                 running.send_signal(signal.SIGINT)
-            running.wait()
+                _end(running)
         took = time.perf_counter() - began
         if running.returncode in {0, 1} and took < limit_s:  # a wrong case (exit code 1) takes as long as a right one
             return took, ""
@@ -127,9 +128,24 @@ class Checkout:
         return [line for line in lines if line["kind"] == "record"]
 
 
+def _end(running: "subprocess.Popen[bytes]") -> None:
+    """Wait for a command that was asked to stop, and kill it if that takes long."""
+    try:
+        running.wait(_ENDING_S)
+    except subprocess.TimeoutExpired:
+        running.kill()
+        running.wait()
+
+
+_ENDING_S = 20.0
+"""Seconds that a stopped command may take to end its processes and to write its run file."""
+
+
 def num_cases(file: Path) -> int:
     """Return of how many cases a run file has records; 0 if it does not exist."""
-    lines = map(json.loads, file.read_text(encoding="utf-8").splitlines() if file.exists() else ())
+    text = file.read_text(encoding="utf-8") if file.exists() else ""
+    whole = text[: text.rfind("\n") + 1]  # a command that was killed may leave a part of a line
+    lines = map(json.loads, whole.splitlines())
     return len({(each["suite"], each["case_id"]) for each in lines if each["kind"] == "record"})
 
 
@@ -188,17 +204,20 @@ def smoke_of_five(checkout: Checkout) -> Costs:
 def smoke_on_gpu(checkout: Checkout) -> Costs:
     """Time :func:`works_on_gpu` on the first GPU, and how long it was busy. Returns nothing without ``nvidia-smi``.
 
-    Each command may take three times its share of the time left, since most take less.
+    The time left is divided by the aims of the commands left, so that a slow one takes nothing from those behind it.
     """
     if shutil.which("nvidia-smi") is None:
         return {}
     works = works_on_gpu(has_vllm=find_spec("vllm") is not None)
+    works = [work for work in works if any(word in work[0] for word in checkout.rows)]
     found = {}
-    for index, (what, caches, words) in enumerate(works):
+    for index, (what, caches, words, aim_s) in enumerate(works):
         left = checkout.deadline - time.monotonic()
-        if left < _LEAST_S:
-            break
-        for name, seconds in _on_gpu(checkout, what, caches, words, min(left, 3 * left / (len(works) - index))).items():
+        limit_s = left * aim_s / sum(work[3] for work in works[index:])
+        took = {f"{what}, not begun": 0.0}
+        if limit_s >= _LEAST_S:
+            took = _on_gpu(checkout, what, caches, words, limit_s)
+        for name, seconds in took.items():
             found[name] = Cost(seconds, "import torch")
             print(f"{name}: {seconds:.1f} s", file=sys.stderr, flush=True)
     return found
@@ -208,20 +227,24 @@ _LEAST_S = 5.0
 """Seconds that must be left for a command to begin."""
 
 
-def works_on_gpu(*, has_vllm: bool) -> list[tuple[str, str, tuple[str, ...]]]:
-    """Return what is timed on a GPU, each with the name of its caches, and the words of its command.
+COLD_S, WARM_S, DEFAULT_S, ALL_OF_VLLM_S = 120.0, 60.0, 180.0, 300.0
+"""Most seconds that smoke of a backend with empty and with warm caches, and the whole runs, are to take."""
+
+
+def works_on_gpu(*, has_vllm: bool) -> list[tuple[str, str, tuple[str, ...], float]]:
+    """Return what is timed on a GPU, each with the name of its caches, its command's words, and its aim in seconds.
 
     Smoke of each backend alone, first with empty caches, then warm: it finds compiled kernels and stored truths. Then
     the default run and all classes of vLLM, with empty caches.
     """
-    works: list[tuple[str, str, tuple[str, ...]]] = [
-        (f"smoke of {name} on a GPU, {when}", name, (name, "--suite", "smoke"))
+    works: list[tuple[str, str, tuple[str, ...], float]] = [
+        (f"smoke of {name} on a GPU, {when}", name, (name, "--suite", "smoke"), aim_s)
         for name in (*ON_GPU, *(OF_VLLM if has_vllm else ()))
-        for when in ("cold", "warm")
+        for when, aim_s in (("cold", COLD_S), ("warm", WARM_S))
     ]
-    works.append(("default run on a GPU, cold", "default", ()))
+    works.append(("default run on a GPU, cold", "default", (), DEFAULT_S))
     if has_vllm:
-        works.append(("smoke of vllm:* on a GPU, cold", "all of vLLM", ("vllm:*", "--suite", "smoke")))
+        works.append(("smoke of vllm:* on a GPU, cold", "all of vLLM", ("vllm:*", "--suite", "smoke"), ALL_OF_VLLM_S))
     return works
 
 
@@ -304,12 +327,17 @@ BY_NAME_ONLY = ("tests",)
 
 
 def measure(
-    source: Path, names: Sequence[str], *, folder: Path | None = None, limit_s: float = math.inf
+    source: Path,
+    names: Sequence[str],
+    *,
+    folder: Path | None = None,
+    limit_s: float = math.inf,
+    rows: Sequence[str] = ("",),
 ) -> dict[str, Any]:
     """Measure the figures of ``names`` on the checkout at ``source``; return the object that ``--append`` writes."""
     costs: Costs = {}
     with tempfile.TemporaryDirectory() as temporary:
-        checkout = Checkout(source, (folder or Path(temporary)).resolve(), limit_s)
+        checkout = Checkout(source, (folder or Path(temporary)).resolve(), limit_s, rows)
         checkout.folder.mkdir(parents=True, exist_ok=True)
         checkout.yardsticks |= yardsticks(checkout, REPEATS if math.isinf(limit_s) else 1)
         for name in names:
@@ -372,12 +400,13 @@ def main() -> None:
     parser.add_argument("--show", type=Path, help="print the measurements of a file, and measure nothing")
     parser.add_argument("--folder", type=Path, help="where commands write their files (default: a temporary folder)")
     parser.add_argument("--limit-s", type=float, default=math.inf, help="seconds, after which smoke-on-gpu is stopped")
+    parser.add_argument("--rows", nargs="+", default=[""], help="only rows of smoke-on-gpu with one of these words")
     options = parser.parse_args()
     if options.show is not None:
         print(table([json.loads(line) for line in options.show.read_text(encoding="utf-8").splitlines()]))
         return
     names = options.only or [name for name in FIGURES if name not in BY_NAME_ONLY]
-    found = measure(options.source.resolve(), names, folder=options.folder, limit_s=options.limit_s)
+    found = measure(options.source.resolve(), names, folder=options.folder, limit_s=options.limit_s, rows=options.rows)
     print(table([found]))
     if options.append is not None:
         with options.append.open("a", encoding="utf-8") as file:

@@ -47,20 +47,28 @@ def test_costs_of_a_gpu_are_those_of_commands_that_a_limit_stops(cost, monkeypat
     monkeypatch.setenv("PYTHONPATH", str(ROOT / "tests" / "pretend"))
     monkeypatch.setenv("ATTNCHECK_PRETEND_CUDA", "{}")
     words = ("torch_sdpa", "--suite", "smoke", "--case", "prefill", "--check", "numerics")
-    monkeypatch.setattr(cost, "works_on_gpu", lambda **_: [("one case", "own", words)])
+    monkeypatch.setattr(cost, "works_on_gpu", lambda **_: [("one case", "own", words, 60.0)])
     checkout = cost.Checkout(ROOT, tmp_path)
     found = cost.smoke_on_gpu(checkout)
     assert list(found) == ["one case", "one case: GPU busy"]
     assert found["one case: GPU busy"].seconds == pytest.approx(found["one case"].seconds / 4)
     header, record, _footer = map(json.loads, (tmp_path / "one-case.jsonl").read_text().splitlines())
     assert (header["environment"]["device_name"], record["outcome"]) == ("Pretend GPU", "passed")
-    assert cost.num_cases(tmp_path / "one-case.jsonl") == 1
-    (tmp_path / "one-case.jsonl").unlink()
+    run_file = tmp_path / "one-case.jsonl"
+    assert cost.num_cases(run_file) == 1
+    run_file.write_text(run_file.read_text() + '{"kind": "rec')  # as a killed command leaves it
+    assert cost.num_cases(run_file) == 1
+    run_file.unlink()
     checkout.deadline = time.monotonic()
+    assert list(cost.smoke_on_gpu(checkout)) == ["one case, not begun"]
+    checkout.rows = ("other", "two")
     assert cost.smoke_on_gpu(checkout) == {}
+    checkout.rows = ("other", "one")
     monkeypatch.setattr(cost, "_LEAST_S", 0.0)
-    checkout.deadline = time.monotonic() + 0.5
-    assert next(iter(cost.smoke_on_gpu(checkout))) == "one case, stopped after 0 cases"
+    for ending_s in (cost._ENDING_S, 0.0):  # the second command is killed, since it does not stop at once
+        monkeypatch.setattr(cost, "_ENDING_S", ending_s)
+        checkout.deadline = time.monotonic() + 0.5
+        assert next(iter(cost.smoke_on_gpu(checkout))) == "one case, stopped after 0 cases"
 
 
 def test_works_on_a_gpu_are_smoke_alone_cold_and_warm_and_whole_runs(cost):
