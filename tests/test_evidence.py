@@ -53,7 +53,7 @@ def test_everything_that_is_expected_was_found_and_the_audit_examined_each_kind_
     assert examined >= {"vllm:CPU_ATTN", "vllm:CPU_MLA", "vllm:TRITON_ATTN", "vllm:TRITON_MLA"}
     of_state = [record for record in audit.records if record.suite == "vllm_state"]
     assert {record.backend for record in of_state if record.outcome == "passed"} == STATE_LAYERS
-    assert {record.outcome for record in of_state} == {"passed", "xfailed", "unsupported"}
+    assert {record.outcome for record in of_state} - {"unavailable"} == {"passed", "xfailed", "unsupported"}
     without_reason = {each.name for each in audit.header.surveyed if not each.reason}
     assert without_reason - examined == {"vllm:MAMBA1", "vllm:SHORT_CONV"}
 

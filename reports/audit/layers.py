@@ -95,7 +95,7 @@ def audited_layers(run: Run, layers: str) -> tuple[AuditedLayers, ...]:
 def _why_unexamined(backend: str, layers: str, run: Run) -> str:
     own = (record for record in run.records if record.backend == backend)
     reasons = (_reason(record) for record in own if _NEEDS[layers].intersection(record.needs))
-    return next(reasons, "no case of the run has such a layer")
+    return next(reasons, "no case of the run has such a layer" if run.complete else "the run ended before")
 
 
 def _reason(record: Record) -> str:

@@ -108,6 +108,13 @@ def test_what_was_not_examined_has_its_reason(run):
     assert [row["backend"] for row in features] == ["`PLAIN`"]
 
 
+def test_a_run_without_such_layers_says_so_and_one_that_was_cut_off_does_not(run, records, run_of):
+    others = records[-1:]
+    for is_complete, reason in ((True, "no case of the run has such a layer"), (False, "the run ended before")):
+        short = run_of(others, is_complete=is_complete, surveyed=SURVEYED[:2])
+        assert rows(section(short, "Layers with a state")) == [{"backend": "`GDN`, `BARE`", "reason": reason}]
+
+
 def test_the_document_has_the_same(run):
     layers = json.loads(page.document(run))["layers"]
     own, bare = layers["state"]
