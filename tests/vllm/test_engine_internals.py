@@ -35,9 +35,10 @@ USED = {
     "vllm.config.parallel.ParallelConfig": """pipeline_parallel_size decode_context_parallel_size
         data_parallel_rank""",
     "vllm.model_executor.layers.attention.attention.Attention": """impl num_heads num_kv_heads head_size
-        sliding_window kv_cache_dtype get_attn_backend""",
+        sliding_window attn_type kv_cache_dtype get_attn_backend""",
     "vllm.v1.attention.backend.AttentionImpl": "forward(layer,query,key,value,kv_cache,attn_metadata,output)",
-    "vllm.model_executor.layers.attention.mla_attention.MLAAttention": """impl
+    "vllm.model_executor.layers.attention.mla_attention.MLAAttention": """impl num_heads num_kv_heads head_size
+        kv_lora_rank qk_nope_head_dim qk_rope_head_dim v_head_dim kv_cache_dtype
         forward_impl(q,k_c_normed,k_pe,kv_cache,attn_metadata,output)""",
 }
 """Methods, fields and attributes of classes, except those that are read where a version has them.
