@@ -8,9 +8,10 @@ Each cost is divided by a yardstick measured on the same machine, so that ratios
 ``--source`` measures another checkout of attncheck, such as the one before a change. ``--append`` adds the measurement
 to a file as a line of JSON. ``--show`` prints such a file as a Markdown table. Run it on an otherwise idle machine.
 
-``smoke-on-gpu`` is for a machine with a GPU. Each cost is printed once it is known. After ``--limit-s`` seconds, what
-runs is stopped, and its row has the number of cases so far. ``--folder`` keeps the run files. ``--rows xformers vllm``
-measures only the rows whose names have one of these words, since all of them take about a quarter of an hour.
+``smoke-on-gpu`` is for a machine with a GPU. Each cost is printed once it is known. Its commands share ``--limit-s``
+seconds: one that takes longer than its share is stopped, and its row has the number of cases so far. ``--folder`` keeps
+the run files. ``--rows xformers vllm default`` measures only backends whose names have one of these words, and the
+default run. All rows are to take at most 15 minutes, or 29 with vLLM.
 """
 
 import argparse
@@ -64,13 +65,16 @@ class Cost:
 Costs = dict[str, Cost]
 """Costs by the name of the work measured."""
 
+Work = tuple[str, str, tuple[str, ...], float]
+"""A command that is timed on a GPU: its name, the name of its caches, its words, and its aim in seconds."""
+
 
 class Checkout:
     """A checkout of attncheck to measure, and an empty folder for the files its commands write."""
 
-    def __init__(self, source: Path, folder: Path, limit_s: float = math.inf, rows: Sequence[str] = ("",)) -> None:
-        """``limit_s``: seconds after which commands on a GPU are stopped. ``rows``: words in the names of those."""
-        self.source, self.folder, self.deadline, self.rows = source, folder, time.monotonic() + limit_s, rows
+    def __init__(self, source: Path, folder: Path, limit_s: float = math.inf, works: Sequence[Work] = ()) -> None:
+        """``limit_s``: seconds after which commands on a GPU are stopped. ``works``: these commands."""
+        self.source, self.folder, self.deadline, self.works = source, folder, time.monotonic() + limit_s, works
         self.yardsticks: dict[str, float] = {}
         paths = os.pathsep.join([str(source / "src"), *filter(None, [os.environ.get("PYTHONPATH")])])
         self.environment = os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"} | caches_in(folder)
@@ -202,24 +206,26 @@ def smoke_of_five(checkout: Checkout) -> Costs:
 
 
 def smoke_on_gpu(checkout: Checkout) -> Costs:
-    """Time :func:`works_on_gpu` on the first GPU, and how long it was busy. Returns nothing without ``nvidia-smi``.
+    """Time the works of ``checkout`` on the first GPU, and how long it was busy; return {} without ``nvidia-smi``.
 
-    The time left is divided by the aims of the commands left, so that a slow one takes nothing from those behind it.
+    The time left is divided by the aims of the commands left. None begins with caches that are only partly filled.
     """
     if shutil.which("nvidia-smi") is None:
         return {}
-    works = works_on_gpu(has_vllm=find_spec("vllm") is not None)
-    works = [work for work in works if any(word in work[0] for word in checkout.rows)]
-    found = {}
-    for index, (what, caches, words, aim_s) in enumerate(works):
+    found: Costs = {}
+    unfilled = set()
+    for index, (what, caches, words, aim_s) in enumerate(checkout.works):
         left = checkout.deadline - time.monotonic()
-        limit_s = left * aim_s / sum(work[3] for work in works[index:])
-        took = {f"{what}, not begun": 0.0}
-        if limit_s >= _LEAST_S:
-            took = _on_gpu(checkout, what, caches, words, limit_s)
+        limit_s = left * aim_s / sum(work[3] for work in checkout.works[index:])
+        begins = limit_s >= _LEAST_S and caches not in unfilled
+        took = _on_gpu(checkout, what, caches, words, limit_s) if begins else {}
+        if what not in took:
+            unfilled.add(caches)
         for name, seconds in took.items():
             found[name] = Cost(seconds, "import torch")
             print(f"{name}: {seconds:.1f} s", file=sys.stderr, flush=True)
+        if not begins:
+            print(f"{what}: not begun", file=sys.stderr, flush=True)
     return found
 
 
@@ -231,20 +237,19 @@ COLD_S, WARM_S, DEFAULT_S, ALL_OF_VLLM_S = 120.0, 60.0, 180.0, 300.0
 """Most seconds that smoke of a backend with empty and with warm caches, and the whole runs, are to take."""
 
 
-def works_on_gpu(*, has_vllm: bool) -> list[tuple[str, str, tuple[str, ...], float]]:
-    """Return what is timed on a GPU, each with the name of its caches, its command's words, and its aim in seconds.
+def works_on_gpu(*, has_vllm: bool) -> list[Work]:
+    """Return what is timed on a GPU: smoke of each backend, then the default run and all classes of vLLM together.
 
-    Smoke of each backend alone, first with empty caches, then warm: it finds compiled kernels and stored truths. Then
-    the default run and all classes of vLLM, with empty caches.
+    Caches are empty at first. A warm command finds compiled kernels and stored truths of the cold one before it.
     """
-    works: list[tuple[str, str, tuple[str, ...], float]] = [
+    works: list[Work] = [
         (f"smoke of {name} on a GPU, {when}", name, (name, "--suite", "smoke"), aim_s)
         for name in (*ON_GPU, *(OF_VLLM if has_vllm else ()))
         for when, aim_s in (("cold", COLD_S), ("warm", WARM_S))
     ]
     works.append(("default run on a GPU, cold", "default", (), DEFAULT_S))
     if has_vllm:
-        works.append(("smoke of vllm:* on a GPU, cold", "all of vLLM", ("vllm:*", "--suite", "smoke"), ALL_OF_VLLM_S))
+        works.append(("smoke of vllm:* on a GPU, cold", "all of vllm", ("vllm:*", "--suite", "smoke"), ALL_OF_VLLM_S))
     return works
 
 
@@ -332,12 +337,12 @@ def measure(
     *,
     folder: Path | None = None,
     limit_s: float = math.inf,
-    rows: Sequence[str] = ("",),
+    works: Sequence[Work] = (),
 ) -> dict[str, Any]:
     """Measure the figures of ``names`` on the checkout at ``source``; return the object that ``--append`` writes."""
     costs: Costs = {}
     with tempfile.TemporaryDirectory() as temporary:
-        checkout = Checkout(source, (folder or Path(temporary)).resolve(), limit_s, rows)
+        checkout = Checkout(source, (folder or Path(temporary)).resolve(), limit_s, works)
         checkout.folder.mkdir(parents=True, exist_ok=True)
         checkout.yardsticks |= yardsticks(checkout, REPEATS if math.isinf(limit_s) else 1)
         for name in names:
@@ -398,15 +403,21 @@ def main() -> None:
     parser.add_argument("--source", type=Path, default=ROOT, help="the checkout to measure (default: this one)")
     parser.add_argument("--append", type=Path, help="a file of measurements, to add this one to")
     parser.add_argument("--show", type=Path, help="print the measurements of a file, and measure nothing")
-    parser.add_argument("--folder", type=Path, help="where commands write their files (default: a temporary folder)")
-    parser.add_argument("--limit-s", type=float, default=math.inf, help="seconds, after which smoke-on-gpu is stopped")
-    parser.add_argument("--rows", nargs="+", default=[""], help="only rows of smoke-on-gpu with one of these words")
+    parser.add_argument("--folder", type=Path, help="an empty folder for files of commands (default: a temporary one)")
+    parser.add_argument("--limit-s", type=float, default=math.inf, help="seconds until smoke-on-gpu is stopped")
+    parser.add_argument("--rows", nargs="+", default=[""], help="words in the names of backends of smoke-on-gpu")
     options = parser.parse_args()
     if options.show is not None:
         print(table([json.loads(line) for line in options.show.read_text(encoding="utf-8").splitlines()]))
         return
+    works = works_on_gpu(has_vllm=find_spec("vllm") is not None)
+    works = [work for work in works if any(word in work[1] for word in options.rows)]
+    if not works:
+        parser.error(f"--rows {' '.join(options.rows)}: no backend of smoke-on-gpu has such a name")
+    if options.folder is not None and any(options.folder.glob("*")):
+        parser.error(f"--folder {options.folder}: it is not empty, so caches would not be cold")
     names = options.only or [name for name in FIGURES if name not in BY_NAME_ONLY]
-    found = measure(options.source.resolve(), names, folder=options.folder, limit_s=options.limit_s, rows=options.rows)
+    found = measure(options.source.resolve(), names, folder=options.folder, limit_s=options.limit_s, works=works)
     print(table([found]))
     if options.append is not None:
         with options.append.open("a", encoding="utf-8") as file:

@@ -1,6 +1,7 @@
 """benchmarks/cost.py: costs are divided by their yardsticks, and those of docs/cost.jsonl are shown."""
 
 import json
+import math
 import os
 import subprocess
 import sys
@@ -39,7 +40,7 @@ def test_each_cost_is_divided_by_its_yardstick(cost, monkeypatch, tmp_path):
         cost.Checkout(ROOT, tmp_path).attncheck("nothing")
 
 
-def test_costs_of_a_gpu_are_those_of_commands_that_a_limit_stops(cost, monkeypatch, tmp_path):
+def test_costs_of_a_gpu_are_those_of_commands_that_a_limit_stops(cost, monkeypatch, tmp_path, capsys):
     sampler = tmp_path / "nvidia-smi"
     sampler.write_text("#!/bin/sh\nwhile echo 25; do sleep 0.1; done\n")
     sampler.chmod(0o755)
@@ -47,28 +48,31 @@ def test_costs_of_a_gpu_are_those_of_commands_that_a_limit_stops(cost, monkeypat
     monkeypatch.setenv("PYTHONPATH", str(ROOT / "tests" / "pretend"))
     monkeypatch.setenv("ATTNCHECK_PRETEND_CUDA", "{}")
     words = ("torch_sdpa", "--suite", "smoke", "--case", "prefill", "--check", "numerics")
-    monkeypatch.setattr(cost, "works_on_gpu", lambda **_: [("one case", "own", words, 60.0)])
-    checkout = cost.Checkout(ROOT, tmp_path)
+    checkout = cost.Checkout(ROOT, tmp_path, works=[("one case, cold", "own", words, 60.0)])
     found = cost.smoke_on_gpu(checkout)
-    assert list(found) == ["one case", "one case: GPU busy"]
-    assert found["one case: GPU busy"].seconds == pytest.approx(found["one case"].seconds / 4)
-    header, record, _footer = map(json.loads, (tmp_path / "one-case.jsonl").read_text().splitlines())
+    assert list(found) == ["one case, cold", "one case, cold: GPU busy"]
+    assert found["one case, cold: GPU busy"].seconds == pytest.approx(found["one case, cold"].seconds / 4)
+    run_file = tmp_path / "one-case-cold.jsonl"
+    header, record, _footer = map(json.loads, run_file.read_text().splitlines())
     assert (header["environment"]["device_name"], record["outcome"]) == ("Pretend GPU", "passed")
-    run_file = tmp_path / "one-case.jsonl"
     assert cost.num_cases(run_file) == 1
     run_file.write_text(run_file.read_text() + '{"kind": "rec')  # as a killed command leaves it
     assert cost.num_cases(run_file) == 1
     run_file.unlink()
+    checkout.works = [(f"one case, {when}", "own", words, 60.0) for when in ("cold", "warm")]
     checkout.deadline = time.monotonic()
-    assert list(cost.smoke_on_gpu(checkout)) == ["one case, not begun"]
-    checkout.rows = ("other", "two")
     assert cost.smoke_on_gpu(checkout) == {}
-    checkout.rows = ("other", "one")
+    assert "one case, cold: not begun\n" in capsys.readouterr().err
     monkeypatch.setattr(cost, "_LEAST_S", 0.0)
     for ending_s in (cost._ENDING_S, 0.0):  # the second command is killed, since it does not stop at once
         monkeypatch.setattr(cost, "_ENDING_S", ending_s)
-        checkout.deadline = time.monotonic() + 0.5
-        assert next(iter(cost.smoke_on_gpu(checkout))) == "one case, stopped after 0 cases"
+        checkout.deadline = time.monotonic() + 1.0
+        first, *others = cost.smoke_on_gpu(checkout)
+        assert (first, others) == ("one case, cold, stopped after 0 cases", [f"{first}: GPU busy"])
+        assert "one case, warm: not begun\n" in capsys.readouterr().err
+    checkout.deadline = math.inf
+    monkeypatch.setattr(cost, "_on_gpu", lambda _, what, *_others: {what: 1.0})
+    assert list(cost.smoke_on_gpu(checkout)) == ["one case, cold", "one case, warm"]
 
 
 def test_works_on_a_gpu_are_smoke_alone_cold_and_warm_and_whole_runs(cost):
@@ -77,6 +81,16 @@ def test_works_on_a_gpu_are_smoke_alone_cold_and_warm_and_whole_runs(cost):
     assert works[:-2] == [f"smoke of {name.replace(', ', ' on a GPU, ')}" for name in names]
     assert works[-2:] == ["default run on a GPU, cold", "smoke of vllm:* on a GPU, cold"]
     assert not any("vllm" in what for what, *_ in cost.works_on_gpu(has_vllm=False))
+
+
+@pytest.mark.parametrize("words", [("--rows", "warm"), ("--folder", "used")])
+def test_unknown_rows_and_used_folders_are_refused(cost, monkeypatch, tmp_path, capsys, words):
+    (tmp_path / "used" / "caches").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["cost.py", *words])
+    with pytest.raises(SystemExit, match="2"):
+        cost.main()
+    assert f"error: {words[0]} {words[-1]}: " in capsys.readouterr().err
 
 
 def test_the_kept_measurements_are_shown():
