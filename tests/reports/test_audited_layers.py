@@ -113,6 +113,8 @@ def test_faults_are_named_and_known_ones_as_such(run):
 def test_what_was_not_examined_has_its_reason(run):
     reasons = {row["reason"]: row["backend"] for row in rows(section(run, "Layers with a state")) if "reason" in row}
     assert reasons == {NO_GRAPHS: "`GDN` (cudagraph)", "only its builder is run": "`BARE`"}
+    levels = {row["reason"]: row["backend (declared)"] for row in rows(section(run, "CUDA-graph levels"))}
+    assert levels[NO_GRAPHS] == "`GDN` (unknown)"  # not the reason of the case that it refuses
     sparse = section(run, "Sparse attention")
     assert rows(sparse) == [{"backend": "`CHOSEN`", "reason": "it needs a GPU"}]
     features = rows(section(run, "Features, declared and measured"))
