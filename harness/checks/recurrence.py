@@ -44,7 +44,7 @@ from attncheck.reports.run_file.causes import UNKNOWN
 # Each step is judged by a truth of its own. Where a step continues another one, that truth begins with the states which
 # the backend itself stored. So the budget of a later step is that of one step.
 
-_NOT_EXAMINED = "{} of layers with a state is not examined by this version of attncheck"
+_NOT_EXAMINED = "this version of attncheck does not examine {} of layers with a state"
 
 _ORDER = "the result of a request depends on what is beside it in the batch"
 _SLOTS = "the result of a request depends on the number of its slot"

@@ -16,14 +16,23 @@ from typing import Literal
 from attncheck.reports.analysis import phrases
 from attncheck.reports.analysis.graph_levels import LevelRow, level_rows
 from attncheck.reports.analysis.summary import late_checks
-from attncheck.reports.analysis.support import SupportRow, SupportVerdict
+from attncheck.reports.analysis.support import REFUSALS, SupportRow, SupportVerdict
 from attncheck.reports.analysis.verdicts import run_findings
 from attncheck.reports.audit.claims import NOT_TRIED, WRONG, AuditedClaim, audited_claims, measured_by
-from attncheck.reports.audit.layers import LAYER_KINDS, LAYERS, STATE, audited_layers, own_name, reasons_table, sections
+from attncheck.reports.audit.layers import (
+    LAYER_KINDS,
+    LAYERS,
+    NEEDS,
+    STATE,
+    audited_layers,
+    own_name,
+    reasons_table,
+    sections,
+)
 from attncheck.reports.markdown import markup
 from attncheck.reports.run_file.graph_levels import CUDAGRAPH, PADDING_FAULTS, GraphLevel, PaddingRows
 from attncheck.reports.run_file.header import SurveyedBackend
-from attncheck.reports.run_file.records import Ended, Record, Unavailable, Unsupported, is_out_of_time
+from attncheck.reports.run_file.records import EXAMINED, Ended, Record, Unavailable, Unsupported, is_out_of_time
 from attncheck.reports.run_file.store import Run
 
 FORMS = ("dtype", "kv_cache_dtype", "block_size", "head_size", "attn_type")
@@ -66,7 +75,7 @@ class AuditedBackend:
 
 def audited_features(run: Run) -> tuple[AuditedBackend, ...]:
     """Return every backend of the survey; without a survey, those of the header, without declarations."""
-    surveyed = run.header.surveyed or tuple(SurveyedBackend(name=each.name) for each in run.header.backends)
+    surveyed = run.header.surveyed or tuple(_not_surveyed(each.name, run) for each in run.header.backends)
     support: dict[str, dict[str, list[SupportRow]]] = {}
     for row in run_findings(run.records, run.header).support:
         column = row.feature.partition("=")[0]
@@ -74,6 +83,19 @@ def audited_features(run: Run) -> tuple[AuditedBackend, ...]:
     return tuple(
         AuditedBackend(each.name, _features(each, support.get(each.name, {}), run), each.reason) for each in surveyed
     )
+
+
+def _not_surveyed(backend: str, run: Run) -> SurveyedBackend:
+    """Return a backend without declarations, but with its kind of layers if all that it ran have a state."""
+    needs = [record.needs for record in _computed(backend, run.records)]
+    is_state = bool(needs) and all(map(NEEDS[STATE].intersection, needs))
+    return SurveyedBackend(name=backend, declared={LAYERS: (STATE,)} if is_state else {})
+
+
+def _computed(backend: str, records: Sequence[Record]) -> list[Record]:
+    """Return the examined records of a backend without those of its refusals, which are of any case."""
+    own = (record for record in records if record.backend == backend and record.check != REFUSALS)
+    return [record for record in own if record.outcome in EXAMINED]
 
 
 def left_cases(run: Run) -> dict[str, tuple[int, int]]:
@@ -213,7 +235,9 @@ def _reasons(backend: str, records: Sequence[Record]) -> Iterator[str]:
     for record in own:
         if not isinstance(record, Unsupported | Unavailable):
             yield f"{record.outcome} in {record.case}{f': {record.finding}' if isinstance(record, Ended) else ''}"
-    for record in own:
+    # A case that the backend refuses is not the reason if others ran.
+    ran = {record.case for record in _computed(backend, records)}
+    for record in sorted(own, key=lambda each: each.case not in ran):
         if isinstance(record, Unsupported | Unavailable):
             yield record.reasons[0]
 
@@ -247,6 +271,7 @@ def render(run: Run, *others: Run) -> str:
     """Return the audit of ``run`` as Markdown, ending in a newline; ``others``: runs whose levels are listed beside."""
     levels, backends = audited_levels(run), audited_features(run)
     able, left = [each for each in backends if not each.reason], [each for each in backends if each.reason]
+    plain = [each for each in able if each.features[0].declared != (STATE,)]
     stated = [each for each in left if any(feature.declared for feature in each.features)]
     measured = [row for row in levels if row.measured != NOT_MEASURED]
     parts = [
@@ -258,9 +283,7 @@ def render(run: Run, *others: Run) -> str:
         _level_table(measured) if measured else "No level was measured.",
         *_unmeasured([row for row in levels if row.measured == NOT_MEASURED]),
         *(["### CUDA-graph levels of several runs", _levels_beside([run, *others])] if others else []),
-        "### Features, declared and measured",
-        markup.escaped(_LEGEND),
-        _table([each for each in able if each.features[0].declared != (STATE,)], _cell),
+        *(["### Features, declared and measured", markup.escaped(_LEGEND), _table(plain, _cell)] if plain else []),
         *chain(*(sections(run, kind) for kind in LAYER_KINDS)),
         *(["### Claims of vLLM's contract", _claims_table(claims)] if (claims := audited_claims(run)) else []),
         *([f"### Declared, and not examined here ({len(left)})", _table(stated, _declared)] if left else []),
