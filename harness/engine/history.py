@@ -299,6 +299,7 @@ class EngineHistory:
     def _number_rows(self, request: FollowedRequest, count: int) -> None:
         """Give a number to each row of a request, and write the numbers to its blocks, unless it is not followed."""
         begin = request.done
+        self._compare_blocks(request, begin + count)
         if not request.not_followed and count > len(self._free):
             self._make_room(count)
             request.not_followed = _NO_ROOM if count > len(self._free) else None
@@ -315,18 +316,23 @@ class EngineHistory:
         request.numbers = [np.concatenate([numbers[:begin], new]) for numbers in request.numbers]
         self._write(request, new)
 
+    def _compare_blocks(self, request: FollowedRequest, end: int) -> None:
+        """Report a request whose blocks do not hold the positions before ``end``; it is not followed then."""
+        for group, (facts, ids) in enumerate(zip(self.groups, request.block_ids, strict=False)):
+            is_followed = not facts.not_followed and not request.not_followed
+            if is_followed and -(-end // facts.block_size) > len(ids):
+                note = f"{len(ids)} blocks of group {group} for {end} tokens"
+                cause = "the scheduler gives a request too few blocks"
+                self._result.checks["count"] += 1
+                self._result.find("count", request.request_id, request.done, note=note, cause=cause)
+                request.not_followed = "the scheduler gave them too few blocks"
+
     def _write(self, request: FollowedRequest, new: Numbers) -> None:
         """Write the numbers of the step's rows to their slots, in each group."""
         begin, end = request.done, request.done + len(new)
         for group, (facts, ids) in enumerate(zip(self.groups, request.block_ids, strict=False)):
             if facts.not_followed:
                 continue
-            if -(-end // facts.block_size) > len(ids) and not request.not_followed:
-                note = f"{len(ids)} blocks of group {group} for {end} tokens"
-                cause = "the scheduler gives a request too few blocks"
-                self._result.checks["count"] += 1
-                self._result.find("count", request.request_id, begin, note=note, cause=cause)
-                request.not_followed = "the scheduler gave them too few blocks"
             for index, low, high in spans(begin, min(end, len(ids) * facts.block_size), facts.block_size):
                 block, slot = self.block(ids[index], group), low % facts.block_size
                 slots = slice(slot, slot + high - low)

@@ -221,6 +221,8 @@ def described_modifiers(layer: Any, impl: Any) -> dict[str, Any]:
     for name, modifier in MODIFIERS.items():
         if modifier.argument is not None:
             value = getattr(layer, modifier.argument, getattr(impl, modifier.argument, None))
+            if modifier.kind == "keys" and value is not None and value < 1:
+                value = None  # no key is hidden, as by vLLM's window of -1
             found[name] = value is not None if modifier.kind == "per head" else value or None
     return found
 

@@ -151,6 +151,18 @@ def test_a_request_whose_rows_are_dropped_is_not_followed_from_then_on():
     assert server.tally.not_followed == {"their keys and values exceed max_row_bytes": 2}
 
 
+def test_a_request_with_too_few_blocks_is_reported_and_its_blocks_are_not_known_then():
+    server = Server()
+    server.history.add("short", [1] * 40)
+    server.step(ScheduledRequest("short", ((1, 2),), 0, starts=True), short=40)
+    assert not compute(server, "new", [1] * 17, (1, 3), hit=SIZE), "the keys of block 1 were not kept"
+    assert [(finding.kind, finding.request_id) for finding in server.tally.findings] == [("count", "short")]
+    assert server.tally.not_followed == {
+        "the scheduler gave them too few blocks": 40,
+        "their prefix hit maps blocks whose keys are not kept": 1,
+    }
+
+
 def test_a_request_whose_prefix_hit_is_wrong_is_not_followed():
     server = Server()
     assert compute(server, "old", [1] * 32, (1, 2))

@@ -215,6 +215,23 @@ def test_a_worker_is_watched_by_its_runner(serve, settings, runner_class):
     assert {record.check: record.outcome for record in run.records}["output"] == "passed"
 
 
+@pytest.mark.parametrize(
+    ("setting", "value", "not_compared"),
+    [
+        ("sliding_window", -1, {}),
+        ("sliding_window", 0, {}),
+        ("logits_soft_cap", -1.0, {("output", "layers with logits_soft_cap = -1.0"): STEPS + 3}),
+    ],
+)
+def test_a_setting_that_means_nothing_or_is_odd_does_not_end_the_watch(serve, settings, setting, value, not_compared):
+    runner = RunnerV1()
+    setattr(runner.layer if hasattr(runner.layer, setting) else runner.layer.impl, setting, value)
+    _, engine = serve(runner)
+    result = engine.hooks.observer.result()
+    assert (result.failure, result.findings) == (None, ())
+    assert {key: count for key, count in result.not_compared.items() if key[0] == "output"} == not_compared
+
+
 class Wrong(RunnerV1):
     """A runner that changes a key that later steps read."""
 
