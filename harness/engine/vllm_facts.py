@@ -191,10 +191,11 @@ def layer_facts(layer: Any, dtype: torch.dtype, page_size: int | None = None) ->
     try:
         spec = layer_spec(layer, dtype)
         params = _params(layer, spec)
-    except SpecError as error:
-        return LayerFacts(AttentionParams(1, 1, 1), not_judged=error.reason.removeprefix(NOT_DESCRIBED))
-    except ReferenceArgumentError as error:
-        return LayerFacts(AttentionParams(1, 1, 1), not_judged=f"layers with {error.argument} = {error.value}")
+    except (SpecError, ReferenceArgumentError) as error:
+        reason = getattr(error, "reason", "")
+        is_kind = reason.startswith(NOT_DESCRIBED)  # layers of this kind are not described, whatever their values
+        words = reason.removeprefix(NOT_DESCRIBED) if is_kind else f"layers with {error}"
+        return LayerFacts(AttentionParams(1, 1, 1), not_judged=words)
     projections = code = None
     if spec.mla is not None:
         projections = _up_projections(layer)

@@ -206,7 +206,7 @@ def layer_spec(layer: Any, of_dtype: Any) -> LayerSpec:
             head_size_v=None if size_v == layer.head_size else size_v,
             attn_type=AttentionType(attn_type),
             **described_modifiers(layer, impl),
-            attn_chunk_size=getattr(layer, "attention_chunk_size", None),
+            attn_chunk_size=getattr(layer, "attention_chunk_size", None) or None,
             kv_sharing=getattr(layer, "kv_sharing_target_layer_name", None) is not None,
         )
     scale = float(getattr(layer, "scale", getattr(impl, "scale", described.softmax_scale)))
