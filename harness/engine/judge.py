@@ -158,7 +158,7 @@ class Judge:
             if index is None and lacking is not None and len(lacking):
                 index = int(lacking[0]) // call.block_size
         else:
-            notes.append(f"its cause was not sought, as that of {plural(self._max_explained, 'finding')} was")
+            notes.append(f"its cause was not sought, only those of {plural(self._max_explained, 'finding')} before it")
         note = "; ".join(filter(None, notes))
         details = {"num_rows": len(wrong.positions), "budget_share": share, "cause": cause, "note": note}
         self._find("output", call, int(wrong.positions.min()), index, is_sought=is_sought, **details)

@@ -371,7 +371,7 @@ def test_a_finding_whose_cause_is_not_sought_states_that():
     assert first.cause == "the row sees 1 key too few"
     assert others
     assert {(each.cause, each.note) for each in others} == {
-        (None, "its cause was not sought, as that of 1 finding was")
+        (None, "its cause was not sought, only those of 1 finding before it")
     }
     assert [group.words for group in grouped(result.findings)] == [
         "the row sees N key too few",
