@@ -15,7 +15,7 @@ CheckKind = Literal["output", "token", "position", "prefix_hit", "count", "write
 """What is compared.
 
 output: the output of a layer for a row. token, position: what the model is given for a row. prefix_hit: a block that a
-prefix hit or an earlier copy maps. count: the scheduler's number of computed tokens. write: a page that a step wrote.
+prefix hit maps. count: the scheduler's number of computed tokens. write: a page that a step wrote.
 """
 
 MAX_FINDINGS = 2000
@@ -103,8 +103,8 @@ class EngineFacts:
     """The engine that was observed.
 
     backend: the classes that served its layers, as ``vllm:CPU_ATTN``, or several names joined by ``+``. shape: dtypes,
-    blocks and runner in one line. is_async: with async scheduling, so that steps begin before the tokens of the step
-    before are known.
+    blocks and runner in one line. dtype: of the model, by torch's name. is_async: with async scheduling, so that steps
+    begin before the tokens of the step before are known.
     """
 
     backend: BackendInfo = field(default_factory=lambda: BackendInfo(name="vllm", ref="vllm"))

@@ -51,6 +51,9 @@ _WORDS: Mapping[CheckKind, tuple[str, str]] = {
 }
 """What is compared, and what is wrong if no cause is known."""
 
+_NOT_SOUGHT = "an output row is wrong, and its cause was not sought"
+"""What is wrong in findings behind those for which causes were tried."""
+
 STOPPED = "attncheck itself failed, and stopped watching the engine: "
 """Begins the reason of checks that a failure of attncheck left without a verdict."""
 
@@ -158,7 +161,8 @@ def _counted(records: Iterable[Record]) -> list[str]:
         for record in judged:
             counts[record.check] += int(record.figures[figure])
         shown = ", ".join(f"{check} {count}" for check, count in counts.items() if count)
-        lines.append(f"{figure.replace('_', ' ')}: {shown or 'none'}")
+        if shown:
+            lines.append(f"{figure.replace('_', ' ')}: {shown}")
     return lines
 
 
@@ -242,7 +246,9 @@ class FindingGroup:
     @property
     def words(self) -> str:
         """The cause without figures, or what is wrong if no cause is known."""
-        return without_figures(self.causes[0]) if self.causes else _WORDS[self.findings[0].kind][1]
+        if self.causes:
+            return without_figures(self.causes[0])
+        return _WORDS[self.findings[0].kind][1] if self.findings[0].is_sought else _NOT_SOUGHT
 
     def lines(self, shown: EngineFinding) -> list[str]:
         """Return what is wrong, where and when, and then the causes and notes.
@@ -273,20 +279,14 @@ def grouped(findings: Iterable[EngineFinding]) -> tuple[FindingGroup, ...]:
     """Return the findings by what caused them, the first step first.
 
     Findings of one block at one place of a table belong together, and so do those without a block that have one kind
-    and cause. An act on several blocks is one group: their first findings have the same step, kind and cause. An output
-    whose cause was not sought belongs to the last one before it of its request, or else of its layer.
+    and cause. An act on several blocks is one group: their first findings have the same step, kind and cause. Outputs
+    whose cause was not sought are one group.
     """
     parts: dict[tuple[object, ...], list[EngineFinding]] = {}
-    last: dict[tuple[str, str], tuple[object, ...]] = {}
     for finding in sorted(findings, key=attrgetter("step")):
         key: tuple[object, ...] = (finding.group, finding.block_id, finding.block_index)
         if finding.block_id is None:
-            key = (finding.kind, without_figures(finding.cause or ""))
-        places = ("request", finding.request_id), ("layer", finding.layer)
-        if not finding.is_sought:
-            key = next((last[place] for place in places if place in last), key)
-        elif finding.kind == "output":
-            last.update(dict.fromkeys(places, key))
+            key = (finding.kind, finding.is_sought, without_figures(finding.cause or ""))
         parts.setdefault(key, []).append(finding)
     acts: dict[tuple[object, ...], list[EngineFinding]] = {}
     for part in parts.values():

@@ -40,8 +40,8 @@ _NOTHING, _UNKNOWN = -1, -2
 _ANY = -1
 """As a token: one that is not known, since a draft was dropped."""
 
-EARLIER = "requests that were added before the observer"
-"""Why a request is never followed that was not added."""
+UNSEEN_START = "requests whose start was not seen"
+"""Why a request is not followed that was not added, or not started."""
 
 NULL_BLOCK = 0
 """vLLM's block id for keys that lie outside the window of every later row."""
@@ -49,7 +49,7 @@ NULL_BLOCK = 0
 _MOST_ROWS = 2**20
 """Rows that are kept at most, whatever their size."""
 
-_NO_ROOM = "their keys and values exceed max_row_bytes"
+_NO_ROOM = "their keys and values do not fit into the memory for them"
 """Why a request is not followed for which no row numbers are left."""
 
 
@@ -160,7 +160,6 @@ class EngineHistory:
         self.positions, self._chains = np.zeros((2, self.capacity), dtype=np.int64)
         self._free = np.arange(1, self.capacity)
         self.layers, self._result, self._follow_one_of = layers, result, follow_one_of
-        self._plan = StepPlan((), {})
 
     # What the client and the scheduler decide.
 
@@ -173,7 +172,7 @@ class EngineHistory:
         """
         known = self.requests.get(request_id)
         chain = [hash(prefix_key)] if known is None else known.chain[:1]
-        request = FollowedRequest(request_id, list(map(int, tokens)), chain, not_followed, not_followed or EARLIER)
+        request = FollowedRequest(request_id, list(map(int, tokens)), chain, not_followed, not_followed or UNSEEN_START)
         self.requests[request_id] = request
 
     def reason_of(self, tokens: Sequence[int]) -> str | None:
@@ -199,22 +198,20 @@ class EngineHistory:
 
         ``request_ids``: in the order of the rows of the model's input; rows of those that are not followed are counted.
         """
-        self._plan = plan
         for block_id, copy_id in plan.block_copies:
             self.blocks.pop(copy_id, None)
             if block_id in self.blocks:
                 self.blocks[copy_id] = deepcopy(self.blocks[block_id])
-        for (
-            scheduled
-        ) in plan.requests:  # one after the other: a hit may map blocks that another one writes in this step
+        # One after the other: a hit may map blocks that another one writes in this step.
+        for scheduled in plan.requests:
             if scheduled.request_id not in self.requests:
-                self.add(scheduled.request_id, (), not_followed=EARLIER)
+                self.add(scheduled.request_id, (), not_followed=UNSEEN_START)
             request = self.requests[scheduled.request_id]
             if scheduled.starts:
                 self._start(request, scheduled)
             else:
                 self._continue(request, scheduled)
-            self._number_rows(request, plan.num_scheduled_tokens[request.request_id])
+            self._number_rows(request, plan)
         followed, first_row = [], 0
         for request_id in request_ids:
             request, count = self.requests[request_id], plan.num_scheduled_tokens[request_id]
@@ -296,9 +293,10 @@ class EngineHistory:
 
     # Rows of a step.
 
-    def _number_rows(self, request: FollowedRequest, count: int) -> None:
+    def _number_rows(self, request: FollowedRequest, plan: StepPlan) -> None:
         """Give a number to each row of a request, and write the numbers to its blocks, unless it is not followed."""
-        begin = request.done
+        begin, count = request.done, plan.num_scheduled_tokens[request.request_id]
+        self._compare_blocks(request, begin + count)
         if not request.not_followed and count > len(self._free):
             self._make_room(count)
             request.not_followed = _NO_ROOM if count > len(self._free) else None
@@ -307,7 +305,7 @@ class EngineHistory:
             return
         new, self._free = self._free[:count], self._free[count:]
         known = request.tokens[begin : begin + count]
-        drafts = [*self._plan.drafts.get(request.request_id, ()), *[_ANY] * count][: count - len(known)]
+        drafts = [*plan.drafts.get(request.request_id, ()), *[_ANY] * count][: count - len(known)]
         request.step_tokens = known + drafts
         self.owners[new] = request.request_id
         self.positions[new] = np.arange(begin, begin + count)
@@ -315,18 +313,23 @@ class EngineHistory:
         request.numbers = [np.concatenate([numbers[:begin], new]) for numbers in request.numbers]
         self._write(request, new)
 
+    def _compare_blocks(self, request: FollowedRequest, end: int) -> None:
+        """Report a request whose blocks do not hold the positions before ``end``; it is not followed then."""
+        for group, (facts, ids) in enumerate(zip(self.groups, request.block_ids, strict=False)):
+            is_followed = not facts.not_followed and not request.not_followed
+            if is_followed and -(-end // facts.block_size) > len(ids):
+                note = f"{len(ids)} blocks of group {group} for {end} tokens"
+                cause = "the scheduler gives a request too few blocks"
+                self._result.checks["count"] += 1
+                self._result.find("count", request.request_id, request.done, note=note, cause=cause)
+                request.not_followed = "the scheduler gave them too few blocks"
+
     def _write(self, request: FollowedRequest, new: Numbers) -> None:
         """Write the numbers of the step's rows to their slots, in each group."""
         begin, end = request.done, request.done + len(new)
         for group, (facts, ids) in enumerate(zip(self.groups, request.block_ids, strict=False)):
             if facts.not_followed:
                 continue
-            if -(-end // facts.block_size) > len(ids) and not request.not_followed:
-                note = f"{len(ids)} blocks of group {group} for {end} tokens"
-                cause = "the scheduler gives a request too few blocks"
-                self._result.checks["count"] += 1
-                self._result.find("count", request.request_id, begin, note=note, cause=cause)
-                request.not_followed = "the scheduler gave them too few blocks"
             for index, low, high in spans(begin, min(end, len(ids) * facts.block_size), facts.block_size):
                 block, slot = self.block(ids[index], group), low % facts.block_size
                 slots = slice(slot, slot + high - low)
@@ -353,12 +356,12 @@ class EngineHistory:
             numbers[(numbers >= 0) & ~is_kept[numbers]] = _UNKNOWN
         self._free = np.flatnonzero(~is_kept)
 
-    def end_step(self, sampled: Mapping[str, tuple[int, ...]]) -> None:
+    def end_step(self, plan: StepPlan, sampled: Mapping[str, tuple[int, ...]]) -> None:
         """Count computed tokens, and append the sampled ones; drafts behind them were rejected."""
-        for request_id, count in self._plan.num_scheduled_tokens.items():
+        for request_id, count in plan.num_scheduled_tokens.items():
             request = self.requests[request_id]
             new = list(map(int, sampled.get(request_id, ())))
-            drafts = len(self._plan.drafts.get(request_id, ()))
+            drafts = len(plan.drafts.get(request_id, ()))
             rejected = drafts + 1 - len(new) if drafts and new else 0
             request.assumed = request.done + count
             request.done += count - rejected

@@ -25,6 +25,7 @@ from attncheck.harness.engine.pages import lacking as lacking_keys
 from attncheck.harness.truth.faults import LATENT_ROUNDINGS, CacheRows, absorbed_rows, latent_answers
 from attncheck.harness.truth.unpaged import Budget, UnpagedAttention, budget_of, share_of_budget
 from attncheck.reference import AttentionParams, Precision
+from attncheck.reports.analysis.phrases import plural
 
 # Truth and budget are those of attncheck's cases.
 
@@ -157,7 +158,7 @@ class Judge:
             if index is None and lacking is not None and len(lacking):
                 index = int(lacking[0]) // call.block_size
         else:
-            notes.append(f"its cause was not sought: max_explained is {self._max_explained}")
+            notes.append(f"its cause was not sought, only those of {plural(self._max_explained, 'finding')} before it")
         note = "; ".join(filter(None, notes))
         details = {"num_rows": len(wrong.positions), "budget_share": share, "cause": cause, "note": note}
         self._find("output", call, int(wrong.positions.min()), index, is_sought=is_sought, **details)

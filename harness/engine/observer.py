@@ -23,7 +23,7 @@ from attncheck.harness.engine.events import (
     ObserverSettings,
     StepPlan,
 )
-from attncheck.harness.engine.history import EARLIER, EngineHistory, FollowedRequest
+from attncheck.harness.engine.history import UNSEEN_START, EngineHistory, FollowedRequest
 from attncheck.harness.engine.judge import Judge
 
 # With async scheduling, an engine starts a step before it has the tokens that the step before sampled, and the number
@@ -32,7 +32,7 @@ from attncheck.harness.engine.judge import Judge
 
 LOGGER = logging.getLogger("attncheck")
 
-_TOO_MANY_BYTES = "rows of steps whose queries and outputs exceed max_row_bytes"
+_TOO_MANY_BYTES = "rows of steps whose queries and outputs do not fit into the memory for them"
 """Why a step is not judged: these are copied until its sampled tokens are known."""
 
 
@@ -199,7 +199,7 @@ class EngineObserver:
         spans, first = [step.rows], 0
         for request_id in request_ids:
             num_rows = step.plan.num_scheduled_tokens[request_id]
-            reason = self._reasons.get(request_id, EARLIER)
+            reason = self._reasons.get(request_id, UNSEEN_START)
             if reason is None:
                 step.request_ids.append(request_id)
                 spans.append(torch.arange(first, first + num_rows))
@@ -247,11 +247,12 @@ class EngineObserver:
         for change in step.changes:
             change()
         drafts = {name: _with_tokens(own, sampled.get(name, ())[:-1]) for name, own in step.plan.drafts.items()}
-        followed = self._history.begin_step(replace(step.plan, drafts=drafts), step.request_ids)
+        plan = replace(step.plan, drafts=drafts)
+        followed = self._history.begin_step(plan, step.request_ids)
         self._compare("token", step.input_ids, len(step.rows), followed)
         self._compare("position", step.positions, len(step.rows), followed)
         self._judge.judge(followed, step.layers, is_judged=step.is_judged)
-        self._history.end_step(sampled)
+        self._history.end_step(plan, sampled)
 
     def _compare(
         self, kind: CheckKind, given: Tensor | None, num_rows: int, followed: Sequence[FollowedRequest]

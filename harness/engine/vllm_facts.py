@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from attncheck.backends.dtypes import FP8_DTYPES
-from attncheck.errors import SpecError
+from attncheck.errors import ReferenceArgumentError, SpecError
 from attncheck.harness.engine.codes import Fp8Codes, fp8_codes
 from attncheck.harness.engine.events import (
     OTHER_CACHES,
@@ -41,16 +41,21 @@ _REASONS = {
     "host_resident": "layers whose keys are in host memory",
     "dcp_world_size": "layers with context parallelism",
 }
-"""Attributes of vLLM's objects: if one is set, or a size is not 1, they are not followed for this reason."""
+"""Attributes of vLLM's objects: if one is set, or a size is above 1, they are not followed for this reason."""
 
 
 def _reason(*objects: Any) -> str | None:
     """Return the first reason by which one of ``objects`` is not followed, or None."""
     for attribute, reason in _REASONS.items():
-        values = [getattr(each, attribute, None) for each in objects]
-        if any(value is True or isinstance(value, Tensor) or (value and value != 1) for value in values):
+        if any(_is_set(getattr(each, attribute, None)) for each in objects):
             return reason
     return None
+
+
+def _is_set(value: Any) -> bool:
+    if type(value) is int:  # a size; -1 of a layer that has not got one yet
+        return value > 1
+    return isinstance(value, Tensor) or bool(value)
 
 
 def engine_reason(runner: Any) -> str | None:
@@ -185,15 +190,18 @@ def layer_facts(layer: Any, dtype: torch.dtype, page_size: int | None = None) ->
     """
     try:
         spec = layer_spec(layer, dtype)
-    except SpecError as error:
-        return LayerFacts(AttentionParams(1, 1, 1), not_judged=error.reason.removeprefix(NOT_DESCRIBED))
+        params = _params(layer, spec)
+    except (SpecError, ReferenceArgumentError) as error:
+        reason = getattr(error, "reason", "")
+        is_kind = reason.startswith(NOT_DESCRIBED)  # layers of this kind are not described, whatever their values
+        words = reason.removeprefix(NOT_DESCRIBED) if is_kind else f"layers with {error}"
+        return LayerFacts(AttentionParams(1, 1, 1), not_judged=words)
     projections = code = None
     if spec.mla is not None:
-        params, projections = mla_params(spec).naive, _up_projections(layer)
+        projections = _up_projections(layer)
         has_values = projections is not None
     else:
-        slopes, sinks = _numbers(layer.impl, "alibi_slopes"), _numbers(layer.impl, "sinks")
-        params, code = replace(layer_params(spec), alibi_slopes=slopes, sinks=sinks), _codes_of(layer, dtype)
+        code = _codes_of(layer, dtype)
         has_values = code is not None or str(layer.kv_cache_dtype) not in FP8_DTYPES
     return LayerFacts(
         params=params,
@@ -204,6 +212,13 @@ def layer_facts(layer: Any, dtype: torch.dtype, page_size: int | None = None) ->
         code=code,
         write=_writer(layer) if page_size else None,
     )
+
+
+def _params(layer: Any, spec: LayerSpec) -> AttentionParams:
+    if spec.mla is not None:
+        return mla_params(spec).naive
+    slopes, sinks = _numbers(layer.impl, "alibi_slopes"), _numbers(layer.impl, "sinks")
+    return replace(layer_params(spec), alibi_slopes=slopes, sinks=sinks)
 
 
 def _numbers(impl: Any, name: str) -> tuple[float, ...] | None:

@@ -233,8 +233,9 @@ def watch_workers(start: Callable[[Any], None]) -> None:
     def watched(wrapper: Any, *args: Any, **keywords: Any) -> Any:
         made = init_device(wrapper, *args, **keywords)
         try:
+            # Other tensor-parallel ranks get the same batches. Of data-parallel engines, the first is watched.
             parallel = wrapper.worker.vllm_config.parallel_config
-            if not wrapper.worker.rank and not parallel.data_parallel_rank:  # other ranks get the same batches
+            if not wrapper.worker.rank and not parallel.data_parallel_rank:
                 start(wrapper.worker)
         except Exception:  # noqa: BLE001 (it must not stop the engine)
             LOGGER.exception("attncheck cannot watch this engine, which is not affected")

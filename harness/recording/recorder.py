@@ -206,7 +206,7 @@ def layer_spec(layer: Any, of_dtype: Any) -> LayerSpec:
             head_size_v=None if size_v == layer.head_size else size_v,
             attn_type=AttentionType(attn_type),
             **described_modifiers(layer, impl),
-            attn_chunk_size=getattr(layer, "attention_chunk_size", None),
+            attn_chunk_size=getattr(layer, "attention_chunk_size", None) or None,
             kv_sharing=getattr(layer, "kv_sharing_target_layer_name", None) is not None,
         )
     scale = float(getattr(layer, "scale", getattr(impl, "scale", described.softmax_scale)))
@@ -221,6 +221,8 @@ def described_modifiers(layer: Any, impl: Any) -> dict[str, Any]:
     for name, modifier in MODIFIERS.items():
         if modifier.argument is not None:
             value = getattr(layer, modifier.argument, getattr(impl, modifier.argument, None))
+            if modifier.kind == "keys" and value is not None and value < 1:
+                value = None  # no key is hidden, as by vLLM's window of -1
             found[name] = value is not None if modifier.kind == "per head" else value or None
     return found
 

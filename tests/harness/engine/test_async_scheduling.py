@@ -191,7 +191,7 @@ def test_followed_rows_are_copied_and_of_a_judged_step_query_and_output(observer
         kept = [rows.flatten().tolist() for rows in step.layers[0][1:5]]
         judged = [0, 2] if is_judged else []
         assert kept == [judged, [0, 2], [0, 2], judged]
-    assert observer.result().not_followed == {"of a test": 2, "requests that were added before the observer": 2}
+    assert observer.result().not_followed == {"of a test": 2, "requests whose start was not seen": 2}
 
 
 def test_a_request_that_is_added_again_with_a_reason_is_not_followed_from_the_next_step_on(observer):

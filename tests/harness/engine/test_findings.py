@@ -102,15 +102,19 @@ def test_findings_without_a_block_are_grouped_by_cause_whatever_its_figures():
     assert len(grouped([*BAD_BLOCK, same_id])) == 2, "block 17 of another KV-cache group is another block"
 
 
-def test_an_output_whose_cause_was_not_sought_belongs_to_the_act_before_it_of_its_request_or_layer():
-    def wrong(step, request, layer, cause=None, is_sought=True):
-        return EngineFinding("output", step, request, 9, layer, group=0, cause=cause, is_sought=is_sought)
+def test_outputs_whose_cause_was_not_sought_are_a_group_of_their_own():
+    def wrong(step, request, cause=None, is_sought=True):
+        return EngineFinding("output", step, request, 9, "layer", group=0, cause=cause, is_sought=is_sought)
 
-    sought = [wrong(3, "1", "first", "no window"), wrong(3, "2", "second", "1 key too few")]
-    others = [wrong(4, "1", "third", is_sought=False), wrong(4, "3", "second", is_sought=False)]
-    unlike = wrong(4, "3", "third", is_sought=False)
-    groups = [group.findings for group in grouped([*sought, *others, unlike])]
-    assert groups == [(sought[0], others[0]), (sought[1], others[1]), (unlike,)]
+    sought = [wrong(3, "1", "no window"), wrong(3, "1")]
+    others = [wrong(3, "1", is_sought=False), wrong(4, "2", is_sought=False)]
+    groups = grouped([*sought, *others])
+    assert [group.findings for group in groups] == [(sought[0],), (sought[1],), tuple(others)]
+    assert [group.words for group in groups] == [
+        "no window",
+        "an output row is wrong, and its cause is not known",
+        "an output row is wrong, and its cause was not sought",
+    ]
 
 
 def lacking(step, request, block_id, block_index):
@@ -136,7 +140,6 @@ def test_a_finding_names_its_first_step_request_position_layer_block_and_cause()
     assert text == snapshot("""\
 attncheck 0.1.0, torch 2.13.0, 2 cores, suite engine: 1 case, seed 7
 note: compared: output 4000, token 2000, position 2000, prefix_hit 20, count 300, write 500
-note: not compared: none
 note: rows not followed: output 3, token 3, position 3, prefix_hit 3, count 3, write 3
 
 warning: run.jsonl was cut off before its footer: what follows is 6 records of an unfinished run

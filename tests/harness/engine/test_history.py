@@ -28,10 +28,11 @@ class Server:
 
     def step(self, *requests, **counts):
         self.tally.steps += 1
-        entered = self.history.begin_step(StepPlan(requests, counts), list(counts))
+        plan = StepPlan(requests, counts)
+        entered = self.history.begin_step(plan, list(counts))
         self.rows += sum(counts.values())
         self.followed += sum(len(request.step_tokens) for request in entered)
-        self.history.end_step(dict.fromkeys(counts, (7,)))
+        self.history.end_step(plan, dict.fromkeys(counts, (7,)))
 
 
 @pytest.mark.parametrize("one_of", [4, 8])
@@ -92,7 +93,7 @@ def test_if_the_running_requests_do_not_fit_some_are_not_followed():
     server = Server(capacity=256)  # of 576 that eight requests have at most
     serve_unlike(server, num_steps=600)
     assert server.tally.findings == ()
-    assert set(server.tally.not_followed) == {"their keys and values exceed max_row_bytes"}
+    assert set(server.tally.not_followed) == {"their keys and values do not fit into the memory for them"}
     assert 0.3 < server.followed / server.rows < 0.9
 
 
@@ -137,7 +138,7 @@ def test_a_prompt_that_does_not_fit_leaves_running_requests_followed():
     before = server.followed
     server.step(ScheduledRequest("running", ((),), 100), running=1)
     assert server.followed == before + 1
-    assert server.tally.not_followed == {"their keys and values exceed max_row_bytes": 200}
+    assert server.tally.not_followed == {"their keys and values do not fit into the memory for them": 200}
 
 
 def test_a_request_whose_rows_are_dropped_is_not_followed_from_then_on():
@@ -148,7 +149,19 @@ def test_a_request_whose_rows_are_dropped_is_not_followed_from_then_on():
         running = ScheduledRequest("old", ((),), 30 + step), ScheduledRequest("new", ((),), 28 + step)
         server.step(*running, old=1, new=1)
     assert server.followed == 58 + 2 + 2 + 1 + 1
-    assert server.tally.not_followed == {"their keys and values exceed max_row_bytes": 2}
+    assert server.tally.not_followed == {"their keys and values do not fit into the memory for them": 2}
+
+
+def test_a_request_with_too_few_blocks_is_reported_and_its_blocks_are_not_known_then():
+    server = Server()
+    server.history.add("short", [1] * 40)
+    server.step(ScheduledRequest("short", ((1, 2),), 0, starts=True), short=40)
+    assert not compute(server, "new", [1] * 17, (1, 3), hit=SIZE), "the keys of block 1 were not kept"
+    assert [(finding.kind, finding.request_id) for finding in server.tally.findings] == [("count", "short")]
+    assert server.tally.not_followed == {
+        "the scheduler gave them too few blocks": 40,
+        "their prefix hit maps blocks whose keys are not kept": 1,
+    }
 
 
 def test_a_request_whose_prefix_hit_is_wrong_is_not_followed():

@@ -308,7 +308,7 @@ def test_memory_is_bounded_and_what_does_not_fit_is_counted():
     many, _ = serve(settings=ObserverSettings(max_row_bytes=1024 * size), **load)
     assert few.findings == many.findings == ()
     assert few.failure is many.failure is None
-    assert few.not_followed["their keys and values exceed max_row_bytes"] > 0
+    assert few.not_followed["their keys and values do not fit into the memory for them"] > 0
     assert many.not_followed == {}
     assert many.counts["rows"] > 512
     assert 0 < few.checks["output"] < many.checks["output"]
@@ -370,8 +370,13 @@ def test_a_finding_whose_cause_is_not_sought_states_that():
     first, *others = [finding for finding in result.findings if finding.kind == "output"]
     assert first.cause == "the row sees 1 key too few"
     assert others
-    assert {(each.cause, each.note) for each in others} == {(None, "its cause was not sought: max_explained is 1")}
-    assert len(grouped(result.findings)) == 1
+    assert {(each.cause, each.note) for each in others} == {
+        (None, "its cause was not sought, only those of 1 finding before it")
+    }
+    assert [group.words for group in grouped(result.findings)] == [
+        "the row sees N key too few",
+        "an output row is wrong, and its cause was not sought",
+    ]
 
 
 class LeavesLayersOut(ToyEngine):
@@ -419,7 +424,9 @@ def test_a_step_whose_queries_and_outputs_are_too_large_is_followed_and_not_judg
     size = 2 * 4 * 2 * 16 * 2  # bytes of a row's queries and outputs: two layers of four heads of 16 bfloat16
     result, _ = serve(settings=ObserverSettings(max_row_bytes=160 * size), blocks=200, budget=300, requests=16)
     assert (result.failure, result.findings) == (None, ())
-    left_out = result.not_compared["output", "rows of steps whose queries and outputs exceed max_row_bytes"]
+    left_out = result.not_compared[
+        "output", "rows of steps whose queries and outputs do not fit into the memory for them"
+    ]
     assert 2 * 160 < left_out < 2 * result.counts["rows"]
     assert result.checks["output"] == 2 * result.checks["token"] - left_out > 0
 
@@ -429,7 +436,7 @@ def test_on_a_gpu_a_quarter_of_the_free_memory_is_used(monkeypatch):
     monkeypatch.setattr("torch.cuda.mem_get_info", lambda: (4 * 64 * 2 * 2 * 2 * 16 * 2, 2**40))
     result, _ = serve(blocks=40)
     assert (result.failure, result.findings) == (None, ())
-    assert result.not_followed["their keys and values exceed max_row_bytes"] > 0
+    assert result.not_followed["their keys and values do not fit into the memory for them"] > 0
 
 
 def test_a_failure_frees_the_keys_and_values():

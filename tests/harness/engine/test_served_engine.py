@@ -215,6 +215,25 @@ def test_a_worker_is_watched_by_its_runner(serve, settings, runner_class):
     assert {record.check: record.outcome for record in run.records}["output"] == "passed"
 
 
+@pytest.mark.parametrize(
+    ("setting", "value", "left_out"),
+    [
+        ("sliding_window", -1, ""),
+        ("sliding_window", 0, ""),
+        ("logits_soft_cap", -1.0, "layers with logits_soft_cap = -1.0: must be"),
+    ],
+)
+def test_a_setting_that_means_nothing_or_is_odd_does_not_end_the_watch(serve, settings, setting, value, left_out):
+    runner = RunnerV1()
+    setattr(runner.layer if hasattr(runner.layer, setting) else runner.layer.impl, setting, value)
+    _, engine = serve(runner)
+    result = engine.hooks.observer.result()
+    assert (result.failure, result.findings) == (None, ())
+    reasons = [reason for kind, reason in result.not_compared if kind == "output"]
+    assert all(reason.startswith(left_out) for reason in reasons)
+    assert (bool(reasons), bool(result.checks["output"])) == (bool(left_out), not left_out)
+
+
 class Wrong(RunnerV1):
     """A runner that changes a key that later steps read."""
 
