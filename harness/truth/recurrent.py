@@ -8,8 +8,9 @@ of ``unpaged``. Its honest low-precision runs are:
   the rounded state. With ``mamba1``, this holds for the rows of prompts, too: each may be a call of the decode kernel;
 - the form in chunks of :func:`rounded_chunks`, of 1, 16 and 64 rows. Its operands, beta and intermediate results are
   rounded to the layer's dtype, as kernels for matrix units round them. Beta of ``gdn`` is ``1 / (1 + exp(-b))``, with
-  each result rounded to the dtype of ``b``. The state is rounded to its dtype after each chunk. For decodes, chunks
-  have one row, because a kernel may read again the state that it stored after each row.
+  each result rounded to the dtype of ``b``. Queries and keys are normalised in the same way in their dtype, as layers
+  in torch do. The state is rounded to its dtype after each chunk. For decodes, chunks have one row, because a kernel
+  may read again the state that it stored after each row.
 
 An error enters the state and decays with it, in these runs as in a kernel. So no bound of its own is needed for decay.
 ``mamba1`` has no form in chunks: its kernels are loops in float32.
@@ -309,9 +310,21 @@ def _rounded(
         after_row = stored if request.is_decode else torch.float32
         out, after = rounded_chunks(rows, state, 1, torch.float32, after_row, kept)
     else:
+        if problem.options.rule in ("gdn", "kda") and problem.options.qk_l2norm:
+            rows = _with_rounded_norm(problem, request)
         rows = _with_rounded_beta(request, rows) if problem.options.rule == "gdn" else rows
         out, after = rounded_chunks(rows, state, 1 if request.is_decode else size, problem.dtype, stored, kept)
     return Computed(out.double(), torch.stack([after[row] for row in kept]).to(stored).double())
+
+
+def _with_rounded_norm(problem: RecurrentProblem, request: StateRequest) -> RecurrentRows:
+    """Return float32 rows whose queries and keys are normalised in their dtype, as by functions of torch."""
+    inputs = dict(request.inputs)
+    for name in ("query", "key"):
+        given = inputs[name]
+        inputs[name] = given * torch.rsqrt((given * given).sum(-1, keepdim=True) + 1e-6)  # torch rounds each result
+    exact = {name: tensor.double() for name, tensor in inputs.items()}
+    return rows_of(problem, request, inputs=exact, qk_l2norm=False).to(torch.float32)
 
 
 def _with_rounded_beta(request: StateRequest, rows: RecurrentRows) -> RecurrentRows:

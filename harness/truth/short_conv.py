@@ -8,7 +8,6 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.nn.functional import silu
 
 from attncheck.harness.problem.recurrent import RecurrentProblem, StateRequest
 from attncheck.harness.truth.unpaged import Budget, allowed_errors, float32_bracket
@@ -35,18 +34,25 @@ class ConvolutionRuns:
 def convolution_budget(runs: ConvolutionRuns, activation: str | None, taps: int, dtype: torch.dtype) -> Budget:
     """Return the error that a right kernel may have; all channels of a row are judged together.
 
-    It computes in float32 and rounds once. It may also round every product to the dtype, if it multiplies the loaded
-    values, or round the sums, as two separate functions do. ``exp`` in the activation inherits the rounding of its
-    argument.
+    It computes in float32 and rounds once. Or it computes all in the dtype: it rounds every product, every partial sum,
+    and each result of ``s / (1 + exp(-s))``. These errors come together, so that they are one loss. With ``u`` half the
+    epsilon of the dtype:
+
+    - The products lose ``u`` times the root of the sum of their squares. Terms are of either sign, so the partial sums
+      of about four taps have twice this sum of squares. Together they lose ``u sqrt(3 squares)``.
+    - The activation multiplies this by its slope, and adds the loss of its own steps on the rounded sum.
     """
     slope = 1.0 if activation is None else _SILU_SLOPE
-    products = slope * torch.finfo(dtype).eps / 2 * runs.squares.sqrt()
     reach = torch.zeros_like(runs.right[:, :1])
     if activation is not None:
         reach = runs.sums.abs().amax(dim=1, keepdim=True)
-    rounded = runs.sums.to(dtype).double()
-    twice = (rounded if activation is None else silu(rounded)).to(dtype).double()
-    losses = [(runs.low - runs.right)[:, None], products[:, None], (twice - runs.right)[:, None]]
+    unit = torch.finfo(dtype).eps / 2
+    of_sums = slope * unit * (3 * runs.squares).sqrt()
+    rounded = runs.sums.to(dtype)
+    activated = rounded if activation is None else rounded / (1 + (-rounded).exp())  # torch rounds each result
+    of_steps = activated.double() - runs.right
+    together = (of_sums.square() + of_steps.square()).sqrt()
+    losses = [(runs.low - runs.right)[:, None], together[:, None]]
     bracket = float32_bracket(reach, taps)
     norm, peak = allowed_errors(losses, runs.right[:, None], bracket, slope * runs.weighted[:, None], dtype)
     return Budget(norm, peak, torch.zeros_like(norm))
