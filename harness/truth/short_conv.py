@@ -38,8 +38,9 @@ def convolution_budget(runs: ConvolutionRuns, activation: str | None, taps: int,
     and each result of ``s / (1 + exp(-s))``. These errors come together, so that they are one loss. With ``u`` half the
     epsilon of the dtype:
 
-    - The products lose ``u`` times the root of the sum of their squares. Terms are of either sign, so the partial sums
-      of about four taps have twice this sum of squares. Together they lose ``u sqrt(3 squares)``.
+    - The products lose ``u`` times the root of the sum of their squares, which is ``u sqrt(squares)``. Summands are of
+      either sign, so each of the ``taps`` partial sums is about ``sqrt(squares)`` at most, and loses ``u`` times that.
+      Together they lose ``u sqrt((1 + taps) squares)``.
     - The activation multiplies this by its slope, and adds the loss of its own steps on the rounded sum.
     """
     slope = 1.0 if activation is None else _SILU_SLOPE
@@ -47,7 +48,7 @@ def convolution_budget(runs: ConvolutionRuns, activation: str | None, taps: int,
     if activation is not None:
         reach = runs.sums.abs().amax(dim=1, keepdim=True)
     unit = torch.finfo(dtype).eps / 2
-    of_sums = slope * unit * (3 * runs.squares).sqrt()
+    of_sums = slope * unit * ((1 + taps) * runs.squares).sqrt()
     rounded = runs.sums.to(dtype)
     activated = rounded if activation is None else rounded / (1 + (-rounded).exp())  # torch rounds each result
     of_steps = activated.double() - runs.right
