@@ -109,14 +109,30 @@ def stored_inputs(request: StateRequest, content: Tensor | None, row: int, colum
 
     Columns that it leaves alone are 0. content: as of :func:`convolved`.
     """
+    past_and_new = _past_and_new(request, content)
+    # A decode stores the states after all its rows, one column apart. Those after the first row come first.
+    first = row + 2 - request.num_rows if request.is_decode else row + 1
+    inputs = past_and_new[:, first : row + 1 + request.past]
+    stored = torch.zeros(len(inputs), 1, columns, dtype=torch.float64)
+    stored[:, 0, : inputs.shape[1]] = inputs
+    return stored
+
+
+def only_state(problem: RecurrentProblem, request: StateRequest, content: Tensor | None, row: int) -> Tensor:
+    """Return what :func:`stored_inputs` does, for a decode that stores the state after ``row`` alone.
+
+    The columns of the others hold what they held before.
+    """
+    stored = problem.pool()[request.slots[0]].double()
+    stored[:, :, request.columns_written.stop :] = 0
+    stored[:, 0, : request.past] = _past_and_new(request, content)[:, row + 1 : row + 1 + request.past]
+    return stored
+
+
+def _past_and_new(request: StateRequest, content: Tensor | None) -> Tensor:
+    """Return the inputs before the first row and those of all rows, float64 ``[C, past + rows]``."""
     new = request.inputs["x"].double().t()
     before = torch.zeros(len(new), request.past, dtype=torch.float64)
     if content is not None:
         before = content[:, 0, request.columns_read].double()
-    past_and_new = torch.cat([before, new], dim=1)
-    # A decode stores the states after all its rows, one column apart. Those after the first row come first.
-    first = row + 2 - request.num_rows if request.is_decode else row + 1
-    inputs = past_and_new[:, first : row + 1 + request.past]
-    stored = torch.zeros(len(new), 1, columns, dtype=torch.float64)
-    stored[:, 0, : inputs.shape[1]] = inputs
-    return stored
+    return torch.cat([before, new], dim=1)
