@@ -9,7 +9,7 @@ from attncheck.cases.grammar import format_batch
 from attncheck.cases.keys import differences
 from attncheck.cases.model import Case
 from attncheck.errors import SpecError
-from attncheck.reference.step_spec import BatchSpec, PathSpec
+from attncheck.reference.step_spec import BatchSpec, PathSpec, RecurrenceOptions
 
 KeyValue = bool | int | float | str
 
@@ -26,12 +26,13 @@ _PLAIN_FIELDS = frozenset({"num_heads", "num_kv_heads", "head_size", "dtype", "b
 def shape_of(case: Case) -> str:
     """Return heads, sizes, dtype, cache, batch and modifiers: ``10 heads, 2 KV heads (group 5), head size 64, ...``."""
     layer, cache = case.layer, case.cache
-    parts = [
-        _count(layer.num_heads, "head"),
-        f"{_count(layer.num_kv_heads, 'KV head')} (group {layer.num_heads // layer.num_kv_heads})",
-        f"head size {layer.head_size}",
-        layer.dtype,
-    ]
+    options = case.batch.path.options
+    if isinstance(options, RecurrenceOptions) and options.rule == "short_conv":
+        parts = [_count(layer.num_heads, "channel"), _count(layer.head_size, "tap")]
+    else:
+        groups = f"{_count(layer.num_kv_heads, 'KV head')} (group {layer.num_heads // layer.num_kv_heads})"
+        parts = [_count(layer.num_heads, "head"), groups, f"head size {layer.head_size}"]
+    parts.append(layer.dtype)
     if layer.has_cache:
         parts.append(f"pages of {cache.block_size} {cache.layout}")
     parts += [f"{name} {value}" for name, value in _given(layer, cache if layer.has_cache else None)]
@@ -42,8 +43,8 @@ def shape_of(case: Case) -> str:
         parts.append(f"padded by {_count(padding.requests, 'request')} and {_count(padding.tokens, 'token')}")
     parts += [f"{name} {value}" for name, value in _around(case.batch)]
     if case.batch.path.name != "paged":
-        options = ", ".join(f"{name} {value}" for name, value in _given(case.batch.path.options))
-        parts.append(f"path {case.batch.path.name}{f' ({options})' if options else ''}")
+        given = ", ".join(f"{name} {value}" for name, value in _given(options))
+        parts.append(f"path {case.batch.path.name}{f' ({given})' if given else ''}")
     parts += [] if case.inputs is None else [f"inputs {' '.join(case.inputs)}"]
     parts += [f"after {_batches(case)}"] if case.after else []
     parts += [f"beside {_layers(case)}"] if case.layers else []

@@ -158,10 +158,10 @@ def rows_in_words(problem: NamesRows, rows: Tensor, what: str = "") -> str:
     return f"{int(rows.sum())} of {len(rows)} rows{what}, the first is row {first} ({problem.row_name(first)})"
 
 
-def summarize(problem: NamesRows, shares: Tensor) -> str:
+def summarize(problem: NamesRows, shares: Tensor, *, has_heads: bool = True) -> str:
     """Return one line that states which rows and heads are wrong and by how much; ``shares [T, H]`` in budgets.
 
-    At least one share must be above 1.
+    At least one share must be above 1. ``has_heads``: whether the line names heads.
     """
     wrong = shares > 1
     rows = wrong.any(dim=1)
@@ -179,12 +179,13 @@ def summarize(problem: NamesRows, shares: Tensor) -> str:
     finite = shares.masked_fill(torch.isinf(shares), 0.0)
     others = ""
     if size == math.inf and bool((finite > 1).any()):
-        others = f"; among the finite values: {summarize(problem, finite)}"
+        others = f"; among the finite values: {summarize(problem, finite, has_heads=has_heads)}"
     elif size == math.inf and bool(torch.isfinite(shares).any()):
         others = "; all finite values are right"
     are = "is" if int(rows.sum()) == 1 else "are"
     named_rows = rows_in_words(problem, rows, f" {are} wrong")
-    return f"{named_rows}, in {which}; {amount} at row {row}, head {head}{others}"
+    in_heads, of_head = (f", in {which}", f", head {head}") if has_heads else ("", "")
+    return f"{named_rows}{in_heads}; {amount} at row {row}{of_head}{others}"
 
 
 def wrong_figures(shares: Tensor, values: Tensor, unwritten: Tensor) -> dict[str, float | int]:

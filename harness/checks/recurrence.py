@@ -31,6 +31,7 @@ from attncheck.harness.truth.recurrent import (
     wrong_orders,
 )
 from attncheck.reference.spec import AttentionCGSupport
+from attncheck.reference.step_spec import CHANNEL_RULES
 from attncheck.reports.analysis.phrases import plural
 from attncheck.reports.run_file.causes import UNKNOWN
 
@@ -86,12 +87,18 @@ class _Judged:
         wrong_states = (self.state_shares > 1).nonzero().flatten().tolist()
         return {of_rows[row] for row in wrong_rows} | {of_states[state] for state in wrong_states}
 
+    @property
+    def writes_elsewhere(self) -> bool:
+        """Whether slots or columns changed that the step must leave alone, or memory between the slots."""
+        return bool(self.seen.strays) or self.seen.has_filled_gaps
+
     def wrong_output(self) -> Broken | None:
         """Return what is wrong with the rows, or None."""
         if not bool((self.shares > 1).any()):
             return None
         figures = wrong_figures(self.shares, self.seen.out, self.seen.unwritten)
-        return Broken(summarize(self.problem, self.shares), figures, self._meaning(), self.seen.changed)
+        summary = summarize(self.problem, self.shares, has_heads=self.problem.options.rule not in CHANNEL_RULES)
+        return Broken(summary, figures, self._meaning(), self.seen.changed)
 
     def wrong_pool(self) -> Broken | None:
         """Return what is wrong with the states in the pool, or None."""
@@ -101,7 +108,7 @@ class _Judged:
             slots = plural(len(self.seen.strays), "slot")
             is_part = set(self.seen.strays) <= {slot for _, slot in self.problem.places}
             alone = "that the step must leave alone"
-            what = f"changed in rows {alone}" if is_part else f"{alone} changed"
+            what = f"changed in inputs {alone}" if is_part else f"{alone} changed"
             summary = f"{slots} {what}, the first is {self.problem.slot_name(first)}"
             figures["slots_wrong"] = len(self.seen.strays)
             return Broken(summary, figures, _meaning_of_strays(self.problem, self.seen.strays))
@@ -113,12 +120,14 @@ class _Judged:
         worst = float(self.state_shares.max())
         where = self.problem.slot_name(self.problem.places[wrong[0]][1])
         figures["states_wrong"] = len(wrong)
-        if self.truth.has_exact_states:
-            summary = f"{len(wrong)} of {len(self.state_shares)} stored states are not the last inputs, bit for bit"
+        are = "is" if len(wrong) == 1 else "are"
+        of_stored = f"{len(wrong)} of {len(self.state_shares)} stored states {are}"
+        if self.problem.options.rule == "short_conv":
+            summary = f"{of_stored} not the last inputs, bit for bit"
             return Broken(f"{summary}; the first is in {where}", figures, self._meaning_of_states(wrong))
         amount = "NaN or infinite" if math.isinf(worst) else f"{worst:.3g} times the allowed error"
         figures["budget_share"] = worst
-        summary = f"{len(wrong)} of {len(self.state_shares)} stored states are wrong, the first is in {where}"
+        summary = f"{of_stored} wrong, the first is in {where}"
         return Broken(f"{summary}; the largest error is {amount}", figures, self._meaning_of_states(wrong))
 
     def _meaning(self) -> str | None:
@@ -128,9 +137,12 @@ class _Judged:
             wrong = computed(self.problem, mistake, self.wrong_requests)
             if not bool((self.truth.shares(wrong) > 1).any()):
                 continue  # this result is right, so it explains nothing
-            if is_answer(self.computed.judged_out, wrong.judged_out, self.truth.budget, self.problem.dtype):
+            if self._has_outputs_of(wrong):
                 return mistake.meaning
         return None
+
+    def _has_outputs_of(self, wrong: Computed) -> bool:
+        return is_answer(self.computed.judged_out, wrong.judged_out, self.truth.budget, self.problem.dtype)
 
     def _meaning_of_states(self, wrong: list[int]) -> str | None:
         before, after = self.problem.pool(), self.seen.pool
@@ -140,7 +152,7 @@ class _Judged:
         budget, dtype = self.truth.state_budget, self.problem.state_dtype
         for mistake in (*mistakes(self.problem), *wrong_orders(self.problem)):
             stored = computed(self.problem, mistake, self.wrong_requests)
-            if not bool((self.truth.state_shares(stored) > 1).any()):
+            if not bool((self.truth.state_shares(stored) > 1).any()) or not self._has_outputs_of(stored):
                 continue
             if is_answer(self.computed.judged_states, stored.judged_states, budget, dtype):
                 return mistake.meaning
@@ -247,6 +259,7 @@ class RecurrenceChecks:
 
     def _determinism(self) -> Finding:
         exact, first = self._backend.conventions.deterministic, self._first
+        is_right = not first.wrong_requests and not first.writes_elsewhere
         again: dict[str, Callable[[], StateSession]] = {
             "when the step is repeated on the same impl": lambda: self._session,
             "when the step is repeated on a new impl and builder": partial(
@@ -257,10 +270,10 @@ class RecurrenceChecks:
             judged = _Judged(self._problem, self._truth, session().run(self._problem))
             moved = _moved(first.seen, judged.seen)
             if exact and bool(moved.any()):
-                meaning = _WRONG_AT_FIRST if first.wrong_requests else _STATE_KEPT
+                meaning = _STATE_KEPT if is_right else _WRONG_AT_FIRST
                 return Broken(f"other bits {how}: {self._named(moved)}", {"rows_moved": int(moved.sum())}, meaning)
             wrong = judged.wrong_output() or judged.wrong_pool()
-            if wrong is not None and not first.wrong_requests:
+            if wrong is not None and is_right:
                 return later_fault(wrong, how, _STATE_KEPT)
         notes = () if exact else ("compared within the allowed error: the backend declares deterministic=False",)
         return Holds({"rows": len(first.shares), "repeats": len(again), "bitwise": int(exact)}, notes)
@@ -271,7 +284,7 @@ class RecurrenceChecks:
         done = []
         for variation in self._variations():
             wrong = variation.wrong()
-            if wrong is not None and self._first.wrong_requests:
+            if wrong is not None and (self._first.wrong_requests or self._first.writes_elsewhere):
                 return replace(wrong, meaning=_WRONG_AT_FIRST)
             if wrong is not None:
                 return wrong
@@ -374,6 +387,8 @@ class RecurrenceChecks:
         wrong = judged.wrong_output() or judged.wrong_pool()
         if wrong is None:
             return None
+        if self._first.writes_elsewhere:
+            return replace(wrong, summary=f"wrong {how}: {wrong.summary}")
         if meaning in (_ORDER, _SLOTS):
             again = _moved(self._first.seen, self._session.run(self._problem))
             if bool(again.any()):
@@ -499,7 +514,7 @@ def _meaning_of_strays(problem: RecurrentProblem, strays: tuple[int, ...]) -> st
     if not set(strays) <= owned:
         return None
     if set(strays) <= {slot for _, slot in problem.places}:
-        return "rows of a slot that belong to no state after this step were written"
+        return "inputs of a slot that belong to no state after this step were written"
     if problem.options.rule == "short_conv" and not is_cached:
         return "a column behind the first was written, and all states of a request are in the slot of column 0"
     words = "blocks that are cached" if is_cached else "columns of draft tokens that the step does not have"

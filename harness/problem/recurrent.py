@@ -67,11 +67,11 @@ class StateRequest:
 
     number, position: its number in the case, and the position of its first row in it. inputs: ``[rows, ...]`` each.
     initial: its state ``[H, V, K]`` before the first row, in the dtype of states; None if it has none.
-    slots: its slots in the pool. accepted: the state is in ``slots[accepted - 1]``.
+    slots: its slots in the pool. accepted: the state is in ``slots[accepted - 1]``, unless there is a ``past``.
     block_size: with ``mamba_cache_mode: all``, the tokens of each slot, and the state is in that of the last token
     before the first row. 0 without.
     past: with ``short_conv``, the number of inputs that a state has. All states are in ``slots[0]``, each one column
-    behind that before it. 0 with other rules.
+    behind that before it; the state read begins in column ``accepted - 1``. 0 with other rules.
     """
 
     number: int

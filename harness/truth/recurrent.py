@@ -8,8 +8,9 @@ of ``unpaged``. Its honest low-precision runs are:
   the rounded state. With ``mamba1``, this holds for the rows of prompts, too: each may be a call of the decode kernel;
 - the form in chunks of :func:`rounded_chunks`, of 1, 16 and 64 rows. Its operands, beta and intermediate results are
   rounded to the layer's dtype, as kernels for matrix units round them. Beta of ``gdn`` is ``1 / (1 + exp(-b))``, with
-  each result rounded to the dtype of ``b``. The state is rounded to its dtype after each chunk. For decodes, chunks
-  have one row, because a kernel may read again the state that it stored after each row.
+  each result rounded to the dtype of ``b``. Queries and keys are normalised in the same way in their dtype, as layers
+  in torch do. The state is rounded to its dtype after each chunk. For decodes, chunks have one row, because a kernel
+  may read again the state that it stored after each row.
 
 An error enters the state and decays with it, in these runs as in a kernel. So no bound of its own is needed for decay.
 ``mamba1`` has no form in chunks: its kernels are loops in float32.
@@ -29,7 +30,7 @@ from torch import Tensor
 
 from attncheck.errors import BlindCaseError
 from attncheck.harness.problem.recurrent import RecurrentProblem, StateRequest
-from attncheck.harness.truth.short_conv import convolution_budget, convolved, runs_of, stored_inputs
+from attncheck.harness.truth.short_conv import convolution_budget, convolved, only_state, runs_of, stored_inputs
 from attncheck.harness.truth.truth import NOTICEABLE
 from attncheck.harness.truth.unpaged import (
     ROUNDINGS,
@@ -80,11 +81,6 @@ class RecurrentTruth:
     state_budget: Budget
     usual: tuple[Tensor, Tensor]
     usual_of_states: tuple[Tensor, Tensor]
-
-    @property
-    def has_exact_states(self) -> bool:
-        """Whether no stored state may have an error."""
-        return not bool(self.state_budget.norm.any())
 
     def shares(self, seen: Computed) -> Tensor:
         """Return the errors of the outputs in budgets, ``[T, heads]``."""
@@ -195,7 +191,7 @@ class Mistake:
 
     ``rows``, ``state``: what it takes for those of a request. ``stored``: the rows whose states it stores. ``loop``:
     its form of :func:`recurrence`. ``arguments``: those of a short convolution, which has no ``rows`` and ``loop``.
-    ``is_of_some``: whether it may act on some requests of a step alone.
+    ``only_state``: the row after which decodes of a short convolution store their only state; None if they store all.
     """
 
     meaning: str
@@ -204,7 +200,7 @@ class Mistake:
     stored: Callable[[StateRequest], list[int]] = stored_after
     loop: Callable[[RecurrentRows, Tensor | None, list[int]], tuple[Tensor, dict[int, Tensor]]] = recurrence
     arguments: Mapping[str, object] = field(default_factory=dict)
-    is_of_some: bool = False
+    only_state: Callable[[StateRequest], int] | None = None
 
 
 _NONE = Mistake("")
@@ -213,20 +209,24 @@ _NONE = Mistake("")
 def computed(problem: RecurrentProblem, mistake: Mistake = _NONE, requests: Collection[int] | None = None) -> Computed:
     """Return the exact result of a layer with a fault, or without.
 
-    ``requests``: the numbers of those on which the fault acts, if it is one of some requests. Otherwise it acts on all.
+    ``requests``: the numbers of those on which the fault acts; None for all.
     """
-    everyone = {request.number for request in problem.requests}
-    faulty = requests if requests is not None and mistake.is_of_some else everyone
+    faulty = {request.number for request in problem.requests} if requests is None else requests
     made = [(request, mistake if request.number in faulty else _NONE) for request in problem.requests]
     if problem.options.rule == "short_conv":
         contents = [each.state(problem, request) for request, each in made]
         columns = problem.stale.shape[-1]
         states = [
             stored_inputs(request, content, row, columns)
+            if each.only_state is None or not request.is_decode
+            else only_state(problem, request, content, each.only_state(request))
             for (request, each), content in zip(made, contents, strict=True)
             for row in each.stored(request)
         ]
-        return Computed(convolved(problem, contents, **mistake.arguments)[:, :, None], torch.stack(states))
+        is_faulty = torch.tensor([number in faulty for number, _ in problem.positions])
+        changed = convolved(problem, contents, **mistake.arguments)
+        out = torch.where(is_faulty[:, None], changed, convolved(problem, contents))
+        return Computed(out[:, :, None], torch.stack(states))
     parts = []
     for request, each in made:
         stored = each.stored(request)
@@ -309,9 +309,21 @@ def _rounded(
         after_row = stored if request.is_decode else torch.float32
         out, after = rounded_chunks(rows, state, 1, torch.float32, after_row, kept)
     else:
+        if problem.options.rule in ("gdn", "kda") and problem.options.qk_l2norm:
+            rows = _with_rounded_norm(problem, request)
         rows = _with_rounded_beta(request, rows) if problem.options.rule == "gdn" else rows
         out, after = rounded_chunks(rows, state, 1 if request.is_decode else size, problem.dtype, stored, kept)
     return Computed(out.double(), torch.stack([after[row] for row in kept]).to(stored).double())
+
+
+def _with_rounded_norm(problem: RecurrentProblem, request: StateRequest) -> RecurrentRows:
+    """Return float32 rows whose queries and keys are normalised in their dtype, as by functions of torch."""
+    inputs = dict(request.inputs)
+    for name in ("query", "key"):
+        given = inputs[name]
+        inputs[name] = given * torch.rsqrt((given * given).sum(-1, keepdim=True) + 1e-6)  # torch rounds each result
+    exact = {name: tensor.double() for name, tensor in inputs.items()}
+    return rows_of(problem, request, inputs=exact, qk_l2norm=False).to(torch.float32)
 
 
 def _with_rounded_beta(request: StateRequest, rows: RecurrentRows) -> RecurrentRows:
@@ -404,7 +416,7 @@ def mistakes(problem: RecurrentProblem) -> Iterator[Mistake]:
     if is_loop:
         yield Mistake("the decay is missing", rows=_without_decay)
     yield Mistake("the initial state is ignored", state=_no_state)
-    yield Mistake("states are used where has_initial_states is False", state=_stale_state, is_of_some=True)
+    yield Mistake("states are used where has_initial_states is False", state=_stale_state)
     yield Mistake("the state of another request is read", state=_state_of_next)
     if options.num_speculative_tokens and is_loop:
         yield Mistake("the state is read from column 0, not num_accepted_tokens - 1", state=_state_of_first_column)
@@ -439,10 +451,13 @@ def _mistakes_of_convolution(problem: RecurrentProblem) -> Iterator[Mistake]:
     if options.bias:
         yield Mistake("the bias is missing", arguments={"bias": None})
     if options.num_speculative_tokens:
-        words = "the state is read from row 0 of the slot, not from row num_accepted_tokens - 1"
+        words = "the state is read from input 0 of the slot, not from input num_accepted_tokens - 1"
         yield Mistake(words, state=_state_at_start)
         words = "the state is read from the slot in column num_accepted_tokens - 1, not from that in column 0"
         yield Mistake(words, state=_state_of_accepted_column)
+        words = "the last inputs of decodes are stored alone, as if all drafts were accepted"
+        yield Mistake(words, only_state=lambda request: request.num_rows - 1)
+        yield Mistake("the states after the drafts of decodes are not stored", only_state=lambda _request: 0)
     yield Mistake("the new state ends before the last row", stored=_after_row_before)
 
 
@@ -559,7 +574,10 @@ def _state_at_start(problem: RecurrentProblem, request: StateRequest) -> Tensor 
 
 
 def _state_of_accepted_column(problem: RecurrentProblem, request: StateRequest) -> Tensor | None:
-    return None if request.initial is None else problem.pool()[request.slots[request.accepted - 1]].double()
+    """Return the slot so that its first columns are read."""
+    if request.initial is None:
+        return None
+    return problem.pool()[request.slots[request.accepted - 1]].double().roll(request.accepted - 1, dims=-1)
 
 
 def _state_of_last_block(problem: RecurrentProblem, request: StateRequest) -> Tensor | None:

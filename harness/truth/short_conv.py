@@ -8,7 +8,6 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.nn.functional import silu
 
 from attncheck.harness.problem.recurrent import RecurrentProblem, StateRequest
 from attncheck.harness.truth.unpaged import Budget, allowed_errors, float32_bracket
@@ -35,18 +34,26 @@ class ConvolutionRuns:
 def convolution_budget(runs: ConvolutionRuns, activation: str | None, taps: int, dtype: torch.dtype) -> Budget:
     """Return the error that a right kernel may have; all channels of a row are judged together.
 
-    It computes in float32 and rounds once. It may also round every product to the dtype, if it multiplies the loaded
-    values, or round the sums, as two separate functions do. ``exp`` in the activation inherits the rounding of its
-    argument.
+    It computes in float32 and rounds once. Or it computes all in the dtype: it rounds every product, every partial sum,
+    and each result of ``s / (1 + exp(-s))``. These errors come together, so that they are one loss. With ``u`` half the
+    epsilon of the dtype:
+
+    - The products lose ``u`` times the root of the sum of their squares, which is ``u sqrt(squares)``. Summands are of
+      either sign, so each of the ``taps`` partial sums is about ``sqrt(squares)`` at most, and loses ``u`` times that.
+      Together they lose ``u sqrt((1 + taps) squares)``.
+    - The activation multiplies this by its slope, and adds the loss of its own steps on the rounded sum.
     """
     slope = 1.0 if activation is None else _SILU_SLOPE
-    products = slope * torch.finfo(dtype).eps / 2 * runs.squares.sqrt()
     reach = torch.zeros_like(runs.right[:, :1])
     if activation is not None:
         reach = runs.sums.abs().amax(dim=1, keepdim=True)
-    rounded = runs.sums.to(dtype).double()
-    twice = (rounded if activation is None else silu(rounded)).to(dtype).double()
-    losses = [(runs.low - runs.right)[:, None], products[:, None], (twice - runs.right)[:, None]]
+    unit = torch.finfo(dtype).eps / 2
+    of_sums = slope * unit * ((1 + taps) * runs.squares).sqrt()
+    rounded = runs.sums.to(dtype)
+    activated = rounded if activation is None else rounded / (1 + (-rounded).exp())  # torch rounds each result
+    of_steps = activated.double() - runs.right
+    together = (of_sums.square() + of_steps.square()).sqrt()
+    losses = [(runs.low - runs.right)[:, None], together[:, None]]
     bracket = float32_bracket(reach, taps)
     norm, peak = allowed_errors(losses, runs.right[:, None], bracket, slope * runs.weighted[:, None], dtype)
     return Budget(norm, peak, torch.zeros_like(norm))
@@ -102,14 +109,30 @@ def stored_inputs(request: StateRequest, content: Tensor | None, row: int, colum
 
     Columns that it leaves alone are 0. content: as of :func:`convolved`.
     """
+    past_and_new = _past_and_new(request, content)
+    # A decode stores the states after all its rows, one column apart. Those after the first row come first.
+    first = row + 2 - request.num_rows if request.is_decode else row + 1
+    inputs = past_and_new[:, first : row + 1 + request.past]
+    stored = torch.zeros(len(inputs), 1, columns, dtype=torch.float64)
+    stored[:, 0, : inputs.shape[1]] = inputs
+    return stored
+
+
+def only_state(problem: RecurrentProblem, request: StateRequest, content: Tensor | None, row: int) -> Tensor:
+    """Return what :func:`stored_inputs` does, for a decode that stores the state after ``row`` alone.
+
+    The columns of the others hold what they held before.
+    """
+    stored = problem.pool()[request.slots[0]].double()
+    stored[:, :, request.columns_written.stop :] = 0
+    stored[:, 0, : request.past] = _past_and_new(request, content)[:, row + 1 : row + 1 + request.past]
+    return stored
+
+
+def _past_and_new(request: StateRequest, content: Tensor | None) -> Tensor:
+    """Return the inputs before the first row and those of all rows, float64 ``[C, past + rows]``."""
     new = request.inputs["x"].double().t()
     before = torch.zeros(len(new), request.past, dtype=torch.float64)
     if content is not None:
         before = content[:, 0, request.columns_read].double()
-    past_and_new = torch.cat([before, new], dim=1)
-    # A decode stores the states after all its rows, one column apart. Those after the first row come first.
-    first = row + 2 - request.num_rows if request.is_decode else row + 1
-    inputs = past_and_new[:, first : row + 1 + request.past]
-    stored = torch.zeros(len(new), 1, columns, dtype=torch.float64)
-    stored[:, 0, : inputs.shape[1]] = inputs
-    return stored
+    return torch.cat([before, new], dim=1)
