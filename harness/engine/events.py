@@ -189,10 +189,10 @@ class ObserverResult:
     """What was observed so far.
 
     steps: how many; while one is judged, its number. checks: how many things of each kind were compared.
-    findings: at most :data:`MAX_FINDINGS`; ``findings_left_out``: further ones. not_followed: rows of the model's input
-    whose requests are not followed, by reason, in words. not_compared: what else a check left out, by reason; of
-    ``output`` rows of layers, of ``write`` requests of layers. counts: other figures, such as all rows of the model's
-    input, drafts, tokens of prefix hits and resumed requests.
+    findings: at most :data:`MAX_FINDINGS`, and the first of each kind; ``findings_left_out``: further ones.
+    not_followed: rows of the model's input whose requests are not followed, by reason, in words. not_compared: what
+    else a check left out, by reason; of ``output`` rows of layers, of ``write`` requests of layers. counts: other
+    figures, such as all rows of the model's input, drafts, tokens of prefix hits and resumed requests.
     worst_share: the largest share of the error budget. failure: why the observer stopped, or None.
     """
 
@@ -209,7 +209,8 @@ class ObserverResult:
 
     def find(self, kind: CheckKind, request_id: str, position: int, **more: Any) -> None:
         """Keep a finding of this step, or count it if there are too many. ``more``: its other fields."""
-        if len(self.findings) < MAX_FINDINGS:
+        is_first = all(each.kind != kind for each in self.findings)
+        if is_first or len(self.findings) < MAX_FINDINGS:
             self.findings += (EngineFinding(kind, self.steps, request_id, position, **more),)
         else:
             self.findings_left_out += 1

@@ -249,3 +249,13 @@ def test_no_command_repeats_a_finding_in_a_server():
 
 def test_the_checks_of_engines_have_the_same_names_everywhere():
     assert {name for name, info in CHECKS_OF_ALL.items() if info.applies_to == "engine"} == set(KINDS) == ENGINE_CHECKS
+
+
+def test_the_first_finding_of_each_kind_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A check whose findings all come behind the limit must not pass."""
+    monkeypatch.setattr("attncheck.harness.engine.events.MAX_FINDINGS", 1)
+    result = ObserverResult()
+    for kind in ("output", "output", "token"):
+        result.find(kind, "a", 0)
+    assert [finding.kind for finding in result.findings] == ["output", "token"]
+    assert result.findings_left_out == 1
