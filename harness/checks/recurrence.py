@@ -89,7 +89,7 @@ class _Judged:
 
     @property
     def writes_elsewhere(self) -> bool:
-        """Whether slots or columns changed that the step must leave alone, or memory between the slots."""
+        """Whether anything changed in the pool that the step must leave alone."""
         return bool(self.seen.strays) or self.seen.has_filled_gaps
 
     def wrong_output(self) -> Broken | None:
