@@ -186,10 +186,7 @@ class StateMetadata:
     block_idx_last_scheduled_token: Tensor | None = None
 
     def source(self, request: int) -> int:
-        """Return the slot from which the state of a request is read.
-
-        This does not hold for decodes of ``short_conv`` with drafts: their state is in the slot of column 0.
-        """
+        """Return the slot from which the state of a request is read; not for decodes of ``short_conv`` with drafts."""
         column = self.num_accepted_tokens[request] - 1
         if self.block_idx_last_computed_token is not None:
             column = self.block_idx_last_computed_token[request]
@@ -198,7 +195,7 @@ class StateMetadata:
     def destinations(self, request: int) -> dict[int, int]:
         """Return the slot of each state that is written, by the row of the request after which it is the state.
 
-        This does not hold for decodes of ``short_conv`` with drafts: all of their states are in the slot of column 0.
+        Not for decodes of ``short_conv`` with drafts, whose states are all in the slot of column 0.
         """
         slots = self.state_indices_tensor[request].tolist()
         first, end = self.query_start_loc[request : request + 2].tolist()

@@ -89,7 +89,7 @@ class _Judged:
 
     @property
     def writes_elsewhere(self) -> bool:
-        """Whether slots or columns changed that the step must leave alone, or memory between the slots."""
+        """Whether anything changed in the pool that the step must leave alone."""
         return bool(self.seen.strays) or self.seen.has_filled_gaps
 
     def wrong_output(self) -> Broken | None:
@@ -133,28 +133,27 @@ class _Judged:
     def _meaning(self) -> str | None:
         if not bool(torch.isfinite(self.seen.out).all()) or bool(self.seen.unwritten.any()):
             return None
-        for mistake in (*mistakes(self.problem), *wrong_orders(self.problem)):
-            wrong = computed(self.problem, mistake, self.wrong_requests)
-            if not bool((self.truth.shares(wrong) > 1).any()):
-                continue  # this result is right, so it explains nothing
-            if self._has_outputs_of(wrong):
-                return mistake.meaning
-        return None
-
-    def _has_outputs_of(self, wrong: Computed) -> bool:
-        return is_answer(self.computed.judged_out, wrong.judged_out, self.truth.budget, self.problem.dtype)
+        return self._mistake(of_states=False)
 
     def _meaning_of_states(self, wrong: list[int]) -> str | None:
         before, after = self.problem.pool(), self.seen.pool
         slots = [self.problem.places[state][1] for state in wrong]
         if all(torch.equal(before[slot], after[slot]) for slot in slots):
             return "the new state is not stored"
-        budget, dtype = self.truth.state_budget, self.problem.state_dtype
+        return self._mistake(of_states=True)
+
+    def _mistake(self, *, of_states: bool) -> str | None:
+        """Return the fault that explains the outputs, and with ``of_states`` the states, too."""
+        seen, truth = self.computed, self.truth
         for mistake in (*mistakes(self.problem), *wrong_orders(self.problem)):
-            stored = computed(self.problem, mistake, self.wrong_requests)
-            if not bool((self.truth.state_shares(stored) > 1).any()) or not self._has_outputs_of(stored):
+            wrong = computed(self.problem, mistake, self.wrong_requests)
+            shares = truth.state_shares(wrong) if of_states else truth.shares(wrong)
+            if not bool((shares > 1).any()):
+                continue  # this result is right, so it explains nothing
+            if not is_answer(seen.judged_out, wrong.judged_out, truth.budget, self.problem.dtype):
                 continue
-            if is_answer(self.computed.judged_states, stored.judged_states, budget, dtype):
+            states = seen.judged_states, wrong.judged_states, truth.state_budget, self.problem.state_dtype
+            if not of_states or is_answer(*states):
                 return mistake.meaning
         return None
 

@@ -574,10 +574,8 @@ def _state_at_start(problem: RecurrentProblem, request: StateRequest) -> Tensor 
 
 
 def _state_of_accepted_column(problem: RecurrentProblem, request: StateRequest) -> Tensor | None:
-    """Return the slot so that its first columns are read."""
-    if request.initial is None:
-        return None
-    return problem.pool()[request.slots[request.accepted - 1]].double().roll(request.accepted - 1, dims=-1)
+    first = request.accepted - 1
+    return None if request.initial is None else problem.pool()[request.slots[first]].double().roll(first, dims=-1)
 
 
 def _state_of_last_block(problem: RecurrentProblem, request: StateRequest) -> Tensor | None:

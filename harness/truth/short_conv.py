@@ -34,25 +34,20 @@ class ConvolutionRuns:
 def convolution_budget(runs: ConvolutionRuns, activation: str | None, taps: int, dtype: torch.dtype) -> Budget:
     """Return the error that a right kernel may have; all channels of a row are judged together.
 
-    It computes in float32 and rounds once. Or it computes all in the dtype: it rounds every product, every partial sum,
-    and each result of ``s / (1 + exp(-s))``. These errors come together, so that they are one loss. With ``u`` half the
-    epsilon of the dtype:
-
-    - The products lose ``u`` times the root of the sum of their squares, which is ``u sqrt(squares)``. Summands are of
-      either sign, so each of the ``taps`` partial sums is about ``sqrt(squares)`` at most, and loses ``u`` times that.
-      Together they lose ``u sqrt((1 + taps) squares)``.
-    - The activation multiplies this by its slope, and adds the loss of its own steps on the rounded sum.
+    It computes in float32 and rounds once. Or it rounds every product, every partial sum, and each result of
+    ``s / (1 + exp(-s))`` to the dtype. These errors come together, so that they are one loss. With ``u`` half the
+    epsilon of the dtype, the products lose ``u sqrt(squares)``. Each of the ``taps`` partial sums is about
+    ``sqrt(squares)``, since summands are of either sign, and loses ``u`` times that. The activation multiplies all this
+    by its slope, and adds the loss of its steps on the rounded sum.
     """
     slope = 1.0 if activation is None else _SILU_SLOPE
     reach = torch.zeros_like(runs.right[:, :1])
     if activation is not None:
         reach = runs.sums.abs().amax(dim=1, keepdim=True)
-    unit = torch.finfo(dtype).eps / 2
-    of_sums = slope * unit * ((1 + taps) * runs.squares).sqrt()
+    of_sums = slope * torch.finfo(dtype).eps / 2 * ((1 + taps) * runs.squares).sqrt()
     rounded = runs.sums.to(dtype)
     activated = rounded if activation is None else rounded / (1 + (-rounded).exp())  # torch rounds each result
-    of_steps = activated.double() - runs.right
-    together = (of_sums.square() + of_steps.square()).sqrt()
+    together = (of_sums.square() + (activated.double() - runs.right).square()).sqrt()
     losses = [(runs.low - runs.right)[:, None], together[:, None]]
     bracket = float32_bracket(reach, taps)
     norm, peak = allowed_errors(losses, runs.right[:, None], bracket, slope * runs.weighted[:, None], dtype)
@@ -119,10 +114,7 @@ def stored_inputs(request: StateRequest, content: Tensor | None, row: int, colum
 
 
 def only_state(problem: RecurrentProblem, request: StateRequest, content: Tensor | None, row: int) -> Tensor:
-    """Return what :func:`stored_inputs` does, for a decode that stores the state after ``row`` alone.
-
-    The columns of the others hold what they held before.
-    """
+    """Return what a decode leaves in the columns that it writes, if it stores the state after ``row`` alone."""
     stored = problem.pool()[request.slots[0]].double()
     stored[:, :, request.columns_written.stop :] = 0
     stored[:, 0, : request.past] = _past_and_new(request, content)[:, row + 1 : row + 1 + request.past]
