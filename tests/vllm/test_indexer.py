@@ -1,8 +1,9 @@
 """vLLM's CPU kernels of the indexer of sparse attention, on FP8 keys in vLLM's layout."""
 
+from importlib import import_module
+
 import pytest
 import torch
-from vllm import _custom_ops as ops
 
 from attncheck.backends.candidates.reference import ReferenceBackend
 from attncheck.harness.api import examine
@@ -15,6 +16,7 @@ INDEX_TOPK = 512
 
 def vllm_indexer(query, weights, key, index_cache, block_table, seq_lens, query_start_loc, slot_mapping, *, index_topk):
     """As ``SparseAttnIndexer.forward_cpu``, each row with a length of its own. vLLM has no such writer for a CPU."""
+    ops = import_module("vllm._custom_ops")
     block_size, size, blocks = index_cache.shape[1], key.shape[1], index_cache.view(len(index_cache), -1)
     codes = blocks[:, : block_size * size].view(torch.float8_e4m3fn).unflatten(1, (block_size, size))
     scales = blocks[:, block_size * size :].view(torch.float32)
