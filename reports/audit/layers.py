@@ -1,6 +1,6 @@
 """What an audit has of layers with a state and of sparse attention: kinds of batch, forms, checks, and what fails.
 
-Numbers count cases that ran. A backend of which no case ran has a reason instead.
+Numbers count cases that ran. For a backend without such a case, the reason is given instead.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
